@@ -43,7 +43,7 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@rm -f $(VENV)/.steercap-*; touch $@
 
 demo: setup
-	$(BIN)/python -m steercap.demo
+	$(BIN)/python -m steercap.testing.demo
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -110,9 +110,9 @@ def idle_tap_cost(calls: int = 20_000) -> float:
     import torch
     from torch import nn
 
+    from steercap.architectures.sites.base import Tap, output_tap
     from steercap.core.schema import PointSchema
     from steercap.kernels.tap import bind
-    from steercap.sites.base import Tap, output_tap
     from steercap.worker.taps.base import Installed, TapSizes
     from steercap.worker.taps.host import HostTaps
 

@@ -100,7 +100,7 @@ async def run_plain(llm: Any, name: str, tokens: list[list[int]]) -> Run:
 
 async def run_collect(model: Any, name: str, tokens: list[list[int]], args: argparse.Namespace) -> Run:
     """steercap, to a data set that is complete."""
-    from steercap.collecting import OneIn, collect
+    from steercap.lab.datasets.collecting import OneIn, collect
 
     asked = dict(MODES[name])
     if asked["layers"] == [-1]:

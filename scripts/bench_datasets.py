@@ -73,7 +73,7 @@ class Ours:
         return int(collect(self.model, ids, where, layers=LAYER, context=self.ask.context).totals.tokens)
 
     def from_disk(self, where: Path) -> int:
-        from steercap import ActivationDataset
+        from steercap.lab.datasets import ActivationDataset
 
         batches = ActivationDataset(where).batches(self.ask.batch, buffer=self.ask.buffer, epochs=100_000)
         began, count = time.perf_counter(), 0

@@ -19,11 +19,11 @@ from steercap.core.messages import Attached, LineRange, Owner, Parcel
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
 from steercap.core.schema import PointSchema
-from steercap.encodings import record_of
 from steercap.engine.fetching import Fetcher
 from steercap.engine.ranks import Rank
-from steercap.transport.reader import SharedReader
-from steercap.transport.shared import HEADER_BYTES, SharedSegment
+from steercap.kernels.codecs import record_of
+from steercap.worker.memory.reader import SharedReader
+from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
 
 TICK = 0.0005
 

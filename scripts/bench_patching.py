@@ -37,7 +37,7 @@ def pairs(tokenizer: Any, count: int, length: int) -> list[tuple[list[int], list
 
 async def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     """What the table says, of SmolLM2 with both sites armed."""
-    from steercap.patching import Grid, LogitDifference, patch
+    from steercap.lab.mechanism.patching import Grid, LogitDifference, patch
 
     chosen = pairs(model.tokenizer, options.pairs, options.tokens)
     clean, corrupted, answers = map(list, zip(*chosen, strict=True))
@@ -73,7 +73,7 @@ async def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 def compared(tokenizer: Any, effects: Any, chosen: list[Any]) -> tuple[float, float]:
     """The greatest difference of any value from transformers with hooks, and the greatest that a patch made."""
-    from steercap.patching.metrics import token_id
+    from steercap.lab.mechanism.patching.metrics import token_id
     from steercap.testing import smollm2
     from steercap.testing.patching import Hooked
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
+from steercap.lab.training import OBJECTIVES, HookedModel, TrainableAdd, TrainingSettings
+from steercap.lab.training.batches import Picked, collated, generator
+from steercap.lab.training.examples import Tokens
+from steercap.lab.training.loop import Trait
+from steercap.lab.training.penalties import Penalties
+from steercap.lab.training.steered import SteeredTraits
+from steercap.lab.training.trainable import TrainableSpec
 from steercap.testing import smollm2
-from steercap.training import OBJECTIVES, HookedModel, TrainableAdd, TrainingSettings
-from steercap.training.batches import Picked, collated, generator
-from steercap.training.examples import Tokens
-from steercap.training.loop import Trait
-from steercap.training.penalties import Penalties
-from steercap.training.steered import SteeredTraits
-from steercap.training.trainable import TrainableSpec
 
 
 @dataclass

@@ -36,10 +36,15 @@ from pathlib import Path
 import torch
 import steercap
 from steercap import *
-from steercap import analysis, edits, errors, experiments, formats, persona, sync, testing, vectors, views
+from steercap.lab.mechanism import analysis, views
+from steercap.steering import edits, formats
+from steercap import errors, sync, testing
+from steercap.lab.studies import sweeps as experiments
+from steercap.lab import personas as persona, directions as vectors
 from steercap.errors import MissingExtra
-from steercap.quantisation import Quantiser
-from steercap.vectors import Contrast, DirectionSet, LayerVectors, directions_of
+from steercap.captures.quantisation import Quantiser
+from steercap.lab.directions import Contrast, directions_of
+from steercap.steering import DirectionSet, LayerVectors
 
 out = Path(sys.argv[1])
 rows = torch.randn(8, 2, 4)
@@ -164,7 +169,7 @@ def check_base(checks: Checks, commands: Path, results: Path) -> None:
     """See that the base works by itself, and names what it lacks."""
     if "all of it" not in checks.run(commands / "python", "-c", BASE_ONLY, results):
         sys.exit("the base did not do all that it must")
-    for command, name in ((("steercap", "--help"), "cli"), (("python", "-m", "steercap.demo"), "demo")):
+    for command, name in ((("steercap", "--help"), "cli"), (("python", "-m", "steercap.testing.demo"), "demo")):
         said = checks.run(commands / command[0], *command[1:], code=1)
         if not re.fullmatch(
             rf"steercap: this needs \w+, which is not installed: pip install 'steercap\[{name}\]'\n", said
@@ -182,7 +187,7 @@ def check_all(checks: Checks, commands: Path, results: Path, *, engine: bool) ->
     checks.run(commands / "steercap", "doctor")
     if not engine:
         return
-    checks.run(commands / "python", "-m", "steercap.demo", "--out", results / "demo")
+    checks.run(commands / "python", "-m", "steercap.testing.demo", "--out", results / "demo")
     if not (results / "demo" / "demo.png").stat().st_size:
         sys.exit("the demo drew nothing")
     print(checks.run(commands / "steercap", "generate", "The capital of France is", "--max-tokens", "8").strip())

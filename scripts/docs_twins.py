@@ -20,13 +20,13 @@ class Twins(griffe.Extension):
             return
         for place in (
             "sync.model.SteerModel",
-            "sync.vectors",
+            "sync.directions",
             "sync.collecting",
             "sync.evaluation",
-            "sync.experiments",
+            "sync.sweeps",
             "sync.patching",
             "sync.analysis",
-            "sync.persona",
+            "sync.personas",
             "sync.roles",
         ):
             owner = pkg[place]

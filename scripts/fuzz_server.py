@@ -33,10 +33,10 @@ from safetensors.torch import load
 from served import FLAT, KEYS, free_port, served, steercap_serve
 
 from steercap import SteeringSpec
-from steercap.edits import EDITS
+from steercap.steering.directions import DirectionSet
+from steercap.steering.edits import EDITS
+from steercap.steering.layers import LayerVectors
 from steercap.testing import tiny_checkpoint
-from steercap.vectors.directions import DirectionSet
-from steercap.vectors.layers import LayerVectors
 
 WIDTH: Final = 128
 ASKS: Final = ("steercap", "store_activations", "selectors")

@@ -36,7 +36,7 @@ def guided(seconds: int, seed: int) -> None:
     import atheris
 
     with atheris.instrument_imports(
-        include=["steercap.core", "steercap.worker", "steercap.engine", "steercap.sketches"]
+        include=["steercap.core", "steercap.worker", "steercap.engine", "steercap.worker.sketches"]
     ):
         from steercap.testing import wire
 

@@ -92,7 +92,7 @@ class Bench:
         """Directions at every layer, to project rows on."""
         import torch
 
-        from steercap.vectors import DirectionSet, LayerVectors
+        from steercap.steering import DirectionSet, LayerVectors
 
         drawn = torch.Generator().manual_seed(0)
         layers, width = range(self.model.num_layers), self.model.hidden_size

@@ -38,8 +38,8 @@ from steercap.core.schema import PointSchema
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
-from steercap.encodings import record_of
 from steercap.kernels import triton_accumulate, triton_tap
+from steercap.kernels.codecs import record_of
 from steercap.steering.lowering import Lowered, lower, scopes_of
 from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime

@@ -2,7 +2,7 @@
 
 A job is a group of traits at one precision. Jobs wait in one queue; each device takes the next when it is free, and runs
 it in a process and an engine of its own, so that whatever becomes of one, an out-of-memory kill included, does not touch the
-others. A job's folder is a run of `steercap.persona`: cut off, it goes on; finished, it is skipped. It is named after precision,
+others. A job's folder is a run of `steercap.lab.personas`: cut off, it goes on; finished, it is skipped. It is named after precision,
 traits and a digest of model and engine arguments, so answers of two engines never meet in one folder.
 
 A child reads its job from stdin, tells its progress as short lines of JSON on stdout, and stops when stdin closes: so no
@@ -216,7 +216,7 @@ async def work(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
     from steercap.cli.persona import trait_of
     from steercap.config import CPU
     from steercap.files.base import write_whole
-    from steercap.persona import PersonaSettings, run
+    from steercap.lab.personas import PersonaSettings, run
 
     said = {**job.settings, "traits": tuple(trait_of(text) for text in job.settings["traits"])}
     said |= {name: tuple(value) for name, value in said.items() if isinstance(value, list)}

@@ -27,8 +27,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention on CUDA in float32, else in TF32
 
-from steercap.families import FAMILIES
-from steercap.families.proved import PATH, Record, markdown, records
+from steercap.architectures.families import FAMILIES
+from steercap.architectures.families.proved import PATH, Record, markdown, records
 from steercap.testing.architectures import ARCHITECTURES
 from steercap.testing.multimodal import runnable
 

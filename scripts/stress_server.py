@@ -39,8 +39,8 @@ from served import FLAT, KEYS, Held, Served, free_port, served, steercap_serve, 
 from transformers import AutoModelForCausalLM
 
 from steercap import CaptureHandle
+from steercap.steering.layers import LayerVectors
 from steercap.testing import tiny_checkpoint
-from steercap.vectors.layers import LayerVectors
 
 LAYERS, WIDTH = 4, 128
 #: Seconds that captures wait to be fetched.

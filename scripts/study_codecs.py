@@ -110,7 +110,7 @@ def task(positive: Sequence[str], negative: Sequence[str], forms: Sequence[str])
 
 
 def tasks() -> dict[str, Task]:
-    from steercap.persona import traits
+    from steercap.lab.personas import traits
 
     opinions = [form.format(thing=thing, word="{word}") for form, thing in product(OPINIONS, THINGS)]
     found = {"sentiment": task(GOOD, BAD, opinions), "topic": task(SPORT, KITCHEN, SCENES)}
@@ -186,7 +186,7 @@ def cka(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
 
 def in_row_space(numbers: np.ndarray[Any, Any], coded: Any) -> np.ndarray[Any, Any]:
     """A direction among a codec's numbers as one of the rows: back through the matrix, where there is one."""
-    from steercap.encodings.random_projection import signs
+    from steercap.kernels.codecs.random_projection import signs
 
     if not coded.codec.startswith("rp"):
         return numbers
@@ -244,8 +244,8 @@ def over_seeds(raw: Sequence[Any], coded: Sequence[Any]) -> dict[str, Any]:
     """The same of projections: one row of each text, coded on the host with other seeds."""
     from msgspec import structs
 
-    from steercap.encodings import ENCODINGS
-    from steercap.encodings.coded import CodedRows
+    from steercap.kernels.codecs import ENCODINGS
+    from steercap.kernels.codecs.coded import CodedRows
 
     sample = coded[0].coded[LAYERS[1]]
     codec: Any = ENCODINGS[sample.codec]
@@ -342,7 +342,7 @@ def codings() -> Iterator[tuple[str, str, int | None]]:
 
 async def study(out: Path, *, quick: bool) -> dict[str, Any]:
     from steercap import SteerModel
-    from steercap.encodings import ENCODINGS
+    from steercap.kernels.codecs import ENCODINGS
     from steercap.testing import smollm2
 
     results: dict[str, Any] = {"codecs": {}, "neurons": {}}
@@ -403,11 +403,11 @@ def raw_science(raw: Mapping[str, Sequence[Any]], given: dict[str, Task]) -> dic
 
 async def steering(model: Any, out: Path) -> dict[str, Any]:
     """Steer with directions found in coded rows, all of the raw one's length: the trait's score of the answers."""
-    from steercap.encodings import ENCODINGS
-    from steercap.experiments import Sweep, run_sweep
-    from steercap.experiments.measures.score import Score
-    from steercap.persona import traits
-    from steercap.vectors import LayerVectors
+    from steercap.kernels.codecs import ENCODINGS
+    from steercap.lab.measures.score import Score
+    from steercap.lab.personas import traits
+    from steercap.lab.studies.sweeps import Sweep, run_sweep
+    from steercap.steering import LayerVectors
 
     examples = traits()[TRAIT].examples
     texts = (*examples.positive, *examples.negative)

@@ -45,8 +45,8 @@ SAMPLING = {"max_tokens": 40, "temperature": 0.0}
 def methods_of(trait: Any, folder: Path) -> list[Any]:
     """What is compared for one trait, of what is there."""
     from steercap import SteeringSpec
-    from steercap.evaluation import Method
-    from steercap.vectors import DirectionSet
+    from steercap.lab.studies.evaluation import Method
+    from steercap.steering import DirectionSet
 
     found = [Method(name="prompt", system=trait.positive[0])]
     if (path := folder / f"{trait.name}.difference.safetensors").exists():
@@ -61,9 +61,9 @@ def methods_of(trait: Any, folder: Path) -> list[Any]:
 async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[str, Any]:
     """The results by trait; all in one folder, which has the answers without steering once."""
     from steercap import SteerModel
-    from steercap.evaluation import Choices, Evaluation, Passages, evaluate, read_results
-    from steercap.experiments.measures.score import Score
-    from steercap.persona import traits
+    from steercap.lab.measures.score import Score
+    from steercap.lab.personas import traits
+    from steercap.lab.studies.evaluation import Choices, Evaluation, Passages, evaluate, read_results
     from steercap.testing import smollm2
 
     found, begun = {}, time.monotonic()
@@ -92,8 +92,8 @@ async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[
 
 def report(results: dict[str, Any], out: Path) -> None:
     """Every dose; every method where it costs the same; differences there, adjusted for all of all traits."""
-    from steercap.evaluation import corrected
-    from steercap.evaluation.tables import compared_markdown, matched_markdown
+    from steercap.lab.studies.evaluation import corrected
+    from steercap.lab.studies.evaluation.tables import compared_markdown, matched_markdown
 
     compared = []
     for name, one in results.items():
@@ -124,7 +124,7 @@ def main() -> None:
     results = asyncio.run(run(arguments.out, arguments.vectors, names, draw=arguments.draw))
     report(results, arguments.out)
 
-    from steercap.evaluation.plots import plot_methods
+    from steercap.lab.studies.evaluation.plots import plot_methods
 
     columns = {name: [name, "perplexity", "choices", "repetition"] for name in names}
     at = {name: cost_of(one) for name, one in results.items()}

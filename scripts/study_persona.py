@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from steercap import SteerModel
-from steercap.persona import PersonaSettings, Progress, run
+from steercap.lab.personas import PersonaSettings, Progress, run
 from steercap.testing import smollm2
 
 #: Traits of tone, which a model of 135 million parameters may show. In a trial of 24 answers each, chosen on no other

@@ -19,8 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap import SteerModel
-from steercap.experiments.controls import random_like
-from steercap.roles import (
+from steercap.lab.personas.roles import (
     ASSISTANT,
     AssistantAxis,
     CapRecord,
@@ -42,6 +41,7 @@ from steercap.roles import (
     stability,
     token_projections,
 )
+from steercap.lab.studies.sweeps.controls import random_like
 from steercap.testing import smollm2
 
 #: Where rows are held: the middle of the model, and where Lu et al. cap larger ones (three quarters of the depth).

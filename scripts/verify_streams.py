@@ -17,8 +17,8 @@ import torch
 import typer
 
 from steercap import Add, CaptureSpec, SteeringSpec, SteerModel
+from steercap.captures.handle import CaptureHandle
 from steercap.core.spec import Point
-from steercap.requests.handle import CaptureHandle
 from steercap.testing.rows import random_prompt
 from steercap.testing.streams import ARMED, Equations, agrees, streams_checkpoint
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
+from steercap.architectures.families.derived import SITES as DERIVED_SITES
+from steercap.architectures.sites import SITES, placed
 from steercap.core.names import Name
 from steercap.core.spec import (
     MOST_NUMBERS,
@@ -20,10 +22,8 @@ from steercap.core.spec import (
     resolve_layers,
 )
 from steercap.core.values import choices, index_of, number_of, shown
-from steercap.encodings import codec_of
 from steercap.errors import InvalidSetting, UnsupportedModel
-from steercap.families.derived import SITES as DERIVED_SITES
-from steercap.sites import SITES, placed
+from steercap.kernels.codecs import codec_of
 
 Overflow = Literal["wait", "error", "spill"]
 Transport = Literal["auto", "shared", "wire"]

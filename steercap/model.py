@@ -10,25 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap import environment
+from steercap.captures.fetching import fetch_all
+from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.lens import MOST_BYTES, Lens, unembed
 from steercap.config import Overflow, Preset, Settings, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import Tokens, TokenSelection
+from steercap.engine import environment
 from steercap.engine.stats import Stats, stats_of
 from steercap.errors import UnsupportedModel
+from steercap.files.fingerprint import identity_of, tokenizer_of
 from steercap.requests.answers import Answers
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
-from steercap.requests.fetching import fetch_all
-from steercap.requests.handle import CaptureHandle, flat
-from steercap.requests.lens import MOST_BYTES, Lens, unembed
 from steercap.requests.proof import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun
-from steercap.runs.fingerprint import identity_of, tokenizer_of
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from steercap.adapters.types import AsyncLLM
     from steercap.client import RemoteModel
-    from steercap.edits.base import Edit
+    from steercap.steering.edits.base import Edit
     from steercap.steering.logit_bias import LogitBias
 
 
@@ -52,7 +52,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         preset: "cpu" for engine arguments that suit a small model on a CPU: `dtype="float32"`, `enforce_eager=True`,
             `max_model_len=1024`, `kv_cache_memory_bytes=256 MiB`. Those given beside it take precedence. It does not
             choose the device: vLLM does.
-        sites: sites to arm, one name or several: those of `steercap.sites`.
+        sites: sites to arm, one name or several: those of `steercap.architectures.sites`.
         layers: layers to arm them at; all by default.
         codec: how rows are stored where a `CaptureSpec` does not say; "raw" by default. This and what follows is
             taken from the environment where it is left out (`STEERCAP_CODEC`, ...), or else from `Settings`.
@@ -241,7 +241,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
         Args:
             kind: "moments" (mean and covariance), "variances" (mean and variance of each element), or
-                "frequent_directions" (few rows that stand for all): a name in `steercap.sketches.SKETCHES`.
+                "frequent_directions" (few rows that stand for all): a name in `steercap.worker.sketches.SKETCHES`.
             layers, sites, tokens, before_edits: whose rows; as for `CaptureSpec`.
             size: of "frequent_directions", how many rows; 64 if left out.
 

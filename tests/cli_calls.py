@@ -11,13 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Captures, Found
 from steercap.cli.app import app
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
-from steercap.requests.captures import Captures, Found
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.lifecycle import Lifecycle
-from steercap.vectors import DirectionSet, LayerVectors, Provenance
+from steercap.steering import DirectionSet, LayerVectors, Provenance
 
 
 def call(*arguments: str | Path, stdin: str | None = None) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from steercap import CaptureHandle
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
-from steercap.requests.captures import Captures, Found
-from steercap.requests.lifecycle import Lifecycle
 
 
 def a_handle(

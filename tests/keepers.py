@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from steercap.captures.checks import Expected
+from steercap.captures.lifecycle import Lifecycle, Source
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Parcel
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.fetching import Delivery
-from steercap.requests.checks import Expected
-from steercap.requests.lifecycle import Lifecycle, Source
 
 POINT = Point(0, "resid_post")
 PLAN = Plan("r", 2, 3, capture=CapturePlan((0,), (Range(0, None),), None, RAW))

@@ -8,7 +8,7 @@ import signal
 import sys
 
 from steercap import SteerModel
-from steercap.persona import PersonaSettings, Progress, run
+from steercap.lab.personas import PersonaSettings, Progress, run
 from steercap.testing import smollm2
 
 #: One trait, four questions, eight tokens, every answer kept: forty requests. What is kept says nothing of the trait.

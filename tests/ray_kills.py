@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from steercap import SteerModel
-from steercap.collecting import RayActors, collect
-from steercap.collecting.collection import Collected, Progress
+from steercap.lab.datasets.collecting import RayActors, collect
+from steercap.lab.datasets.collecting.collection import Collected, Progress
 from steercap.testing import tiny_checkpoint
 from steercap.testing.faults.actor_killed import actors
 from steercap.testing.faults.base import COLLECTED

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from steercap import SteerModel
-from steercap.persona import Progress
-from steercap.roles import Role, RoleSet, RoleSettings, run
+from steercap.lab.personas import Progress
+from steercap.lab.personas.roles import Role, RoleSet, RoleSettings, run
 from steercap.testing import tiny_checkpoint
 from steercap.testing.rows import TINY_ENGINE
 

@@ -23,8 +23,8 @@ os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # a life must not import vL
 
 import steercap.adapters.engine  # noqa: F401 -- so that no life has to
 from steercap import SteerModel
-from steercap.collecting import OneIn, collect
-from steercap.datasets import DatasetFolder
+from steercap.lab.datasets import DatasetFolder
+from steercap.lab.datasets.collecting import OneIn, collect
 from steercap.testing import tiny_checkpoint
 from steercap.testing.folders import digests
 from steercap.testing.rows import TINY_ENGINE

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from handles import a_handle
 
-from steercap.requests.manifest import JOURNAL, Manifest
-from steercap.requests.saving import CaptureRun
+from steercap.captures.manifest import JOURNAL, Manifest
+from steercap.captures.saving import CaptureRun
 
 #: Captures of a run, and after how many a writer seals it and opens it again.
 CAPTURES, SESSION = 6, 4

@@ -12,9 +12,9 @@ import torch
 from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.datasets import DatasetFolder, Definition, Index, PointFormat, Shard, define
-from steercap.encodings import ENCODINGS
-from steercap.encodings.coded import CodedRows
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.lab.datasets import DatasetFolder, Definition, Index, PointFormat, Shard, define
 
 MODEL = {"name": "tiny", "weights": "0" * 64}
 POINTS = {

@@ -32,28 +32,28 @@ from steercap import (
     SteeringSpec,
     SteerModel,
 )
+from steercap.captures.quantisation import Codes, Quantiser
 from steercap.cli.captured import capture_to
 from steercap.cli.prompts import Prompt
 from steercap.cli.terminal import Output, Terminal
-from steercap.collecting import OneIn, collect
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
-from steercap.datasets.definition import DATASET
-from steercap.evaluation import Choice, Choices, Evaluation, Method, Passages, evaluate
-from steercap.experiments import Sweep, run_sweep
-from steercap.experiments.measures.repetition import Repetition
-from steercap.persona import PersonaSettings, Trait
-from steercap.persona import run as run_personas
-from steercap.persona.settings import stage_hashes, trait_hashes
-from steercap.persona.trait import Examples
-from steercap.quantisation import Codes, Quantiser
-from steercap.roles import AssistantAxis, Role, RoleSet, RoleSettings
-from steercap.roles import run as run_roles
-from steercap.roles.settings import digests_of
-from steercap.runs.fingerprint import tokenizer_digest, weights_of
-from steercap.sketches import SKETCHES
-from steercap.training import Example, train
-from steercap.vectors import DirectionSet, LayerVectors, Provenance
+from steercap.files.fingerprint import tokenizer_digest, weights_of
+from steercap.lab.datasets.collecting import OneIn, collect
+from steercap.lab.datasets.definition import DATASET
+from steercap.lab.measures.repetition import Repetition
+from steercap.lab.measures.trait import Examples
+from steercap.lab.personas import PersonaSettings, Trait
+from steercap.lab.personas import run as run_personas
+from steercap.lab.personas.roles import AssistantAxis, Role, RoleSet, RoleSettings
+from steercap.lab.personas.roles import run as run_roles
+from steercap.lab.personas.roles.settings import digests_of
+from steercap.lab.personas.settings import stage_hashes, trait_hashes
+from steercap.lab.studies.evaluation import Choice, Choices, Evaluation, Method, Passages, evaluate
+from steercap.lab.studies.sweeps import Sweep, run_sweep
+from steercap.lab.training import Example, train
+from steercap.steering import DirectionSet, LayerVectors, Provenance
+from steercap.worker.sketches import SKETCHES
 
 #: Where the files and folders are.
 STORED: Final = Path(__file__).parent / "stored"

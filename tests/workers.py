@@ -17,10 +17,10 @@ from steercap.core.messages import Parcel
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.encodings.coded import CodedRows
-from steercap.transport.assemble import assemble
-from steercap.transport.reader import Readable
+from steercap.kernels.codecs.coded import CodedRows
 from steercap.worker.batch import BatchRows
+from steercap.worker.memory.assemble import assemble
+from steercap.worker.memory.reader import Readable
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.cuda import CudaTaps

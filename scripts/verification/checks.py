@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from steercap import CaptureHandle, CaptureSpec, SteerModel
-from steercap.families import FAMILIES
+from steercap.architectures.families import FAMILIES
 from steercap.testing import Parity, Reference, agreement, compare_rows, stress, tiny_checkpoint
 from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
 from steercap.testing.attention import attention_agrees

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from steercap import SteerModel
-from steercap.families import FAMILIES
+from steercap.architectures.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.architectures import ENGINES, ON_CUDA
 from steercap.testing.experts import routed_checkpoint

@@ -11,7 +11,7 @@ import torch
 
 from steercap import SAE, Add, CaptureSpec, SteeringSpec
 from steercap.core.spec import Point
-from steercap.patching import Grid
+from steercap.lab.mechanism.patching import Grid
 from steercap.testing import tiny_checkpoint
 from steercap.testing.patching import Hooked, patches_agree
 from steercap.testing.rows import GREEDY, by_part, inputs_of, random_prompt, within, worst

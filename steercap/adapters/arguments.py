@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from steercap.architectures.sites import SITES
 from steercap.config import Settings
 from steercap.core.spec import Point
 from steercap.core.values import choices
 from steercap.errors import InvalidSetting, ModelNotLoaded, UnsupportedRunner
-from steercap.sites import SITES
 
 EXTENSION: Final = "steercap.adapters.extension.WorkerExtension"
 

@@ -15,9 +15,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
 from steercap.adapters.releases import require
+from steercap.architectures.families.base import Family, located
 from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
-from steercap.families.base import Family, located
 
 #: Backends whose arithmetic was read.
 _KNOWN: Final = frozenset({"CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"})

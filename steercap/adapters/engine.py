@@ -32,13 +32,13 @@ from steercap.adapters.releases import require
 from steercap.adapters.sampling import read_params
 from steercap.adapters.settings import CONFIG_KEY, expected_family, overshoot, worker_config
 from steercap.adapters.wire import Wire
+from steercap.architectures.sites import SITES
 from steercap.config import LAYER_END, Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
 from steercap.errors import EngineDied, EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
+from steercap.files.fingerprint import names_of
 from steercap.kernels.finite import overflows_later
-from steercap.runs.fingerprint import names_of
-from steercap.sites import SITES
 
 RPC: Final = "steercap_answer"
 #: Where Linux keeps shared memory that has a name.

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from steercap.adapters.releases import importing, require
+from steercap.architectures.families.base import Family, located
 from steercap.errors import InvalidRequest, UnsupportedRunner
-from steercap.families.base import Family, located
 from steercap.worker.choice import Choosing
 
 #: Classes of routers, by the kind of device, that choose by logits, and by nothing else unless they hold one of

@@ -24,13 +24,13 @@ from steercap.adapters.observing import Observations
 from steercap.adapters.pooling import token_head
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
+from steercap.architectures.decoder import decoder_of
+from steercap.architectures.families import FAMILIES, families_of
+from steercap.architectures.sites.base import Sizes
 from steercap.core.messages import Loaded
 from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.errors import UnsupportedRunner
-from steercap.families import FAMILIES, families_of
 from steercap.kernels.tap import bind
-from steercap.sites.base import Sizes
-from steercap.worker.decoder import decoder_of
 from steercap.worker.install import install_taps
 from steercap.worker.projection import projecting
 from steercap.worker.runtime import Runtime

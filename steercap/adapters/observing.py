@@ -16,12 +16,12 @@ from vllm import forward_context
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from steercap.adapters.releases import require
+from steercap.architectures.decoder import Decoder
+from steercap.architectures.sites import SITES
+from steercap.architectures.sites.base import RowShape, read_by
+from steercap.architectures.sites.modules import ModuleSite
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
-from steercap.sites import SITES
-from steercap.sites.base import RowShape, read_by
-from steercap.sites.modules import ModuleSite
-from steercap.worker.decoder import Decoder
 
 #: Tokens of the pass: a number that no dimension of a model's has, so that it is seen which one they are along.
 _TOKENS: Final = 7

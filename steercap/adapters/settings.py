@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from steercap.architectures.families import family_of, over_transformers
+from steercap.architectures.families.wrappers import architectures_within, generating
 from steercap.core.coding import REDUCED
 from steercap.core.records import LINE_BYTES
 from steercap.core.spec import Point
-from steercap.encodings import record_of
 from steercap.errors import UnsupportedModel
-from steercap.families import family_of, over_transformers
-from steercap.families.wrappers import architectures_within, generating
+from steercap.kernels.codecs import record_of
 from steercap.worker.taps.base import Installed, TapSizes
 
 if TYPE_CHECKING:
+    from steercap.architectures.families.base import Family
     from steercap.config import Settings
-    from steercap.families.base import Family
 
 CONFIG_KEY = "steercap"
 #: Modules whose source decides what is traced.

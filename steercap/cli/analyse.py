@@ -23,9 +23,9 @@ from steercap.core.extras import require
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from steercap.analysis import Anatomy
+    from steercap.lab.mechanism.analysis import Anatomy
     from steercap.saes.sae import SAE
-    from steercap.vectors.directions import DirectionSet
+    from steercap.steering.directions import DirectionSet
 
 #: By part, the column whose outermost rows are shown first.
 SORTED: Final = {"heads": "copied_z"}
@@ -35,7 +35,7 @@ OF_ALL: Final = frozenset({"scores", "ends"})
 
 def table_of(part: str, table: pa.Table, rows: int) -> Table:
     """The first rows of each vector, or of the table where it is of all of them together."""
-    from steercap.analysis import PARTS, about
+    from steercap.lab.mechanism.analysis import PARTS, about
 
     once = about(table).get("once")
     said = None if once is None else f"by chance one number of each vector is beyond |z| = {once:.1f}"
@@ -71,7 +71,7 @@ def _cell(column: str, value: Any) -> Text:
 
 def written(found: Anatomy, out: Path | None) -> list[Path]:
     """Every table and picture in a folder."""
-    from steercap.analysis import draw_anatomy, save_table
+    from steercap.lab.mechanism.analysis import draw_anatomy, save_table
 
     if out is None:
         return []
@@ -158,7 +158,7 @@ def register(app: typer.Typer) -> None:
         directions = directions if names is None else directions.select(names_of(names))
         at = one_layer(directions, layer)
         with terminal.status(f"reading weights of {model}"):
-            from steercap.analysis import ModelWeights, anatomy
+            from steercap.lab.mechanism.analysis import ModelWeights, anatomy
 
             weights = ModelWeights.open(located(model))
             chosen = None if parts is None else names_of(parts)

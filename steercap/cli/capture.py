@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from steercap.core.spec import Layers
-    from steercap.vectors.directions import DirectionSet
-    from steercap.views.heatmap import TokenHeatmap
+    from steercap.lab.mechanism.views.heatmap import TokenHeatmap
+    from steercap.steering.directions import DirectionSet
 
 PANEL: Final = "Rows (see docs/settings.md)"
 #: Prompts whose heat maps are shown; the others are in their files.
@@ -105,8 +105,8 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
     Raises:
         InvalidSpec, LayerOutOfRange: the directions have none for this layer, or it was not captured.
     """
-    from steercap.requests.handle import CaptureHandle
-    from steercap.views.heatmap import heatmap_of
+    from steercap.captures.handle import CaptureHandle
+    from steercap.lab.mechanism.views.heatmap import heatmap_of
 
     handles = [CaptureHandle.load(one.file) for one in found[:HEATMAPS]]
     return [

@@ -15,14 +15,14 @@ import msgspec
 from steercap.cli.requests import run_each
 
 if TYPE_CHECKING:
+    from steercap.captures.handle import CaptureHandle
+    from steercap.captures.manifest import Layout, Manifest, Request
+    from steercap.captures.saving import CaptureRun
     from steercap.cli.prompts import Prompt
     from steercap.cli.terminal import Terminal
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
     from steercap.requests.answers import RawOutput
-    from steercap.requests.handle import CaptureHandle
-    from steercap.requests.manifest import Layout, Manifest, Request
-    from steercap.requests.saving import CaptureRun
     from steercap.steering.spec import SteeringSpec
 
 
@@ -74,7 +74,7 @@ class Store:
         Raises:
             The errors of `CaptureRun`.
         """
-        from steercap.requests.saving import forget_run
+        from steercap.captures.saving import forget_run
 
         if self._afresh and self._folder.exists():
             forget_run(self._folder)
@@ -113,7 +113,7 @@ class Store:
         return run
 
     def _begin(self, folder: Path) -> CaptureRun:
-        from steercap.requests.saving import CaptureRun
+        from steercap.captures.saving import CaptureRun
 
         run = CaptureRun(folder, **self._begun)
         self._runs.append(run)
@@ -147,7 +147,7 @@ async def capture_to(
         RunDiffers: the folder holds other captures.
         The errors of `SteerModel.generate`.
     """
-    from steercap.requests.files import read_header
+    from steercap.captures.files import read_header
 
     found: dict[int, Captured] = {}
     store = out if isinstance(out, Store) else Store(out, terminal)
@@ -223,7 +223,7 @@ def check_goes_on(out: Path, asked: dict[str, Any]) -> bool:
         RunDiffers: it holds others.
         InvalidFile: its manifest cannot be read.
     """
-    from steercap.requests.manifest import CAPTURES, FILE
+    from steercap.captures.manifest import CAPTURES, FILE
 
     if not (out / FILE).exists():
         return False

@@ -23,13 +23,13 @@ from steercap.cli.selections import layers_of, names_of, tokens_of
 from steercap.cli.steering import SteerOptions, sites_of
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
-from steercap.runs.heartbeat import heartbeat
+from steercap.concurrency.heartbeat import heartbeat
 
 if TYPE_CHECKING:
-    from steercap.collecting import RayActors, Source
-    from steercap.collecting.collection import Collected
-    from steercap.collecting.collection import Progress as Reached
-    from steercap.collecting.samples import TokenSample
+    from steercap.lab.datasets.collecting import RayActors, Source
+    from steercap.lab.datasets.collecting.collection import Collected
+    from steercap.lab.datasets.collecting.collection import Progress as Reached
+    from steercap.lab.datasets.collecting.samples import TokenSample
     from steercap.model import SteerModel
 
 CORPUS: Final = "Corpus"
@@ -77,7 +77,7 @@ class CorpusOptions:
         Raises:
             InvalidFile, InvalidSetting, UnknownName: see `open_source`.
         """
-        from steercap.collecting import open_source
+        from steercap.lab.datasets.collecting import open_source
 
         bad: Any = "skip" if self.skip_bad else "error"
         unit: Any = self.unit
@@ -110,10 +110,10 @@ class SampleOptions:
 
         Raises:
             typer.BadParameter: --one-in and --probe, or a probe of several directions, or without a layer.
-            InvalidSpec, InvalidSelection: see `steercap.collecting.samples`.
+            InvalidSpec, InvalidSelection: see `steercap.lab.datasets.collecting.samples`.
         """
-        from steercap.collecting import ByProbe, OneIn
-        from steercap.collecting.samples import Selected
+        from steercap.lab.datasets.collecting import ByProbe, OneIn
+        from steercap.lab.datasets.collecting.samples import Selected
 
         tokens = tokens_of(self.tokens)
         if self.one_in is not None and self.probe is not None:
@@ -157,7 +157,7 @@ class RayOptions:
 
     def actors(self) -> RayActors | None:
         """The actors asked for."""
-        from steercap.collecting import RayActors
+        from steercap.lab.datasets.collecting import RayActors
 
         if self.ray is None:
             return None
@@ -296,12 +296,13 @@ def register(app: typer.Typer) -> None:
         ] = False,
     ) -> None:
         """Read a corpus, and keep its activations as a data set: shards of safetensors with a Parquet index, which
-        steercap.datasets and other tools open. Interrupted, even killed, the same call goes on; every document is in it
-        once. Documents come from JSON lines, Parquet, text, or folders of these and of Hugging Face data sets. A data
-        set at a URL is verified in Python: steercap.datasets.verify("s3://bucket/rows").
+        steercap.lab.datasets and other tools open. Interrupted, even killed, the same call goes on; every document is
+        in it once.
+        Documents come from JSON lines, Parquet, text, or folders of these and of Hugging Face data sets. A data
+        set at a URL is verified in Python: steercap.lab.datasets.verify("s3://bucket/rows").
         """
-        from steercap.collecting import collect as collect_corpus
         from steercap.core.spec import CaptureSpec
+        from steercap.lab.datasets.collecting import collect as collect_corpus
 
         model.require_there()
         if "://" not in folder:

@@ -13,9 +13,9 @@ from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec
 
 if TYPE_CHECKING:
+    from steercap.steering.directions import DirectionSet
+    from steercap.steering.layers import LayerVectors
     from steercap.steering.spec import SteeringSpec
-    from steercap.vectors.directions import DirectionSet
-    from steercap.vectors.layers import LayerVectors
 
 #: What a file of steering can hold; experiments of capping are specs by their ids.
 Content: TypeAlias = "SteeringSpec | LayerVectors | DirectionSet | dict[str, SteeringSpec]"
@@ -35,7 +35,7 @@ def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high"
     """
     match kind_of(path):
         case "gguf":
-            from steercap.formats import load_control_vector
+            from steercap.steering.formats import load_control_vector
 
             return load_control_vector(path)
         case "pt":
@@ -71,7 +71,7 @@ def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low
     import torch
 
     from steercap.files.base import read_pt
-    from steercap.formats import load_capping, load_layers_pt
+    from steercap.steering.formats import load_capping, load_layers_pt
 
     if not isinstance(read_pt(path), torch.Tensor):
         return load_capping(path, bound=bound)
@@ -85,10 +85,10 @@ def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low
 
 def _load_native(path: Path) -> Content:
     from steercap.files.native import READERS, read_header
-    from steercap.roles.axis import AssistantAxis
+    from steercap.lab.personas.roles.axis import AssistantAxis
+    from steercap.steering.directions import DirectionSet
+    from steercap.steering.layers import LayerVectors
     from steercap.steering.spec import SteeringSpec
-    from steercap.vectors.directions import DirectionSet
-    from steercap.vectors.layers import LayerVectors
 
     readers: dict[str, Any] = {
         "steering": SteeringSpec.load,
@@ -109,8 +109,8 @@ def directions_in(content: Content, path: Path) -> DirectionSet:
     Raises:
         InvalidFile: it holds steering, which is more than directions.
     """
-    from steercap.vectors.directions import DirectionSet
-    from steercap.vectors.layers import LayerVectors
+    from steercap.steering.directions import DirectionSet
+    from steercap.steering.layers import LayerVectors
 
     if isinstance(content, DirectionSet):
         return content

@@ -12,8 +12,8 @@ from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
     from steercap.core.spec import Layers
+    from steercap.steering.directions import DirectionSet
     from steercap.steering.spec import SteeringSpec
-    from steercap.vectors.directions import DirectionSet
 
 
 class Target(enum.StrEnum):
@@ -80,7 +80,7 @@ def _by_extension(target: Path) -> Target:
 
 
 def _write_one(directions: DirectionSet, target: Path, form: Target, base: Literal[0, 1] | None, hint: str) -> None:
-    from steercap.formats import save_control_vector, save_layers_pt
+    from steercap.steering.formats import save_control_vector, save_layers_pt
 
     vectors = only(directions, None)
     if form is Target.GGUF:
@@ -104,7 +104,7 @@ def _named(directions: DirectionSet, name: str | None) -> DirectionSet:
         return directions if name is None else directions.select(name)
     from dataclasses import replace
 
-    from steercap.vectors.directions import DirectionSet
+    from steercap.steering.directions import DirectionSet
 
     (old,) = directions
     renamed: dict[str, Any] = {

@@ -13,7 +13,7 @@ from steercap.cli.tables import facts, span
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from steercap.datasets import DatasetFolder, Receipt
+    from steercap.lab.datasets import DatasetFolder, Receipt
 
 
 def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list[RenderableType]]:
@@ -26,7 +26,7 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
     Raises:
         InvalidFile: it cannot be read.
     """
-    from steercap.datasets import DatasetFolder
+    from steercap.lab.datasets import DatasetFolder
 
     folder = DatasetFolder.open(path)
     receipts = folder.receipts()

@@ -26,7 +26,7 @@ from steercap.core.extras import require
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
-    from steercap.evaluation import Evaluation, EvaluationResults, Matched
+    from steercap.lab.studies.evaluation import Evaluation, EvaluationResults, Matched
     from steercap.model import SteerModel
 
 
@@ -43,9 +43,9 @@ async def evaluated(
         terminal: for the bars.
 
     Raises:
-        The errors of `steercap.evaluation.evaluate`.
+        The errors of `steercap.lab.studies.evaluation.evaluate`.
     """
-    from steercap.evaluation import evaluate
+    from steercap.lab.studies.evaluation import evaluate
 
     with terminal.progress() as bar:
         bars: dict[str, Any] = {}
@@ -75,9 +75,9 @@ def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: 
         RunDiffers, InvalidFile: the folder holds another evaluation.
         The errors of `SteeringSpec` against a model.
     """
-    from steercap.evaluation.running import COLUMNS, tasks_of
-    from steercap.evaluation.store import check_same
-    from steercap.experiments.running import measures_of
+    from steercap.lab.studies.evaluation.running import COLUMNS, tasks_of
+    from steercap.lab.studies.evaluation.store import check_same
+    from steercap.lab.studies.sweeps.running import measures_of
 
     require("evaluation")
     measures_of(settings.all_measures(), COLUMNS)
@@ -146,7 +146,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _cells(line: Any, columns: Sequence[str]) -> list[str]:
-    from steercap.evaluation.tables import interval
+    from steercap.lab.studies.evaluation.tables import interval
 
     return [interval(line.means[column]).replace(" (", "\n(") for column in columns]
 

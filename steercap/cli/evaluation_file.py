@@ -18,12 +18,12 @@ from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec
 
 if TYPE_CHECKING:
-    from steercap.evaluation import Evaluation, Method
-    from steercap.experiments import Measure
+    from steercap.lab.studies.evaluation import Evaluation, Method
+    from steercap.lab.studies.sweeps import Measure
 
 
 class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One method of a YAML file; see `steercap.evaluation.Method`. With no key at all it is no steering.
+    """One method of a YAML file; see `steercap.lab.studies.evaluation.Method`. With no key at all it is no steering.
 
     Args:
         file: of steering, vectors or directions; a path from the folder of the YAML file.
@@ -55,7 +55,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Raises:
             InvalidFile, InvalidSpec: a file that cannot be read, or what `Method` refuses.
         """
-        from steercap.evaluation import Method
+        from steercap.lab.studies.evaluation import Method
         from steercap.steering.spec import SteeringSpec
 
         given: dict[str, Any] = {"name": name, "doses": self.doses, "system": self.system}
@@ -72,7 +72,7 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a YAML file of an evaluation holds; see `steercap.evaluation.Evaluation`. Flags come before it.
+    """What a YAML file of an evaluation holds; see `steercap.lab.studies.evaluation.Evaluation`. Flags come before it.
 
     Args:
         methods: by their names.
@@ -81,7 +81,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         max_tokens, temperature: of the sampling.
         measures: as for a sweep: names in `MEASURES`, "score:evil", "score:mine.yaml:keywords".
         expressions: regular expressions by name; of each, the share of answers in which it is found.
-        tasks: names in `steercap.evaluation.TASKS`.
+        tasks: names in `steercap.lab.studies.evaluation.TASKS`.
         by: the column that methods are matched by; the first task if left out.
         at: what they are matched at; the most that all reach if left out.
     """
@@ -106,7 +106,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             InvalidFile, InvalidSpec: files that cannot be read, a control of a method that is not there, or what
                 `Evaluation` and `Method` refuse.
         """
-        from steercap.evaluation import Evaluation
+        from steercap.lab.studies.evaluation import Evaluation
 
         found = {name: one.method(name) for name, one in self.methods.items() if not one.random}
         methods = list(found.values())
@@ -130,7 +130,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Raises:
             UnknownName, InvalidFile, InvalidSpec: one that does not exist, or does not fit.
         """
-        from steercap.experiments.measures.matches import Matches
+        from steercap.lab.measures.matches import Matches
 
         named = [measure_of(measure) for measure in self.measures]
         return [*named, *(Matches(name, pattern) for name, pattern in self.expressions.items())]

@@ -12,7 +12,7 @@ from steercap.cli.prompts import records_of
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
-    from steercap.training.training import AnyExample
+    from steercap.lab.training.training import AnyExample
 
 #: What a line may hold for each kind of example, besides `source` and `trait`.
 FORMS: Final = "{'prompt', 'response'}, {'prompt', 'chosen', 'rejected'} or {'system', 'prompt', 'response'}"
@@ -48,7 +48,7 @@ def _kind(given: dict[str, Any]) -> Callable[..., AnyExample]:
     Raises:
         LookupError: none has.
     """
-    from steercap.training import Example, Preference, Prompted
+    from steercap.lab.training import Example, Preference, Prompted
 
     forms = {("prompt", "response"): Example, ("chosen", "prompt", "rejected"): Preference}
     return {**forms, ("prompt", "response", "system"): Prompted}[tuple(sorted(given.keys() - {"source"}))]

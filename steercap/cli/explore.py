@@ -56,8 +56,8 @@ def register(app: typer.Typer) -> None:
         ] = None,
     ) -> None:
         """Look through a model in the browser: tokens in colour, layers by tokens, the logit lens, a dose."""
-        from steercap.serve.server import ServerSettings
-        from steercap.serve.server import serve as run
+        from steercap.server.server import ServerSettings
+        from steercap.server.server import serve as run
 
         model, flags = parted(model, flags)
         settings = ServerSettings(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from steercap.core.spec import Point
-    from steercap.experiments.grid import Definition
+    from steercap.lab.studies.sweeps.grid import Definition
 
 #: What is found: as a document, and as tables.
 Found: TypeAlias = "tuple[dict[str, Any], list[RenderableType]]"
@@ -83,7 +83,7 @@ def _listed(layers: int | list[int]) -> list[int]:
 
 
 def _sweep(path: Path) -> Found:
-    from steercap.experiments.store import SWEEP
+    from steercap.lab.studies.sweeps.store import SWEEP
 
     definition = SWEEP.read(path)
     answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))
@@ -108,8 +108,8 @@ def _sweep(path: Path) -> Found:
 
 def _asked(definition: Definition) -> int:
     """How many answers a sweep asks for: what its vectors are does not matter for that."""
-    from steercap.experiments import Sweep
-    from steercap.vectors import LayerVectors
+    from steercap.lab.studies.sweeps import Sweep
+    from steercap.steering.layers import LayerVectors
 
     layers = {layer for together in definition.layers for layer in together}
     sweep = Sweep(
@@ -126,7 +126,7 @@ def _asked(definition: Definition) -> int:
 
 
 def _evaluation(path: Path) -> Found:
-    from steercap.evaluation.store import FOLDER
+    from steercap.lab.studies.evaluation.store import FOLDER
 
     definition = FOLDER.read(path)
     answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))
@@ -194,8 +194,8 @@ def _files(path: Path) -> Found:
 
 def _run(path: Path, *, verify: bool) -> Found:
     """A run of captures, by its manifest."""
-    from steercap.requests.manifest import Manifest
-    from steercap.requests.saving import numbered
+    from steercap.captures.manifest import Manifest
+    from steercap.captures.saving import numbered
 
     manifest = Manifest.load(path)
     layouts = {request.layout: manifest.layout_of(request) for request in manifest.requests}.values()
@@ -238,7 +238,7 @@ def _layers(points: Iterable[Point]) -> str:
 
 def _texts(path: Path, names: list[str]) -> Table:
     """What was generated, of the first captures."""
-    from steercap.requests.files import read_header
+    from steercap.captures.files import read_header
 
     shown = [name for name in names if (path / name).exists()][:SHOWN]
     table = Table()
@@ -252,7 +252,7 @@ def _texts(path: Path, names: list[str]) -> Table:
 
 
 def _captures(path: Path, files: list[Path]) -> Found:
-    from steercap.requests.files import read_header
+    from steercap.captures.files import read_header
 
     headers = {file: read_header(file) for file in files}
     known = {

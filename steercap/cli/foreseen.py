@@ -56,9 +56,9 @@ class Foreseen:
             InvalidVector: directions of another width than the rows.
         """
         if self.model.layers:
+            from steercap.architectures.sites import SITES, placed
             from steercap.core.spec import check_armed
             from steercap.engine.compiler import codec_for
-            from steercap.sites import SITES, placed
             from steercap.steering.projection import points_of
 
             wanted = spec.points if spec.project is None else partial(points_of, spec)
@@ -120,8 +120,8 @@ def foreseen(options: ModelOptions, **settings: Any) -> Foreseen:
         ModelNotLoaded: no such model on this machine, where it can only be on this machine.
         InvalidSetting, UnknownName: settings that do not fit.
     """
-    from steercap import environment
     from steercap.config import Settings
+    from steercap.engine import environment
 
     arguments = {**settings, **options.arguments()}
     names = {field.name for field in dataclasses.fields(Settings)}

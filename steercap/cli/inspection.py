@@ -68,7 +68,7 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     import msgspec
     from safetensors import safe_open
 
-    from steercap.requests.files import read_header
+    from steercap.captures.files import read_header
 
     header = read_header(path)
     with safe_open(path, framework="pt") as file:
@@ -102,7 +102,7 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 
 
 def _steering(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
-    from steercap.formats import load_steering, read_header
+    from steercap.steering.formats import load_steering, read_header
 
     header, spec = read_header(path), load_steering(path)
     edits = list(map(repr, spec.flat()))
@@ -135,7 +135,7 @@ def _directions(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 
 
 def _sketch(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
-    from steercap.sketches.sketch import Sketch
+    from steercap.captures.sketch import Sketch
 
     found = Sketch.load(path)
     sites: dict[str, list[int]] = {}
@@ -163,7 +163,7 @@ def _pt(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     import torch
 
     from steercap.files.base import read_pt
-    from steercap.formats import load_capping
+    from steercap.steering.formats import load_capping
 
     content = read_pt(path)
     if isinstance(content, torch.Tensor):

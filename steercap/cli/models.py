@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
         """Say which architectures were proved: a tiny model of each, every site and every operation against
         transformers, with the worst row's error. Others are served too, if the proof at start holds for them.
         """
-        from steercap.families.proved import TITLES, columns, records
+        from steercap.architectures.families.proved import TITLES, columns, records
 
         found = [
             one

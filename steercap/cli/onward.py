@@ -10,7 +10,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from steercap.cli.engines import ModelOptions
-    from steercap.persona import PersonaResult, PersonaSettings
+    from steercap.lab.personas import PersonaResult, PersonaSettings
 
 #: Letters of a line of a command that is printed to be pasted.
 FOLD: Final = 94

@@ -28,8 +28,8 @@ from steercap.core.values import choices
 
 if TYPE_CHECKING:
     from steercap.core.spec import Layers
+    from steercap.lab.personas import PersonaResult, PersonaSettings, Progress, Trait
     from steercap.model import SteerModel
-    from steercap.persona import PersonaResult, PersonaSettings, Progress, Trait
 
 SIZES: Final = "Sizes"
 SCORING: Final = "Scoring"
@@ -96,7 +96,7 @@ def trait_of(text: str) -> str | Trait:
     Raises:
         InvalidFile: a path to something that holds no trait.
     """
-    from steercap.persona import load_trait
+    from steercap.lab.personas import load_trait
 
     return load_trait(text) if is_file(text) else text
 
@@ -112,7 +112,7 @@ def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **f
     Raises:
         InvalidSetting, UnknownName: what `PersonaSettings` refuses.
     """
-    from steercap.persona import PersonaSettings
+    from steercap.lab.personas import PersonaSettings
 
     said = {name: value for name, value in (vars(sizes) | vars(scores) | further).items() if value is not None}
     small = said.pop("small")
@@ -133,9 +133,9 @@ async def ran(model: SteerModel, settings: PersonaSettings, out: Path, terminal:
         terminal: for the bars.
 
     Raises:
-        The errors of `steercap.persona.run`.
+        The errors of `steercap.lab.personas.run`.
     """
-    from steercap.persona import run
+    from steercap.lab.personas import run
 
     with terminal.progress() as bars:
         return await run(model, settings, out, progress=_Stages(bars))
@@ -156,7 +156,7 @@ class _Stages:
 
 def table_of(result: PersonaResult) -> Table:
     """One row per trait: how many answers showed it, and how well its vector tells them apart."""
-    from steercap.vectors import chance_band
+    from steercap.lab.directions import chance_band
 
     table = Table(
         title=f"{result.directions.model}, {result.directions.site}",
@@ -290,8 +290,8 @@ def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Foresee
         UnknownName, LayerOutOfRange, PointNotArmed: rows cannot be read there.
     """
     from steercap.core.spec import CaptureSpec
-    from steercap.persona.folder import check_same
-    from steercap.persona.settings import described
+    from steercap.lab.personas.folder import check_same
+    from steercap.lab.personas.settings import described
 
     require("personas")
     check_sampling(temperature=settings.temperature, seed=settings.seed)
@@ -354,10 +354,10 @@ def _register_traits(app: typer.Typer) -> None:
         names: Annotated[list[str] | None, typer.Argument(metavar="TRAIT", help="Show these in full.")] = None,
     ) -> None:
         """List the traits that come with steercap, or show some in full: their system prompts, questions and
-        keywords. A trait of your own is a YAML file like those in steercap/persona/shipped.
+        keywords. A trait of your own is a YAML file like those in steercap/lab/personas/shipped.
         """
         from steercap.errors import UnknownName
-        from steercap.persona import traits as shipped
+        from steercap.lab.personas import traits as shipped
 
         if not names:
             terminal.show(shipped(), traits_table(shipped()))

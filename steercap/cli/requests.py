@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 from steercap.concurrency.bounded import each_of
 
 if TYPE_CHECKING:
+    from steercap.captures.handle import CaptureHandle
     from steercap.cli.prompts import Prompt
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
     from steercap.requests.answers import RawOutput
-    from steercap.requests.handle import CaptureHandle
     from steercap.steering.spec import SteeringSpec
 
 #: Requests under way: more than vLLM runs at once by default, so that its batch is full.
@@ -44,7 +44,7 @@ async def run_each(
     Raises:
         The errors of `SteerModel.generate`, the first of them.
     """
-    from steercap.vectors.extraction import ids_of
+    from steercap.lab.directions.extraction import ids_of
 
     texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str) and prompt.special is None]
     ids_of(model.tokenizer, texts)  # which warns once of those that have special tokens already

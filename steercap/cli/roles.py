@@ -21,8 +21,8 @@ from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 
 if TYPE_CHECKING:
-    from steercap.persona import Progress
-    from steercap.roles import RoleSet, RoleSettings
+    from steercap.lab.personas import Progress
+    from steercap.lab.personas.roles import RoleSet, RoleSettings
 
 SIZES: Final = "Sizes"
 SCORING: Final = "Scoring"
@@ -83,7 +83,7 @@ class RoleOptions:
         Raises:
             InvalidFile, UnknownName, InvalidSetting: what `load_roles` and `RoleSettings` refuse.
         """
-        from steercap.roles import RoleSettings
+        from steercap.lab.personas.roles import RoleSettings
 
         left_out = ("questions", "role", "small", "scorer_arg")
         said = {name: value for name, value in vars(self).items() if name not in left_out and value is not None}
@@ -94,7 +94,7 @@ class RoleOptions:
         return RoleSettings.small(roles, **said) if self.small else RoleSettings(roles=roles, **said)
 
     def _roles(self, path: Path | None) -> RoleSet:
-        from steercap.roles import load_roles, shipped_roles
+        from steercap.lab.personas.roles import load_roles, shipped_roles
 
         if path is None and self.questions is not None:
             raise typer.BadParameter(
@@ -168,8 +168,8 @@ def _register_roles(app: typer.Typer) -> None:
         several processes, each with another --shard, may share one. What it comes to, `steercap persona axis` says.
         """
         from steercap.core.spec import CaptureSpec, resolve_layers
-        from steercap.roles import run_share
-        from steercap.roles.folder import check_same, read_folder
+        from steercap.lab.personas.roles import run_share
+        from steercap.lab.personas.roles.folder import check_same, read_folder
 
         require("personas")
         model.require_there()
@@ -215,7 +215,7 @@ def _register_axis(app: typer.Typer) -> None:
         whether it is found again in halves, beside chance. Starts no engine. Writes axis-HOW.safetensors and
         pictures into the folder.
         """
-        from steercap.roles import assistant_axis, load_run, plot_positions, plot_stability, stability
+        from steercap.lab.personas.roles import assistant_axis, load_run, plot_positions, plot_stability, stability
 
         require("plots")
         run = load_run(folder)
@@ -262,7 +262,7 @@ def _register_cap(app: typer.Typer) -> None:
         again, their tokens projected on the axis, and a percentile becomes the floor at each layer.
         """
         from steercap.core.spec import resolve_layers
-        from steercap.roles import assistant_axis, calibrated_capping, load_run
+        from steercap.lab.personas.roles import assistant_axis, calibrated_capping, load_run
 
         model.require_there()
         file_ready(out, extensions=[".safetensors"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from steercap.roles import AssistantAxis, RoleRun, Stability
+    from steercap.lab.personas.roles import AssistantAxis, RoleRun, Stability
 
 
 def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:

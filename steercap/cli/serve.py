@@ -17,7 +17,7 @@ from steercap.config import CPU
 from steercap.core.extras import extra
 
 if TYPE_CHECKING:
-    from steercap.serve.server import Names, ServerSettings
+    from steercap.server.server import Names, ServerSettings
 
 KEPT: Final = "What is kept"
 #: Flags of vLLM's that change what a model's config.json says.
@@ -88,8 +88,8 @@ def register(app: typer.Typer) -> None:
         ] = 16,
     ) -> None:
         """Serve a model by vLLM's own OpenAI-compatible server; requests capture and steer by the field `steercap`."""
-        from steercap.serve.server import ServerSettings
-        from steercap.serve.server import serve as run
+        from steercap.server.server import ServerSettings
+        from steercap.server.server import serve as run
 
         model, flags = parted(model, flags)
         settings = ServerSettings(
@@ -135,8 +135,8 @@ def checked(
         InvalidSpec, InvalidFile: files or presets that cannot be used.
         InvalidVector, LayerOutOfRange, PointNotArmed: they are of another model, or of what is not armed.
     """
-    from steercap.serve.library import OPERATOR
-    from steercap.serve.server import Names
+    from steercap.server.library import OPERATOR
+    from steercap.server.server import Names
     from steercap.steering.spec import SteeringSpec
 
     names = Names.of(settings)

@@ -14,8 +14,8 @@ from steercap.cli.tables import span
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
+    from steercap.steering.layers import LayerVectors
     from steercap.steering.spec import SteeringSpec
-    from steercap.vectors.layers import LayerVectors
 
 PANEL: Final = "Steering"
 
@@ -84,7 +84,7 @@ class SteerOptions:
         return self._added(only(directions_in(content, self.steer), self.name))
 
     def _added(self, vectors: LayerVectors) -> SteeringSpec:
-        from steercap.edits.add import Add
+        from steercap.steering.edits.add import Add
         from steercap.steering.spec import SteeringSpec
 
         if self.layer is None and len(vectors) > 1:

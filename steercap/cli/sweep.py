@@ -19,7 +19,7 @@ from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 
 if TYPE_CHECKING:
-    from steercap.experiments import Measure, Sweep, SweepResults
+    from steercap.lab.studies.sweeps import Measure, Sweep, SweepResults
     from steercap.model import SteerModel
 
 
@@ -38,7 +38,7 @@ async def swept(
     Raises:
         The errors of `run_sweep`.
     """
-    from steercap.experiments import run_sweep
+    from steercap.lab.studies.sweeps import run_sweep
 
     with terminal.progress() as bar:
         task = bar.add_task("answering", total=None)
@@ -66,8 +66,8 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Fores
         RunDiffers, InvalidFile: the folder holds another sweep.
         PointNotArmed, InvalidVector: the vectors do not fit the model.
     """
-    from steercap.experiments.running import measures_of
-    from steercap.experiments.store import check_same
+    from steercap.lab.studies.sweeps.running import measures_of
+    from steercap.lab.studies.sweeps.store import check_same
 
     require("experiments", "plots")
     measures_of(measures)

@@ -19,11 +19,11 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
-    from steercap.experiments import Measure, Sweep
+    from steercap.lab.studies.sweeps import Measure, Sweep
 
 
 class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a YAML file of a sweep holds; see `steercap.experiments.Sweep`. Flags say the same, and come first.
+    """What a YAML file of a sweep holds; see `steercap.lab.studies.sweeps.Sweep`. Flags say the same, and come first.
 
     Args:
         vectors: file of vectors or directions; a path from the folder of the YAML file.
@@ -100,7 +100,7 @@ def sweep_of(settings: SweepFile) -> Sweep:
         InvalidFile: vectors or prompts that cannot be read.
         InvalidSpec: what `Sweep` refuses.
     """
-    from steercap.experiments import Sweep
+    from steercap.lab.studies.sweeps import Sweep
 
     path = Path(settings.vectors)
     directions = directions_in(load(path, base=base_of(settings.base)), path)
@@ -130,7 +130,7 @@ def measures_in(text: str) -> tuple[str, ...]:
     Raises:
         typer.BadParameter: none.
     """
-    from steercap.experiments import MEASURES
+    from steercap.lab.studies.sweeps import MEASURES
 
     parts = re.split(rf",(?=\s*score:|\s*(?:{'|'.join(MEASURES)})\s*(?:,|$))", text)
     return tuple(
@@ -146,8 +146,8 @@ def measure_of(text: str) -> str | Measure:
         InvalidFile: a YAML file that holds no trait.
         typer.BadParameter: a score without a trait.
     """
-    from steercap.experiments import MEASURES
-    from steercap.experiments.measures.score import Score
+    from steercap.lab.measures.score import Score
+    from steercap.lab.studies.sweeps import MEASURES
 
     name, colon, rest = text.partition(":")
     trait, scorer = _scored(rest)

@@ -13,8 +13,8 @@ from rich.text import Text
 from steercap.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from steercap.experiments import Effect, SweepResults
-    from steercap.experiments.summaries import Mean
+    from steercap.lab.studies.sweeps import Effect, SweepResults
+    from steercap.lab.studies.sweeps.summaries import Mean
 
 
 def table_of(results: SweepResults, measure: str) -> Table:

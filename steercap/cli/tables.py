@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from steercap.vectors.directions import DirectionSet
+    from steercap.steering.directions import DirectionSet
 
 #: Eighths of a cell.
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
@@ -44,7 +44,7 @@ def facts(title: str, known: Mapping[str, Any]) -> Table:
 
 def by_layer(directions: DirectionSet, name: str) -> Table:
     """One direction, layer by layer: its length, its share of the rows' length, its AUC with a bar from chance to 1."""
-    from steercap.vectors.suggestion import suggested_layer
+    from steercap.lab.directions.suggestion import suggested_layer
 
     vectors, known = directions[name], directions.provenance
     suggestion = suggested_layer(directions, name)
@@ -70,7 +70,7 @@ def by_layer(directions: DirectionSet, name: str) -> Table:
 
 def advice(directions: DirectionSet, name: str) -> dict[str, str]:
     """What the AUC of one direction can say, and which layer to begin with; nothing where no text was held out."""
-    from steercap.vectors.suggestion import runs_of, suggested_layer
+    from steercap.lab.directions.suggestion import runs_of, suggested_layer
 
     found = suggested_layer(directions, name)
     if found is None:
@@ -94,7 +94,7 @@ def told_of(directions: DirectionSet, name: str) -> list[Table]:
 
 def suggestion_of(directions: DirectionSet, name: str) -> dict[str, Any] | None:
     """The same for JSON, None where no text was held out."""
-    from steercap.vectors.suggestion import suggested_layer
+    from steercap.lab.directions.suggestion import suggested_layer
 
     found = suggested_layer(directions, name)
     if found is None:

@@ -30,8 +30,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from steercap.concurrency.heartbeat import heartbeat
 from steercap.errors import CaptureError, EngineFailure, SteeringError
-from steercap.runs.heartbeat import heartbeat
 
 PANEL: Final = "Output"
 

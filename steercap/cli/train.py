@@ -26,9 +26,9 @@ from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
+    from steercap.lab.training import Trained
+    from steercap.lab.training.training import AnyEdit
     from steercap.steering.spec import SteeringSpec
-    from steercap.training import Trained
-    from steercap.training.training import AnyEdit
 
 STEPS: Final = "Steps"
 
@@ -75,7 +75,7 @@ def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) 
         typer.BadParameter: no layers for a kind, or layers for a file.
         InvalidFile: a file that holds no steering.
     """
-    from steercap.training import TrainableAdd, TrainableLowRank
+    from steercap.lab.training import TrainableAdd, TrainableLowRank
 
     if edit not in set(Kind):
         if layers is not None:
@@ -192,7 +192,7 @@ def register(app: typer.Typer) -> None:
         """
         import torch
 
-        from steercap.training import train_many
+        from steercap.lab.training import train_many
 
         folder_ready(out)
         given = examples_in(examples, out.name if name is None else name)

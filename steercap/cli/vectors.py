@@ -24,9 +24,9 @@ from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
+    from steercap.lab.directions.extraction import Text
     from steercap.model import SteerModel
-    from steercap.vectors.directions import DirectionSet
-    from steercap.vectors.extraction import Text
+    from steercap.steering.directions import DirectionSet
 
 
 #: What to do for another format, in words.
@@ -49,7 +49,7 @@ def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
     Raises:
         InvalidFile: it cannot be read, a line is none of these, or some lines have a group and some have none.
     """
-    from steercap.vectors.extraction import Exchange
+    from steercap.lab.directions.extraction import Exchange
 
     texts: list[Text] = []
     groups: list[str] = []
@@ -94,9 +94,9 @@ class Texts:
             **how: method, held_out and seed, as for `extract`.
 
         Raises:
-            The errors of `steercap.vectors.contrast.check_groups`.
+            The errors of `steercap.lab.directions.contrast.check_groups`.
         """
-        from steercap.vectors.contrast import check_groups
+        from steercap.lab.directions.contrast import check_groups
 
         ours, theirs = self.groups or range(len(self.positive)), self.others or range(len(self.negative))
         check_groups(ours, theirs, **how)
@@ -122,12 +122,12 @@ async def extract_from(model: SteerModel, texts: Texts, terminal: Terminal, *, n
         texts: of two files.
         terminal: for the bar.
         name: what the direction means.
-        **how: further arguments of `steercap.vectors.extract`.
+        **how: further arguments of `steercap.lab.directions.extract`.
 
     Raises:
         The errors of `extract`.
     """
-    from steercap.vectors.extraction import extract
+    from steercap.lab.directions.extraction import extract
 
     with terminal.progress() as bar:
         task = bar.add_task("reading texts", total=len(texts.positive) + len(texts.negative))

@@ -9,6 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
+from steercap.captures import files
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.lifecycle import Lifecycle
 from steercap.client.asks import NotAsJSON, capture_asked, require_specs, steering_asked
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection
@@ -36,13 +39,10 @@ from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
 from steercap.core.values import shown
 from steercap.errors import InvalidPrompt, InvalidRequest, ServerFailure, SteeringNotApplied
-from steercap.requests import files
+from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.requests.answers import RawOutput, one_to_stream, require_one_sample, require_raw
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.lifecycle import Lifecycle
 from steercap.requests.monitoring import MonitorReport
 from steercap.requests.stream import Chunk
-from steercap.runs.fingerprint import names_of, warn_of_other_model
 from steercap.steering.monitor import held_back, monitors_of
 from steercap.steering.spec import spec_of
 

@@ -1,4 +1,4 @@
-"""Specs as JSON, as `steercap.serve.asks` reads them; what JSON cannot hold is uploaded, see `client.uploads`."""
+"""Specs as JSON, as `steercap.server.asks` reads them; what JSON cannot hold is uploaded, see `client.uploads`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from steercap.core.names import Name
 from steercap.core.spec import CaptureSpec
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import Mask, shown
-from steercap.edits import EDITS
-from steercap.edits.base import Edit
 from steercap.errors import InvalidRequest, InvalidSpec
+from steercap.steering.edits import EDITS
+from steercap.steering.edits.base import Edit
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 

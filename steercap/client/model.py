@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.captures.fetching import fetch_all
+from steercap.captures.handle import CaptureHandle, flat
 from steercap.client.answers import RemoteAnswers
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import Connection
@@ -20,17 +22,15 @@ from steercap.engine.stats import Stats
 from steercap.errors import InvalidSpec
 from steercap.requests.calls import Calls
 from steercap.requests.context import steered
-from steercap.requests.fetching import fetch_all
-from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-    from steercap.edits.base import Edit
+    from steercap.steering.directions import DirectionSet
+    from steercap.steering.edits.base import Edit
+    from steercap.steering.layers import LayerVectors
     from steercap.steering.logit_bias import LogitBias
-    from steercap.vectors.directions import DirectionSet
-    from steercap.vectors.layers import LayerVectors
 
 #: What to do instead of a copy.
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"

@@ -1,4 +1,4 @@
-"""Monitors as JSON, as `steercap.serve.asks` reads them, and what a server says that they found."""
+"""Monitors as JSON, as `steercap.server.asks` reads them, and what a server says that they found."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from steercap.client.uploads import Uploads
 from steercap.core.spec import resolve_layers
 from steercap.errors import ServerFailure
 from steercap.requests.monitoring import Crossing, MonitorReport
+from steercap.steering.layers import LayerVectors
 from steercap.steering.monitor import Monitor, labels_of
 from steercap.steering.spec import SteeringSpec
-from steercap.vectors.layers import LayerVectors
 
 #: What one monitor found in a sample, as JSON.
 Said = Mapping[str, Any]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.rows import Found
 from steercap.client.connection import Connection
 from steercap.concurrency.bounded import each_of
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, CaptureReleased, InvalidRequest, SteercapError
-from steercap.requests.captures import Found
-from steercap.requests.handle import CaptureHandle
 
 #: Files that come at once.
 _AT_ONCE: Final = 8

@@ -16,9 +16,9 @@ from typing import Any, Final
 from steercap.client.connection import Connection
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
+from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
-from steercap.vectors.directions import DirectionSet
-from steercap.vectors.layers import LayerVectors
 
 #: Files that stay at the server while no request needs them.
 _UNUSED: Final = 32

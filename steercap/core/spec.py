@@ -90,8 +90,8 @@ class CaptureSpec:
         k: how many numbers stand for a row: with "topk8" (64 by default), "rp8" and "rp16" (512); with `sae`, how many
             features (32).
         seed: of the matrix of "rp8" and "rp16", 0 by default. Rows that are to be compared need the same.
-        calibration: of "full8", what `steercap.vectors.calibrate` gives: each element then has a step of its own, which
-            follows its spread, and rows keep several times more for the same bytes.
+        calibration: of "full8", what `steercap.lab.directions.calibrate` gives: each element then has a step of
+            its own, which follows its spread, and rows keep several times more for the same bytes.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
             model continues with, edits included. Edits at earlier points have had their effect either way.
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with

@@ -11,28 +11,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
+from steercap.architectures.sites import SITES, placed
 from steercap.config import Settings
 from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed, existing
-from steercap.encodings import ENCODINGS, codec_of, record_of
-from steercap.encodings.calibrated8 import CALIBRATED
 from steercap.engine.ranks import Rank
 from steercap.errors import InvalidSpec
-from steercap.runs.fingerprint import warn_of_other_model
+from steercap.files.fingerprint import warn_of_other_model
+from steercap.kernels.codecs import ENCODINGS, codec_of, record_of
+from steercap.kernels.codecs.calibrated8 import CALIBRATED
 from steercap.saes import compiling
 from steercap.saes.compiling import Readers, compile_readers
-from steercap.sites import SITES, placed
-from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
+from steercap.steering.calibrating import Calibrated, calibration_of, compile_calibration
 from steercap.steering.lowering import Lowered, lower
 from steercap.steering.monitor import Monitor, check_widths, compile_probes
 from steercap.steering.projection import Projected, compile_projection, points_of
 from steercap.steering.spec import SteeringSpec, spec_of
 
 if TYPE_CHECKING:
-    from steercap.edits.base import Edit
+    from steercap.steering.calibration import Calibration
+    from steercap.steering.edits.base import Edit
     from steercap.steering.logit_bias import LogitBias
-    from steercap.vectors.calibration import Calibration
 
 #: Elements that 16-bit indices tell apart.
 MOST_INDEXED: Final = 1 << 16

@@ -11,6 +11,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
+from steercap.architectures.families import FAMILIES
+from steercap.architectures.families.base import Family
+from steercap.architectures.families.proved import verified
 from steercap.concurrency.loops import finished, on_thread, over
 from steercap.config import LAYER_END, Settings
 from steercap.core.budget import Ticket
@@ -19,7 +22,6 @@ from steercap.core.messages import Chosen, Counted, Owner, Parcel, Unembedded, U
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
-from steercap.encodings.base import dtype_of
 from steercap.engine.admission import Admission
 from steercap.engine.compiler import Compiler
 from steercap.engine.configurations import Configurations
@@ -30,15 +32,13 @@ from steercap.engine.sketching import Sketching
 from steercap.engine.spilling import Spillable, Spilling, require_place
 from steercap.engine.workers import Records, Workers
 from steercap.errors import EngineDied, UnsupportedModel
-from steercap.families import FAMILIES
-from steercap.families.base import Family
-from steercap.families.proved import verified
+from steercap.kernels.codecs.base import dtype_of
 from steercap.saes.compiling import Readers
-from steercap.steering.calibration import Calibrated
+from steercap.steering.calibrating import Calibrated
 from steercap.steering.lowering import Lowered
 from steercap.steering.monitor import Monitor
 from steercap.steering.projection import Projected
-from steercap.transport.reader import LineReader
+from steercap.worker.memory.reader import LineReader
 
 if TYPE_CHECKING:
     import torch

@@ -15,12 +15,12 @@ import torch
 from steercap.concurrency.bounded import each_of
 from steercap.core.messages import Parcel, Unknown
 from steercap.core.receipt import knowing
-from steercap.encodings import ENCODINGS
-from steercap.encodings.coded import CodedRows
 from steercap.engine.ranks import Rank, Ranks
 from steercap.errors import CaptureIncomplete, ModelClosed
-from steercap.transport.assemble import PART_BYTES, Assembly, parcel_bytes
-from steercap.transport.reader import Readable
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.worker.memory.assemble import PART_BYTES, Assembly, parcel_bytes
+from steercap.worker.memory.reader import Readable
 
 #: Bytes above which rows are gathered on threads, so that the event loop goes on: about 0.1 ms.
 THREAD_BYTES: Final = 256 << 10

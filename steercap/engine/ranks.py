@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeAlias
 
+from steercap.architectures.families.code import same_code
 from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import Attached, Loaded, Parcel
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS, record_of
-from steercap.encodings.reduced import accumulator_records
 from steercap.errors import WorkerFailure
-from steercap.families.code import same_code
-from steercap.transport.reader import LineReader
+from steercap.kernels.codecs import ENCODINGS, record_of
+from steercap.kernels.codecs.reduced import accumulator_records
+from steercap.worker.memory.reader import LineReader
 
 #: Of a position or a token.
 _LABEL_BYTES: Final = 8

@@ -32,8 +32,8 @@ from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
 from steercap.engine.workers import Workers
 from steercap.errors import PointSplit, SketchClosed, SketchIncomplete, SketchMemoryFull
-from steercap.sketches import SKETCHES
-from steercap.sketches.base import Kind, State
+from steercap.worker.sketches import SKETCHES
+from steercap.worker.sketches.base import Kind, State
 
 #: Most bytes of a sketch that one answer of a worker carries.
 PIECE_BYTES: Final = 256 << 20

@@ -1,1 +1,1 @@
-"""Files, each of which appears whole or not at all."""
+"""Files that appear whole or not at all, folders of runs that are resumed, and what identifies their model."""

@@ -40,7 +40,7 @@ READERS: Final = {
     "calibration": "Calibration.load",
     "quantiser": "Quantiser.load",
     "codes": "Codes.load",
-    "training": "steercap.training.train, which goes on from it",
+    "training": "steercap.lab.training.train, which goes on from it",
     "axis": "AssistantAxis.load",
 }
 

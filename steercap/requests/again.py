@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
+from steercap.captures.rows import Found
 from steercap.core.chat import MessageSpan
 from steercap.core.spec import CaptureSpec
 from steercap.engine.engine import Engine
 from steercap.errors import EngineDied
-from steercap.requests.captures import Found
 from steercap.requests.job import Job, Sample
 from steercap.requests.preparing import Known, prepare
 from steercap.requests.running import run_one

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from steercap.captures.pooled import Encoded, require_kind
 from steercap.core.chat import MessageSpan
 from steercap.core.prompts import (
     CallArguments,
@@ -31,7 +32,6 @@ from steercap.errors import InvalidRequest
 from steercap.requests.again import Recipe
 from steercap.requests.job import Job
 from steercap.requests.monitoring import MonitorReport
-from steercap.requests.pooled import Encoded, require_kind
 from steercap.requests.running import Done, run_all
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, Unpack, overload
 
+from steercap.captures.pooled import Encoded
 from steercap.core.prompts import CallArguments, special_asked
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.answers import RawOutput
@@ -38,7 +39,6 @@ from steercap.requests.asked import (
     Text,
 )
 from steercap.requests.context import FROM_CONTEXT, FromContext, in_context, sketches_in_force
-from steercap.requests.pooled import Encoded
 from steercap.requests.stream import Chunk
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TypeAlias
 
 import torch
 
+from steercap.captures.rows import Captures
 from steercap.core.coding import RAW, Coding
 from steercap.core.plan import Plan
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, selected
 from steercap.errors import InvalidSelection, InvalidSpec
-from steercap.requests.captures import Captures
+from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
 from steercap.steering.monitor import Monitor, labels_of
-from steercap.vectors.directions import DirectionSet
-from steercap.vectors.layers import LayerVectors
 
 #: Of each monitor, its point, and which of the products that are kept there is its own; None where rows are.
 Gauged: TypeAlias = Sequence[tuple[Point, int | None]]

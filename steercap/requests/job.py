@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
 
+from steercap.captures.arriving import Arrived, arrived
+from steercap.captures.checks import Expected
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.lifecycle import Lifecycle, Lost, Source
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW
@@ -19,15 +23,11 @@ from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.errors import SteeringNotApplied
-from steercap.requests.arriving import Arrived, arrived
 from steercap.requests.change import Change, Planned
-from steercap.requests.checks import Expected
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.lifecycle import Lifecycle, Lost, Source
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.saes.compiling import Readers
-from steercap.steering.calibration import Calibrated
+from steercap.steering.calibrating import Calibrated
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from steercap.captures.arriving import Arrived
 from steercap.core.rows import Ints
 from steercap.core.tokens import selected
 from steercap.errors import CaptureNotFinite
-from steercap.requests.arriving import Arrived
 from steercap.requests.gauges import Gauge
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from steercap.requests.job import Job
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, joint_capture
 from steercap.saes.compiling import Readers
-from steercap.steering.calibration import Calibrated
+from steercap.steering.calibrating import Calibrated
 from steercap.steering.lowering import biased_by, scopes_of
 from steercap.steering.monitor import Monitor, held_back, monitors_of
 from steercap.steering.projection import Projected

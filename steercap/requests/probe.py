@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
+from steercap.architectures.sites import SITES
+from steercap.captures.fetching import fetch_all
+from steercap.captures.pooled import probing
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.names import is_module
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
-from steercap.edits.add import Add
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
 from steercap.requests.claims import of_norms, of_projections, of_rows
-from steercap.requests.fetching import fetch_all
 from steercap.requests.job import Job
 from steercap.requests.mixing import STREAMS
-from steercap.requests.pooled import probing
 from steercap.requests.preparing import prepare
 from steercap.requests.proof import ATTENTION, STREAM, Claim, closes, edited, pools, worst
 from steercap.requests.running import Done, run_all
-from steercap.sites import SITES
+from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

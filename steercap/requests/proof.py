@@ -25,9 +25,9 @@ from typing import Final
 
 import torch
 
+from steercap.captures.attention import Attending, weights_of
 from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
-from steercap.requests.attention import Attending, weights_of
 
 #: Where blocks read the stream and add to it.
 STREAM: Final = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
+from steercap.captures.handle import CaptureHandle
 from steercap.core.receipt import SteeringReceipt
 from steercap.errors import ModelClosed, first_error
-from steercap.requests.handle import CaptureHandle
 from steercap.requests.job import Job, enter_sketches, handles_of, memory_for, outputs_of, planned, receipts_of
 from steercap.requests.monitoring import MonitorReport
 

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from steercap.captures.checks import Expected, check_labelled
+from steercap.captures.sketch import Sketch, point_in, versions
 from steercap.core.messages import Joining, Wanted
 from steercap.core.ownership import Unshared
 from steercap.core.receipt import check_points
@@ -16,16 +18,14 @@ from steercap.core.tokens import TokenSelection
 from steercap.engine.fetching import parcels_of
 from steercap.engine.sketching import Book
 from steercap.errors import CaptureIncomplete, CaptureNotFinite, EngineFailure, InvalidSpec, SketchIncomplete
-from steercap.requests.checks import Expected, check_labelled
-from steercap.runs.fingerprint import model_name
-from steercap.sketches import SKETCHES
-from steercap.sketches.sketch import Sketch, point_in, versions
+from steercap.files.fingerprint import model_name
+from steercap.worker.sketches import SKETCHES
 
 if TYPE_CHECKING:
     import torch
 
     from steercap.engine.engine import Engine
-    from steercap.vectors.directions import DirectionSet
+    from steercap.steering.directions import DirectionSet
 
 Value = TypeVar("Value")
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from steercap.captures.rows import Captures
 from steercap.core.budget import Ticket
 from steercap.core.media import types_at
 from steercap.core.receipt import SteeringReceipt
-from steercap.requests.captures import Captures
 from steercap.requests.job import Job, enter_sketches, memory_for, outputs_of, planned, receipts_of, rows_so_far
 from steercap.requests.monitoring import Crossing, MonitorReport
 

@@ -9,9 +9,9 @@ from steercap.core.coding import Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.values import shown
-from steercap.encodings.coded import FEATURES
-from steercap.encodings.features import MEMBER
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointSplit
+from steercap.kernels.codecs.coded import FEATURES
+from steercap.kernels.codecs.features import MEMBER
 from steercap.saes.encoder import Encoder
 from steercap.saes.sae import SAE
 

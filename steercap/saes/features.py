@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.values import shown
-from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidSpec
+from steercap.kernels.codecs.coded import CodedRows
 
 
 @dataclass(frozen=True, eq=False, repr=False)

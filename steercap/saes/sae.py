@@ -12,16 +12,16 @@ from jaxtyping import Float
 from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, shown
-from steercap.edits.add import Add
-from steercap.edits.sae_feature import SAEFeature
-from steercap.encodings.features import read, rows_at_once
 from steercap.errors import InvalidFile, InvalidSpec
+from steercap.kernels.codecs.features import read, rows_at_once
 from steercap.saes.encoder import Encoder
 from steercap.saes.features import Features
 from steercap.saes.finding import SAE_LENS, Found, find
 from steercap.saes.layouts import Place, named
 from steercap.saes.reading import Parts, Recipe, parts_of
 from steercap.saes.tensors import read_npz, read_pt_tensors, read_safetensors
+from steercap.steering.edits.add import Add
+from steercap.steering.edits.sae_feature import SAEFeature
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -155,8 +155,8 @@ class SAE:
         """
         from steercap.core.coding import Coding
         from steercap.core.schema import PointSchema
-        from steercap.encodings.coded import FEATURES, CodedRows
-        from steercap.encodings.features import MEMBER
+        from steercap.kernels.codecs.coded import FEATURES, CodedRows
+        from steercap.kernels.codecs.features import MEMBER
 
         if index_of(k) is None or not 1 <= k <= self.d_sae:
             raise InvalidSpec(f"k={shown(k)}; this SAE has {self.d_sae} features")

@@ -1,105 +1,127 @@
-"""What rows are calibrated by: checked against the model and compiled before anything runs.
-
-It travels as the vectors of steering do: in a slot, known by its SHA-256, sent once.
-"""
+"""How the elements of rows lie and spread, by point, so that a codec can give each of them a step of its own."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+from jaxtyping import Float
 
-from steercap.core.plan import InSlot
-from steercap.core.program import NONE
-from steercap.core.schema import PointSchema
-from steercap.core.spec import CaptureSpec, Point
-from steercap.core.values import shown
+from steercap.core.spec import Point
+from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.steering.lowering import Lowered
-from steercap.steering.projection import read_by
-from steercap.vectors.calibration import Calibration
-from steercap.vectors.layers import FrozenMapping
+from steercap.files import native
+from steercap.files.native import Kind
+from steercap.steering.edits.inputs import float32_copy
+from steercap.steering.layers import FrozenMapping
+
+#: Elements that hardly move count as if they moved by this share of what the typical one does: a row in which such an
+#: element moves after all would otherwise lose all others.
+LEAST: Final = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class Calibrated:
-    """A calibration compiled for some points of one engine.
+class Calibration:
+    """What elements are about, and how far they usually are from it; made by `steercap.lab.directions.calibrate`.
 
     Args:
-        lowered: what a slot will hold: centre and reach of each point.
-        plan: what a request says of it; its slot is not known yet.
-        constants: the same by point and name, float32 [width] each.
+        means: of each element, by point: float32 [width], of heads one after another.
+        spreads: their standard deviations, by the same points: float32 [width].
+        model: whose rows they were.
+        revision: of the model.
+        dtype: that the model computed in.
+        tokens: which tokens' rows, as `TokenSelection` writes it.
+        prompts: SHA-256 of all token ids read.
+        texts: how many were read.
+        rows: how many rows of each point they had.
+
+    Raises:
+        InvalidSpec: no point, something that is none, or other points in `means` than in `spreads`.
+        InvalidVector: vectors that are not finite in float32, of different widths, or a negative spread.
     """
 
-    lowered: Lowered
-    plan: InSlot
-    constants: Mapping[Point, Mapping[str, torch.Tensor]]
+    means: Mapping[Point, Float[torch.Tensor, " width"]]
+    spreads: Mapping[Point, Float[torch.Tensor, " width"]]
+    model: str = ""
+    revision: str = ""
+    dtype: str = ""
+    tokens: str = ""
+    prompts: str = ""
+    texts: int = 0
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        found = {}
+        for name in ("means", "spreads"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) or not given:
+                raise InvalidSpec(f"Calibration: {name}={shown(given)}; give a vector for each point, one at least")
+            found[name] = {
+                _point(point): float32_copy(vector, f"Calibration: {name} at {shown(point)}", "width")
+                for point, vector in given.items()
+            }
+        if found["means"].keys() != found["spreads"].keys():
+            raise InvalidSpec("Calibration: means and spreads are of different points")
+        for point, mean in found["means"].items():
+            spread = found["spreads"][point]
+            if mean.shape != spread.shape or bool((spread < 0).any()):
+                raise InvalidVector(f"Calibration: the spreads at {point} must be {len(mean)} numbers, none negative")
+        for name, vectors in found.items():
+            object.__setattr__(self, name, FrozenMapping(vectors))
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of what rows are coded by, in hexadecimal.
+    def points(self) -> tuple[Point, ...]:
+        """The points that it knows."""
+        return tuple(self.means)
 
-        It is the same on engines that arm other points, or these in another order. What a slot holds is not: it numbers
-        the armed points and goes by their order.
+    def reach(self, point: Point) -> Float[torch.Tensor, " width"]:
+        """What rows less their means are divided by: the spreads, those of elements that hardly move raised to a
+        hundredth of the typical one; 1 where nothing moves. float32 [width], none denormal.
         """
-        found = hashlib.sha256()
-        for point in sorted(self.constants):
-            found.update(str(point).encode())
-            for name, vector in sorted(self.constants[point].items()):
-                found.update(name.encode())
-                found.update(vector.contiguous().numpy().data)
-        return found.hexdigest()
+        spread = self.spreads[point]
+        moving = spread[spread > 0]
+        if not len(moving):
+            return torch.ones_like(spread)
+        # A hundredth of a tiny spread can be 0 in float32, and no row could be divided by it.
+        return spread.clamp(min=max(LEAST * float(moving.median()), torch.finfo(torch.float32).tiny))
+
+    def save(self, path: str | Path) -> Path:
+        """Write all of it to one safetensors file; see `steercap.files.native`.
+
+        Raises:
+            InvalidFile: the name ends in something other than .safetensors.
+        """
+        return native.save(self, path, _kind(), model=self.model)
+
+    @staticmethod
+    def load(path: str | Path) -> Calibration:
+        """Read what `save` wrote.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        return native.load(path, _kind(), Calibration)
+
+    def __repr__(self) -> str:
+        about = f"{self.rows} rows of {self.texts} texts, model={self.model!r}"
+        return f"Calibration({', '.join(map(str, self.points))}, {about})"
 
 
-def calibration_of(spec: CaptureSpec) -> Calibration | None:
-    """What a user gave, if anything.
+def _point(point: Any) -> Point:
+    """A point as a user wrote it.
 
     Raises:
-        InvalidSpec: it is no `Calibration`.
+        InvalidSpec: it is not a layer and a site.
     """
-    if spec.calibration is None or isinstance(spec.calibration, Calibration):
-        return spec.calibration
-    raise InvalidSpec(f"calibration={shown(spec.calibration)}; give a Calibration, as `calibrate` makes it")
+    layer, site = point if isinstance(point, tuple) and len(point) == 2 else (None, None)
+    index = index_of(layer)
+    if index is None or index < 0 or not isinstance(site, str):
+        raise InvalidSpec(f"Calibration: {shown(point)} is no point; give Point(layer, site), layers from 0")
+    return Point(index, site)
 
 
-def compile_calibration(
-    calibration: Calibration, points: Sequence[Point], armed: Mapping[Point, int], schemas: Mapping[Point, PointSchema]
-) -> Calibrated:
-    """Check a calibration, and compile what these points need of it.
-
-    Args:
-        calibration: what the user gave.
-        points: the points of a spec, armed.
-        armed: index of every armed point.
-        schemas: what the tensor at each of them is.
-
-    Raises:
-        InvalidSpec: it does not know a point.
-        InvalidVector: the rows at a point have another width than it was made of.
-    """
-    if missing := [point for point in points if point not in calibration.points]:
-        raise InvalidSpec(
-            f"calibration= knows nothing of {', '.join(map(str, missing))}; it was made at "
-            f"{', '.join(map(str, calibration.points))}"
-        )
-    for point in points:
-        width = len(calibration.means[point])
-        if width != schemas[point].width:
-            raise InvalidVector(
-                f"calibration= has {width} elements at {point}, and its rows are {schemas[point]}; it was made for "
-                "another model"
-            )
-    ordered = sorted(points, key=lambda point: armed[point])
-    constants = {  # frozen: all handles hold these, and decode by what the slot holds
-        point: FrozenMapping({"centre": calibration.means[point], "reach": calibration.reach(point)})
-        for point in ordered
-    }
-    widest = max(schemas[point].width for point in ordered)
-    vectors = torch.ones(2 * len(ordered), widest, dtype=torch.float32)  # rows of one blob are as wide as the widest
-    for number, named in enumerate(constants.values()):
-        for part, vector in enumerate(named.values()):
-            vectors[2 * number + part, : len(vector)] = vector
-    lowered = read_by(vectors, [armed[point] for point in ordered])
-    return Calibrated(lowered, InSlot(NONE, lowered.digest), constants)
+def _kind() -> Kind:
+    return Kind("calibration", {"Calibration": Calibration})

@@ -11,8 +11,8 @@ import torch
 from steercap.core.biases import Bias
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, shown
-from steercap.edits.inputs import Vector, float32_copy
 from steercap.errors import InvalidEdit
+from steercap.steering.edits.inputs import Vector, float32_copy
 
 _FLOAT32: Final = torch.finfo(torch.float32)
 

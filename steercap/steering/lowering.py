@@ -12,15 +12,15 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from steercap.architectures.sites import SITES
 from steercap.core.biases import MAX_ENTRIES, Bias
 from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, NONE, Blob, Configuration, Entry, blob_digest
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point, check_armed, existing
 from steercap.core.tokens import Range, TokenSelection, selected
-from steercap.edits.base import Edit, RankOne
 from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
 from steercap.kernels.bits import HOLE
-from steercap.sites import SITES
+from steercap.steering.edits.base import Edit, RankOne
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 

@@ -9,16 +9,16 @@ from typing import Any, Final, Literal, cast, get_args
 
 import torch
 
+from steercap.architectures.sites import SITES, placed
 from steercap.core.plan import InSlot
 from steercap.core.program import NONE
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point, name_of_site, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
-from steercap.edits.base import Edit
-from steercap.edits.inputs import Vector, at_layer, float32_copy, model_of
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.sites import SITES, placed
+from steercap.steering.edits.base import Edit
+from steercap.steering.edits.inputs import Vector, at_layer, float32_copy, model_of
 from steercap.steering.projection import Projected, read_by
 from steercap.steering.spec import SteeringSpec, spec_of
 
@@ -39,7 +39,8 @@ class Monitor:
         probe: [hidden], used as it is, not normalised: the weights of a linear probe, say.
         threshold: what the score must lie beyond, itself excluded.
         layer: the decoder layer whose rows are scored, from 0; negative from the end.
-        site: place in the layer, a name in `steercap.sites`. The rows are those behind the edits of their point.
+        site: place in the layer, a name in `steercap.architectures.sites`. The rows are those behind
+            the edits of their point.
         above: whether it fires above the threshold; else below.
         bias: the probe's own bias.
         tokens: which tokens are scored, as for `CaptureSpec`.

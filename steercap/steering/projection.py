@@ -15,9 +15,9 @@ from steercap.core.program import NONE, Blob, Configuration, blob_digest
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, resolve_layers
 from steercap.errors import InvalidSpec, InvalidVector
+from steercap.steering.directions import DirectionSet, Mark, marks_of
+from steercap.steering.layers import LayerVectors
 from steercap.steering.lowering import Lowered
-from steercap.vectors.directions import DirectionSet, Mark, marks_of
-from steercap.vectors.layers import LayerVectors
 
 
 @dataclass(frozen=True, eq=False)

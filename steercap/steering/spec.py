@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from steercap.core.values import flag_of, parts_of, shown, warn
-from steercap.edits import EDITS
-from steercap.edits.base import Edit
-from steercap.edits.inputs import models_of
 from steercap.errors import InvalidSpec
 from steercap.files import native
 from steercap.files.native import Kind
+from steercap.steering.edits import EDITS
+from steercap.steering.edits.base import Edit
+from steercap.steering.edits.inputs import models_of
 from steercap.steering.logit_bias import LogitBias
 
 

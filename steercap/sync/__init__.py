@@ -1,17 +1,17 @@
 """The same names for people who do not await: `steercap.sync` instead of `steercap`, and no `await`.
 
     from steercap.sync import SteerModel
-    from steercap.sync.vectors import extract
+    from steercap.sync.directions import extract
 
     with SteerModel("Qwen/Qwen3-0.6B") as model:
         text, handle = model.generate("Hello", capture_layers=[4])
         rows = handle.fetch().captures[4]
         found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
 
-`steercap.sync.vectors`, `steercap.sync.collecting`, `steercap.sync.experiments`, `steercap.sync.evaluation`,
-`steercap.sync.patching`, `steercap.sync.analysis`, `steercap.sync.persona` and `steercap.sync.roles` hold the functions
-that take an open model;
-all but both `run`s are names of `steercap.sync` too. What is not awaited, such as edits and specs, is `steercap`'s own.
+`steercap.sync.directions`, `steercap.sync.collecting`, `steercap.sync.sweeps`, `steercap.sync.evaluation`,
+`steercap.sync.patching`, `steercap.sync.analysis`, `steercap.sync.personas` and `steercap.sync.roles` hold the
+functions that take an open model; all but both `run`s are names of `steercap.sync` too. What is not awaited, such as
+edits and specs, is `steercap`'s own.
 In a notebook `await` works at the top level, and `steercap.SteerModel` is the better choice.
 """
 
@@ -19,11 +19,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steercap.sync import analysis, collecting, evaluation, experiments, patching, persona, roles, vectors
+    from steercap.sync import analysis, collecting, directions, evaluation, patching, personas, roles, sweeps
     from steercap.sync.analysis import layer_sweep, position_sweep
     from steercap.sync.collecting import ActivationStream, activations, collect
+    from steercap.sync.directions import calibrate, extract, mean_rows
     from steercap.sync.evaluation import evaluate, shuffled
-    from steercap.sync.experiments import run_sweep
     from steercap.sync.handle import CaptureHandle
     from steercap.sync.model import SteerModel
     from steercap.sync.patching import ablate, patch, path_patch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
     from steercap.sync.saving import save_run
     from steercap.sync.sketch import RunningSketch
-    from steercap.sync.vectors import calibrate, extract, mean_rows
+    from steercap.sync.sweeps import run_sweep
 
 __all__ = [
     "ActivationStream",
@@ -53,16 +53,16 @@ __all__ = [
     "collect",
     "collecting",
     "compare_steering",
+    "directions",
     "evaluate",
     "evaluation",
-    "experiments",
     "extract",
     "layer_sweep",
     "mean_rows",
     "patch",
     "patching",
     "path_patch",
-    "persona",
+    "personas",
     "position_sweep",
     "projections_by_text",
     "roles",
@@ -70,8 +70,8 @@ __all__ = [
     "run_sweep",
     "save_run",
     "shuffled",
+    "sweeps",
     "token_projections",
-    "vectors",
 ]
 
 _HOMES = {
@@ -82,27 +82,25 @@ _HOMES = {
     "SteerModel": "model",
     "ablate": "patching",
     "activations": "collecting",
-    "calibrate": "vectors",
+    "calibrate": "directions",
     "calibrated_capping": "roles",
     "collect": "collecting",
     "compare_steering": "roles",
     "evaluate": "evaluation",
-    "extract": "vectors",
+    "extract": "directions",
     "layer_sweep": "analysis",
-    "mean_rows": "vectors",
+    "mean_rows": "directions",
     "patch": "patching",
     "path_patch": "patching",
     "position_sweep": "analysis",
     "projections_by_text": "roles",
     "run_share": "roles",
-    "run_sweep": "experiments",
+    "run_sweep": "sweeps",
     "save_run": "saving",
     "shuffled": "evaluation",
     "token_projections": "roles",
 }
-_PACKAGES = frozenset(
-    {"analysis", "collecting", "evaluation", "experiments", "patching", "persona", "roles", "vectors"}
-)
+_PACKAGES = frozenset({"analysis", "collecting", "evaluation", "sweeps", "patching", "personas", "roles", "directions"})
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,6 @@
-"""Where vectors matter, without `await`: the functions of `steercap.analysis` that take an open model."""
+"""Where vectors matter, without `await`: the functions of `steercap.lab.mechanism.analysis` that take an open model."""
 
-from steercap.analysis import sweeps as _sweeps
+from steercap.lab.mechanism.analysis import sweeps as _sweeps
 from steercap.sync.twins import blocking
 
 __all__ = ["layer_sweep", "position_sweep"]

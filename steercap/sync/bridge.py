@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
+from steercap.captures.handle import CaptureHandle as Awaited
 from steercap.core.idiom import BLOCKING, Idiom
 from steercap.errors import ModelClosed
-from steercap.requests.handle import CaptureHandle as Awaited
 from steercap.requests.sketching import RunningSketch
 from steercap.sync.handle import CaptureHandle
 from steercap.sync.loop import LoopThread

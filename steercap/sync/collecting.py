@@ -1,4 +1,4 @@
-"""Reading a corpus without `await`: the functions of `steercap.collecting` that take an open model."""
+"""Reading a corpus without `await`: the functions of `steercap.lab.datasets.collecting` that take an open model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from torch.utils.data import IterableDataset
 
-from steercap.collecting import calls as _there
 from steercap.core.ownership import Unshared
 from steercap.errors import ModelClosed
+from steercap.lab.datasets.collecting import calls as _there
 from steercap.sync.twins import Bridged, blocking, bridge_of
 
 if TYPE_CHECKING:
-    from steercap.collecting import streaming
-    from steercap.datasets.normalising import Normalisation
-    from steercap.datasets.rows import Labelled, Rows
+    from steercap.lab.datasets.collecting import streaming
+    from steercap.lab.datasets.normalising import Normalisation
+    from steercap.lab.datasets.rows import Labelled, Rows
 
 __all__ = ["ActivationStream", "activations", "collect"]
 

@@ -1,7 +1,7 @@
-"""Evaluation, without `await`: the functions of `steercap.evaluation` that take an open model."""
+"""Evaluation, without `await`: the functions of `steercap.lab.studies.evaluation` that take an open model."""
 
-from steercap.evaluation import methods as _methods
-from steercap.evaluation import running as _running
+from steercap.lab.studies.evaluation import methods as _methods
+from steercap.lab.studies.evaluation import running as _running
 from steercap.sync.twins import blocking
 
 __all__ = ["evaluate", "shuffled"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from steercap.captures import handle as handles
+from steercap.captures.experts import Experts
+from steercap.captures.lens import MOST_BYTES, Lens
 from steercap.core.idiom import BLOCKING
 from steercap.core.ownership import Unshared
 from steercap.core.spec import Point
 from steercap.errors import InvalidRequest
-from steercap.requests import handle as handles
-from steercap.requests.experts import Experts
-from steercap.requests.lens import MOST_BYTES, Lens
 from steercap.sync.loop import LoopThread
 
 if TYPE_CHECKING:
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from steercap.captures.lifecycle import Lifecycle
+    from steercap.captures.rows import Captures, Coded, Featured
+    from steercap.captures.tuned_lens import TunedLens
     from steercap.core.attention import AttentionRule
     from steercap.core.chat import MessageSpan
     from steercap.core.media import MediaSpan
     from steercap.core.receipt import Receipt
     from steercap.core.tokens import Tokens, TokenSelection
-    from steercap.formats.tuned_lens import TunedLens
-    from steercap.requests.captures import Captures, Coded, Featured
-    from steercap.requests.lifecycle import Lifecycle
-    from steercap.vectors.directions import Mark
+    from steercap.steering.directions import Mark
 
 
 class CaptureHandle(Unshared, instead=handles.INSTEAD):

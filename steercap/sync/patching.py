@@ -1,8 +1,8 @@
-"""Activation patching, without `await`: the functions of `steercap.patching` that take an open model."""
+"""Activation patching, without `await`: the functions of `steercap.lab.mechanism.patching` that take an open model."""
 
-from steercap.patching import ablation as _ablation
-from steercap.patching import activation as _activation
-from steercap.patching import paths as _paths
+from steercap.lab.mechanism.patching import ablation as _ablation
+from steercap.lab.mechanism.patching import activation as _activation
+from steercap.lab.mechanism.patching import paths as _paths
 from steercap.sync.twins import blocking
 
 __all__ = ["ablate", "patch", "path_patch"]

@@ -1,8 +1,8 @@
-"""Many personas at once, without `await`: the functions of `steercap.roles` that take an open model."""
+"""Many personas at once, without `await`: the functions of `steercap.lab.personas.roles` that take an open model."""
 
-from steercap.roles import effects as _effects
-from steercap.roles import floors as _floors
-from steercap.roles import pipeline as _there
+from steercap.lab.personas.roles import effects as _effects
+from steercap.lab.personas.roles import floors as _floors
+from steercap.lab.personas.roles import pipeline as _there
 from steercap.sync.twins import blocking
 
 __all__ = ["calibrated_capping", "compare_steering", "projections_by_text", "run", "run_share", "token_projections"]

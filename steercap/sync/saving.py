@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from steercap.requests import saving as _there
-from steercap.requests.manifest import Manifest
+from steercap.captures import saving as _there
+from steercap.captures.manifest import Manifest
 from steercap.sync.bridge import unwrapped
 
 __all__ = ["save_run"]

@@ -11,10 +11,10 @@ from steercap.requests import sketching
 if TYPE_CHECKING:
     import torch
 
+    from steercap.captures.sketch import Sketch
     from steercap.core.spec import Layers, Point
     from steercap.core.tokens import TokenSelection
-    from steercap.sketches.sketch import Sketch
-    from steercap.vectors.directions import DirectionSet
+    from steercap.steering.directions import DirectionSet
 
 
 class RunningSketch(Unshared, instead=sketching.INSTEAD):

@@ -10,11 +10,13 @@ from typing import Any, Final
 
 import torch
 
+from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.spec import CaptureSpec, Point
-from steercap.edits.ablate import Ablate
 from steercap.errors import InvalidSpec
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle, flat
+from steercap.steering.directions import DirectionSet
+from steercap.steering.edits.ablate import Ablate
+from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.bad import BAD_REQUESTS, PROMPT, SIX, Bad
 from steercap.testing.parity import PERFECT, Parity
@@ -35,7 +37,6 @@ from steercap.testing.rows import (
     worst,
 )
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec
-from steercap.vectors import DirectionSet, LayerVectors
 
 #: Every row of the residual stream and of what the blocks add to it.
 EVERYTHING: Final = CaptureSpec(sites=ALL_SITES)

@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 import torch
 
+from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.spec import CaptureSpec, Point
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.reference import Reference
 from steercap.testing.rows import GREEDY, inputs_of, random_prompt

@@ -12,7 +12,7 @@ import torch
 
 from steercap import errors
 from steercap.core.spec import CaptureSpec
-from steercap.edits.add import Add
+from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.rows import GREEDY, random_prompt
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from steercap.core.tokens import selected
-from steercap.edits.add import Add
 from steercap.requests.answers import RawOutput
+from steercap.steering.edits.add import Add
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec, spec_of
 from steercap.testing.reference import Reference

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from steercap.environment import CACHE
+from steercap.engine.environment import CACHE
 
 #: Written last: a folder without it was not finished.
 DONE = ".complete"

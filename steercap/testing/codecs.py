@@ -7,18 +7,18 @@ from typing import Final
 import torch
 from msgspec import structs
 
+from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.coding import Coding
 from steercap.core.spec import CaptureSpec, Point
-from steercap.encodings import ENCODINGS
-from steercap.encodings.base import Codec
-from steercap.encodings.calibrated8 import CALIBRATED
-from steercap.encodings.coded import CodedRows
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs.calibrated8 import CALIBRATED
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.lab.directions.calibrating import calibrate
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.agreement import sites_of
 from steercap.testing.rows import GREEDY, random_prompt
-from steercap.vectors.calibrating import calibrate
 
 #: Every codec, with parameters other than the default ones.
 CODECS: Final = (

@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
+from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.spec import CaptureSpec, Point
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.cache import cached
 from steercap.testing.reference import Reference

@@ -236,8 +236,8 @@ def _command() -> list[str]:
 
 async def _live() -> None:
     """A client's life, said aloud."""
+    from steercap.captures.saving import save_run
     from steercap.model import SteerModel
-    from steercap.requests.saving import save_run
     from steercap.testing.rows import TINY_ENGINE, random_prompt
     from steercap.testing.tiny import tiny_checkpoint
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.captures.handle import flat
 from steercap.errors import WrongEventLoop
-from steercap.requests.handle import flat
 from steercap.testing.rows import GREEDY, random_prompt
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from steercap.captures.handle import CaptureHandle
 from steercap.core.spec import CaptureSpec
-from steercap.requests.handle import CaptureHandle
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.agreement import worst_of
 from steercap.testing.parity import Parity

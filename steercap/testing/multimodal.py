@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
+from steercap.architectures.families import FAMILIES
+from steercap.architectures.families.base import TINY
+from steercap.captures.handle import CaptureHandle
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec
-from steercap.families import FAMILIES
-from steercap.families.base import TINY
-from steercap.requests.handle import CaptureHandle
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.cache import cached
 from steercap.testing.images import picture

@@ -8,16 +8,16 @@ from typing import Any, Final
 
 import torch
 
+from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.spec import CaptureSpec
-from steercap.edits.add import Add
-from steercap.edits.add_if import AddIf
-from steercap.edits.base import Edit
-from steercap.edits.replace import Replace
-from steercap.edits.sae_feature import SAEFeature
-from steercap.edits.set_projection import SetProjection
 from steercap.errors import SteeringNotApplied
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle, flat
+from steercap.steering.edits.add import Add
+from steercap.steering.edits.add_if import AddIf
+from steercap.steering.edits.base import Edit
+from steercap.steering.edits.replace import Replace
+from steercap.steering.edits.sae_feature import SAEFeature
+from steercap.steering.edits.set_projection import SetProjection
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import compare_rows
 from steercap.testing.rows import GREEDY, flattened, random_prompt

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from steercap.core.extras import extra
+from steercap.lab.mechanism.patching import Grid, LogitDifference, patch
 from steercap.model import SteerModel
-from steercap.patching import Grid, LogitDifference, patch
 from steercap.testing.rows import random_prompt
 
 #: A layer and a name: "resid_pre", "resid_post", "attn_out", "mlp_out", "z", "q", "k" or "v".

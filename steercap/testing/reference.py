@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from steercap.architectures.families.base import Family
 from steercap.core.extras import extra
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
-from steercap.families.base import Family
+from steercap.lab.training.hooked import HookedModel, Visited, firsts
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
-from steercap.training.hooked import HookedModel, Visited, firsts
 
 #: Ids of experts, int64 [tokens, k], and their weights, float32 [tokens, k].
 Chosen: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from steercap.captures.handle import CaptureHandle
 from steercap.core.media import TEXT
 from steercap.core.spec import Point
-from steercap.requests.handle import CaptureHandle
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import PERFECT, Parity, compare_rows
 from steercap.testing.reference import Reference

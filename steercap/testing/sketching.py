@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.sketch import Sketch
 from steercap.core.spec import CaptureSpec, Point
-from steercap.requests.handle import CaptureHandle, flat
-from steercap.sketches.base import BLOCK
-from steercap.sketches.sketch import Sketch
 from steercap.testing.rows import GREEDY, random_prompt
+from steercap.worker.sketches.base import BLOCK
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

@@ -25,10 +25,10 @@ from typing import Any, Final
 
 import torch
 
+from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.extras import extra
 from steercap.core.spec import REDUCTIONS, CaptureSpec
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import Parity
 from steercap.testing.reference import Reference

@@ -31,7 +31,7 @@ from steercap.testing.cache import cached
 from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer
 
 if TYPE_CHECKING:
-    from steercap.requests.handle import CaptureHandle
+    from steercap.captures.handle import CaptureHandle
 
 #: By a layer's blocks, the sites before it, of what it is mixed by, reads and adds.
 BLOCKS: Final = {

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.spec import REDUCTIONS, CaptureSpec
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import Parity
 from steercap.testing.reference import Reference

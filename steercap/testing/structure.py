@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from steercap.core.spec import CaptureSpec
-from steercap.edits.add import Add
 from steercap.model import SteerModel
+from steercap.steering.edits.add import Add
 from steercap.testing.rows import random_prompt, settled
 
 #: Most seconds that any request may take.

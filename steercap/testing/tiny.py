@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from steercap.architectures.families import FAMILIES
 from steercap.core.extras import extra
-from steercap.families import FAMILIES
 from steercap.testing.architectures import ARCHITECTURES
 from steercap.testing.cache import cached
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from steercap.captures.checks import Expected, received
 from steercap.core.coding import RAW
 from steercap.core.messages import (
     Answer,
@@ -51,11 +52,10 @@ from steercap.core.tokens import Range
 from steercap.engine.fetching import Fetcher
 from steercap.engine.ranks import Rank
 from steercap.errors import CaptureError, InvalidFrame, SteeringNotApplied
-from steercap.requests.checks import Expected, received
 from steercap.testing.frames import mangled, random_of
-from steercap.transport.assemble import assemble
-from steercap.transport.reader import LineReader, Readable
 from steercap.worker.batch import BatchRows
+from steercap.worker.memory.assemble import assemble
+from steercap.worker.memory.reader import LineReader, Readable
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Installed, TapSizes
 from steercap.worker.taps.host import HostTaps

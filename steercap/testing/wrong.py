@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from steercap.core.spec import CaptureSpec
-from steercap.edits.add import Add
 from steercap.errors import SteercapError
 from steercap.model import SteerModel
+from steercap.steering.edits.add import Add
 from steercap.testing.reference import Reference
 from steercap.testing.rows import GREEDY, flattened, hold, random_prompt, settled
 

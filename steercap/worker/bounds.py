@@ -11,8 +11,8 @@ from steercap.core.messages import Configure, Placed, Vectors
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, Configuration
 from steercap.core.tokens import Range
-from steercap.encodings import ENCODINGS
 from steercap.errors import WorkerFailure
+from steercap.kernels.codecs import ENCODINGS
 from steercap.worker.taps.base import TapSizes
 
 _FLOAT_BYTES: Final = 4

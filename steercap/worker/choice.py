@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import torch
 
+from steercap.architectures.unembedding import rows_of
 from steercap.core.messages import Choose, Chosen, NotCapturing
 from steercap.errors import InvalidRequest
-from steercap.worker.unembedding import rows_of
 
 #: Gives the experts that a layer chooses by logits, [n, experts], and their weights, [n, k] each, or None where the
 #: layer is on another stage. Raises `InvalidRequest` where logits do not say it.

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from steercap.architectures.decoder import Decoder
+from steercap.architectures.families.base import Family
+from steercap.architectures.sites import SITES
+from steercap.architectures.sites.base import Sizes, Tap
 from steercap.core.names import is_module
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
-from steercap.families.base import Family
-from steercap.sites import SITES
-from steercap.sites.base import Sizes, Tap
-from steercap.worker.decoder import Decoder
 from steercap.worker.taps.base import Installed
 
 

@@ -16,8 +16,8 @@ from steercap.core.coding import RAW, Coding
 from steercap.core.program import NONE
 from steercap.core.records import LINE_BYTES, RecordShape
 from steercap.core.schema import PointSchema
-from steercap.encodings import record_of
 from steercap.kernels.bits import weight
+from steercap.kernels.codecs import record_of
 from steercap.saes.encoder import Encoder
 
 #: Layouts in use at once; requests that run rarely have more than a few.

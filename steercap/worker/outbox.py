@@ -15,7 +15,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, Places, ranks, rows_selected, runs
 from steercap.core.spec import Reduction
-from steercap.encodings import record_of
+from steercap.kernels.codecs import record_of
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Form, Layouts, Reads
 from steercap.worker.reduce import record_blocks, reduce_rows, rows_of

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from steercap.architectures.families.base import Family, located
+from steercap.architectures.sites.base import part_of
+from steercap.architectures.unembedding import rows_of
 from steercap.core.messages import NotCapturing, Project, Projected
-from steercap.families.base import Family, located
-from steercap.sites.base import part_of
-from steercap.worker.unembedding import rows_of
 
 #: Gives what a layer's block makes of rows, [n, width], of all ranks; None where the layer is on another stage.
 Projecting: TypeAlias = "Callable[[int, str, torch.Tensor], torch.Tensor | None]"

@@ -13,7 +13,7 @@ from steercap.core.messages import LineRange
 from steercap.core.records import LINE_BYTES
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Reduction
-from steercap.encodings import ENCODINGS
+from steercap.kernels.codecs import ENCODINGS
 from steercap.worker.layouts import Layout
 
 if TYPE_CHECKING:

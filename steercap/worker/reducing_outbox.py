@@ -14,8 +14,8 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, rows_selected
 from steercap.core.spec import Reduction
-from steercap.encodings import ENCODINGS
-from steercap.encodings.reduced import accumulator_records
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.reduced import accumulator_records
 from steercap.worker.accumulators import EMPTY
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layout, Layouts

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
+from steercap.architectures.unembedding import Unembedding, unembedded
 from steercap.core.attention import AttentionRule
 from steercap.core.coding import RAW
 from steercap.core.messages import (
@@ -57,17 +58,17 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints, page_shape
-from steercap.encodings import record_of
-from steercap.encodings.base import dtype_of
 from steercap.errors import InvalidFrame, SteercapError, WorkerFailure
+from steercap.kernels.codecs import record_of
+from steercap.kernels.codecs.base import dtype_of
 from steercap.kernels.finite import edited_most
-from steercap.transport.reader import WIRE_BYTES
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.biasing import Biasing
 from steercap.worker.bounds import check_plan, check_vectors
 from steercap.worker.choice import Choosing, chosen
 from steercap.worker.ledger import Ledger, Tracked
+from steercap.worker.memory.reader import WIRE_BYTES
 from steercap.worker.outbox import Outbox, RowsOutbox
 from steercap.worker.projection import Projecting, projected
 from steercap.worker.reducing_outbox import ReducingOutbox, finish
@@ -76,7 +77,6 @@ from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
-from steercap.worker.unembedding import Unembedding, unembedded
 
 _LOG: Final = logging.getLogger(__name__)
 #: Tokens that a sequence can have where nobody says how many.

@@ -18,8 +18,8 @@ import torch
 from steercap.core.messages import CloseSAE, OpenSAE, SAEOpened
 from steercap.errors import MemoryNotShared
 from steercap.saes.encoder import Encoder, image_bytes
-from steercap.transport.shared import HEADER_BYTES, SharedSegment
 from steercap.worker.layouts import Layouts, Reads
+from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
 
 #: An encoder by its digest, at a point.
 Key: TypeAlias = tuple[bytes, int]

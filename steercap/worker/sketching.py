@@ -25,10 +25,10 @@ from steercap.core.messages import (
     SketchPart,
 )
 from steercap.errors import WorkerFailure
-from steercap.sketches import SKETCHES
-from steercap.sketches.base import Kind, State, squares_of
 from steercap.worker.layouts import Layouts
 from steercap.worker.outbox import RowsOutbox
+from steercap.worker.sketches import SKETCHES
+from steercap.worker.sketches.base import Kind, State, squares_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.agreement import projections_agree, workers_agree
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt, settled
 from steercap.testing.sketching import sketches_agree
-from steercap.transport.reader import WireReader
+from steercap.worker.memory.reader import WireReader
 
 ACROSS: dict[str, Any] = {**TINY_ENGINE, "distributed_executor_backend": "ray"}
 #: Seconds in which Ray ends a worker whose engine is gone, and vLLM sees that a worker is: it looks every 5 s.

@@ -10,10 +10,10 @@ import torch
 from conftest import opened
 
 from steercap import Ablate, Add, CaptureSpec, SteeringSpec, SteerModel
+from steercap.architectures.families.code import fingerprint_of
+from steercap.captures.handle import CaptureHandle
 from steercap.core.spec import Point
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.families.code import fingerprint_of
-from steercap.requests.handle import CaptureHandle
 from steercap.testing.rows import random_prompt
 from steercap.testing.streams import ARMED, Equations, agrees, apart, streams_checkpoint
 

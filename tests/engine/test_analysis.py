@@ -6,14 +6,15 @@ import pyarrow.compute as pc
 import pytest
 import torch
 
-from steercap import analysis, sync
+from steercap import sync
 from steercap.errors import InvalidSpec, PointNotArmed
-from steercap.experiments.controls import random_like
-from steercap.patching import LogitDifference
+from steercap.lab.mechanism import analysis
+from steercap.lab.mechanism.patching import LogitDifference
+from steercap.lab.studies.sweeps.controls import random_like
+from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
 from steercap.testing.patching import Hooked
 from steercap.testing.rows import random_prompt, settled
-from steercap.vectors import DirectionSet, LayerVectors
 
 LAYERS, TOKENS, WIDTH = 4, 7, 128
 RIGHT, WRONG = 17, 99

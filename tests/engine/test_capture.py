@@ -226,7 +226,7 @@ async def test_fetch_is_lazy_idempotent_and_one_call_for_all(tiny, monkeypatch) 
 
 async def test_bytes_over_rpc_equal_shared_memory(tiny) -> None:
     """The wire gives the same rows as shared memory, bit for bit, in as many RPCs as their size asks for."""
-    from steercap.transport import reader
+    from steercap.worker.memory import reader
 
     engine = tiny.serving.engine
     ((rank,),) = engine._ranks

@@ -17,6 +17,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from steercap import Add, CaptureSpec, SteeringSpec
+from steercap.captures.handle import CaptureHandle
 from steercap.cli.capture import heatmaps_of
 from steercap.cli.captured import capture_to
 from steercap.cli.generate import answer
@@ -27,11 +28,11 @@ from steercap.cli.sweep_shown import document_of, drawn, table_of
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import extract_from, texts_between
 from steercap.errors import InvalidFile, InvalidSelection, InvalidSpec
-from steercap.requests.handle import CaptureHandle
+from steercap.lab.directions import extract
+from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import smollm2, tiny_checkpoint
 from steercap.testing.rows import random_prompt
 from steercap.testing.specs import vector
-from steercap.vectors import DirectionSet, LayerVectors, extract
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
 PRAISE = ["The film was wonderful", "I found the food excellent", "My day has been lovely", "This town is charming"]

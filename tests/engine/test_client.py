@@ -29,12 +29,12 @@ from steercap import (
 )
 from steercap.adapters import server
 from steercap.client import RemoteModel
-from steercap.serve.server import ServerSettings, application
+from steercap.lab.directions import Exchange, extract
+from steercap.server.server import ServerSettings, application
+from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
 from steercap.sync import SteerModel as Blocking
 from steercap.testing.rows import random_prompt, settled
-from steercap.vectors import Exchange, extract
-from steercap.vectors.directions import DirectionSet
-from steercap.vectors.layers import LayerVectors
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"

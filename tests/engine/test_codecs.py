@@ -9,11 +9,11 @@ import torch
 from conftest import opened
 
 from steercap import Add, Calibration, CaptureHandle, CaptureSpec, Point, errors
+from steercap.lab.directions import calibrate
 from steercap.testing import tiny_checkpoint
 from steercap.testing.codecs import CODECS, codecs_agree, compare, spec_of
 from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, points, random_prompt, settled
 from steercap.testing.specs import spec
-from steercap.vectors import calibrate
 
 SIX = {"max_tokens": 6, **GREEDY}
 

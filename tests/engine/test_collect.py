@@ -23,11 +23,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from steercap import Add, Calibration, CaptureSpec
-from steercap.collecting import ByPredicate, ByProbe, OneIn, collect, open_source, pipeline
-from steercap.collecting.collection import Progress
-from steercap.collecting.samples import Selected, seed_of
-from steercap.datasets import ActivationDataset, DatasetFolder, verify
-from steercap.datasets.storage import LocalFolder
+from steercap.captures.fetching import fetch_all
 from steercap.errors import (
     CollectionStopped,
     InvalidFile,
@@ -37,11 +33,16 @@ from steercap.errors import (
     InvalidSpec,
     RunDiffers,
 )
-from steercap.requests.fetching import fetch_all
+from steercap.lab.datasets import ActivationDataset, DatasetFolder, verify
+from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, collect, open_source, pipeline
+from steercap.lab.datasets.collecting.collection import Progress
+from steercap.lab.datasets.collecting.samples import Selected, seed_of
+from steercap.lab.datasets.storage import LocalFolder
+from steercap.lab.directions import calibrate
+from steercap.steering import LayerVectors
 from steercap.testing import compare_rows
 from steercap.testing.folders import digests
 from steercap.testing.rows import MAX_ERROR, MIN_COSINE, counter, random_prompt, settled
-from steercap.vectors import LayerVectors, calibrate
 
 #: Documents of several windows, of one, of none, and of a single token.
 DOCUMENTS = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12, 33])]

@@ -19,11 +19,12 @@ from typer.testing import CliRunner
 from steercap import CaptureRun, SteerModel
 from steercap.adapters import server
 from steercap.cli.app import app
-from steercap.serve.server import ServerSettings, application
+from steercap.lab.directions import extract
+from steercap.server.server import ServerSettings, application
+from steercap.steering import DirectionSet
 from steercap.testing import smollm2
 from steercap.testing.multimodal import wrapper_checkpoint
 from steercap.testing.rows import TINY_ENGINE
-from steercap.vectors import DirectionSet, extract
 
 PAGES = [page for page in pages() if model_of(page)]
 SCRIPTS = {block.text: block for page in pages() for block in blocks(page) if block.is_script and not block.reason}

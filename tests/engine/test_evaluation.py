@@ -11,12 +11,13 @@ import torch
 
 from steercap import Add, LowRank, SteeringSpec
 from steercap.errors import InvalidFile, PointNotArmed
-from steercap.evaluation import Choices, Evaluation, Method, Passages, evaluate, read_results, shuffled
-from steercap.evaluation.reading import Parts, logprobs_of, parts_of
+from steercap.lab.directions import Exchange, extract
+from steercap.lab.studies.evaluation import Choices, Evaluation, Method, Passages, evaluate, read_results, shuffled
+from steercap.lab.studies.evaluation.reading import Parts, logprobs_of, parts_of
+from steercap.steering import LayerVectors
 from steercap.testing import Reference
 from steercap.testing.rows import GREEDY
 from steercap.testing.specs import vector
-from steercap.vectors import Exchange, LayerVectors, extract
 
 LAYER = 12
 TASKS = [Passages(first=2), Choices(first=2)]

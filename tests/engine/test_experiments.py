@@ -12,15 +12,16 @@ import torch
 
 from steercap import CaptureSpec
 from steercap.errors import InvalidPrompt, InvalidVector, PointNotArmed
-from steercap.experiments import Answered, Sweep, run_sweep
-from steercap.experiments.measures.perplexity import Perplexity
-from steercap.experiments.measures.score import Score
-from steercap.persona import traits
+from steercap.lab.directions import Exchange, extract
+from steercap.lab.measures.perplexity import Perplexity
+from steercap.lab.measures.score import Score
+from steercap.lab.mechanism.views import heatmap_of
+from steercap.lab.personas import traits
+from steercap.lab.studies.sweeps import Answered, Sweep, run_sweep
+from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import Reference
 from steercap.testing.rows import GREEDY
 from steercap.testing.specs import vector
-from steercap.vectors import DirectionSet, Exchange, LayerVectors, extract
-from steercap.views import heatmap_of
 
 LAYER = 12
 #: Not the trait's own: neither the direction, nor the layer, nor the doses were chosen with them (scripts/study_dose.py).

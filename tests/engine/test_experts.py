@@ -151,7 +151,7 @@ async def test_rows_are_asked_for_in_parts(routed, monkeypatch) -> None:
     """A question to the workers has so many bytes at most; what they say is joined in order."""
     handle = await some(routed)
     whole = await handle.experts(1)
-    monkeypatch.setattr("steercap.requests.experts._FRAME_BYTES", 7 * 8 * 4)
+    monkeypatch.setattr("steercap.captures.experts._FRAME_BYTES", 7 * 8 * 4)
     parts = await handle.experts(1)
     assert torch.equal(parts.ids, whole.ids)
     assert parts.weights.allclose(whole.weights, atol=1e-6)

@@ -17,11 +17,11 @@ import uvicorn
 
 from steercap import Add, CaptureSpec, SteerModel
 from steercap.adapters import server
-from steercap.serve.server import ServerSettings, application
+from steercap.lab.directions import extract
+from steercap.server.server import ServerSettings, application
+from steercap.steering.layers import LayerVectors
 from steercap.testing.rows import GREEDY
 from steercap.testing.saes import RandomSAE
-from steercap.vectors import extract
-from steercap.vectors.layers import LayerVectors
 
 playwright = pytest.importorskip("playwright.async_api", reason="no playwright; pip install playwright")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

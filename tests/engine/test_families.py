@@ -10,9 +10,9 @@ from conftest import opened
 from transformers import AutoConfig
 
 from steercap import CaptureSpec, Point, SteerModel
+from steercap.architectures.families import FAMILIES
+from steercap.architectures.sites import SITES
 from steercap.errors import UnsupportedModel
-from steercap.families import FAMILIES
-from steercap.sites import SITES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.agreement import adds_up, edits_agree, places_of, rows_agree, sites_of
 from steercap.testing.attention import attention_agrees

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from steercap import CaptureHandle, CaptureSpec, Point, errors
-from steercap.formats import TunedLens
-from steercap.requests.lens import point_of
+from steercap.captures import TunedLens
+from steercap.captures.lens import point_of
 from steercap.testing.rows import GREEDY, inputs_of, random_prompt
 
 ASKED = {"max_tokens": 5, "logprobs": 8, "prompt_logprobs": 3, **GREEDY}

@@ -14,15 +14,15 @@ from steercap.adapters import server
 from steercap.core.spec import REDUCTIONS
 from steercap.core.texts import texts_of
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec
+from steercap.lab.directions import extract
 from steercap.saes.features import Features
-from steercap.serve import looking
-from steercap.serve.features import loaded, require_fitting
-from steercap.serve.server import ServerSettings, application
+from steercap.server import looking
+from steercap.server.features import loaded, require_fitting
+from steercap.server.server import ServerSettings, application
+from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
 from steercap.testing.rows import GREEDY, random_prompt
 from steercap.testing.saes import RandomSAE, check_features
-from steercap.vectors import extract
-from steercap.vectors.directions import DirectionSet
-from steercap.vectors.layers import LayerVectors
 
 FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours"]
 SOME = LayerVectors({layer: torch.randn(128, generator=torch.Generator().manual_seed(layer)) for layer in (0, 2)})

@@ -13,9 +13,9 @@ import pytest
 from ray_kills import a_model, corpus
 
 from steercap import errors
-from steercap.collecting import RayActors, collect
-from steercap.collecting.collection import Progress
-from steercap.datasets import RemoteFolder, verify
+from steercap.lab.datasets import RemoteFolder, verify
+from steercap.lab.datasets.collecting import RayActors, collect
+from steercap.lab.datasets.collecting.collection import Progress
 from steercap.testing.faults.base import COLLECTED
 from steercap.testing.folders import digests
 

@@ -24,10 +24,10 @@ from steercap.errors import (
     PointNotArmed,
     SteeringNotApplied,
 )
-from steercap.serve.server import ServerSettings, application
+from steercap.server.server import ServerSettings, application
+from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
 from steercap.testing.rows import random_prompt, settled
-from steercap.vectors.directions import DirectionSet
-from steercap.vectors.layers import LayerVectors
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 FLAGS = ["--served-model-name", "tiny", "--chat-template", TEMPLATE]

@@ -11,11 +11,11 @@ from conftest import opened
 from safetensors.torch import load_file, save_file
 
 from steercap import Add, CaptureSpec, Point, errors
+from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
 from steercap.testing.agreement import rows_agree
 from steercap.testing.overflow import overflowing_edits
 from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, TINY_ENGINE, random_prompt
-from steercap.vectors import DirectionSet, LayerVectors
 
 LAYERS, WIDTH = 4, 128
 ONE = {"max_tokens": 1, **GREEDY}

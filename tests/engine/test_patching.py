@@ -11,7 +11,7 @@ from conftest import opened
 
 from steercap import SteerModel
 from steercap.errors import EmptySelection, InvalidPrompt, InvalidSpec, PointNotArmed
-from steercap.patching import (
+from steercap.lab.mechanism.patching import (
     Effects,
     Grid,
     LogitDifference,

@@ -7,10 +7,10 @@ import torch
 
 from steercap import Ablate, CaptureHandle, CaptureSpec, SteeringSpec
 from steercap.errors import InvalidSpec
+from steercap.steering import DirectionSet, LayerVectors
+from steercap.steering.directions import alike
 from steercap.testing.agreement import projections_agree
 from steercap.testing.rows import ALL_SITES, GREEDY, random_prompt, settled
-from steercap.vectors import DirectionSet, LayerVectors
-from steercap.vectors.directions import alike
 
 
 @pytest.mark.parametrize("site", ALL_SITES)

@@ -11,7 +11,7 @@ import pytest
 from conftest import opened
 
 from steercap import errors
-from steercap.families import FAMILIES
+from steercap.architectures.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.agreement import rows_agree
 from steercap.testing.rows import TINY_ENGINE

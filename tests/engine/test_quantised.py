@@ -10,7 +10,7 @@ from conftest import opened
 from safetensors.torch import load_file
 
 from steercap import CaptureHandle, SteerModel
-from steercap.sites import SITES
+from steercap.architectures.sites import SITES
 from steercap.testing import Parity, Reference
 from steercap.testing.agreement import captured, sites_of, steps_agree
 from steercap.testing.quantised import KINDS, quantised_checkpoint, quantised_reference, unfit

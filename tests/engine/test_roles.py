@@ -20,9 +20,9 @@ from roles_run import ROLES, SETTINGS, checkpoint
 from steercap import SteeringSpec, SteerModel
 from steercap.errors import RunDiffers, RunUnfinished
 from steercap.files.tables import read_table
-from steercap.persona import Progress
-from steercap.persona.stages.capture import prompt_of
-from steercap.roles import (
+from steercap.lab.directions import Exchange, mean_rows
+from steercap.lab.personas import Progress
+from steercap.lab.personas.roles import (
     ASSISTANT,
     RoleRun,
     assistant_axis,
@@ -37,9 +37,9 @@ from steercap.roles import (
     run_share,
     token_projections,
 )
-from steercap.roles.records import RoleResponse
+from steercap.lab.personas.roles.records import RoleResponse
+from steercap.lab.personas.stages.capture import prompt_of
 from steercap.testing.rows import TINY_ENGINE
-from steercap.vectors import Exchange, mean_rows
 
 SCRIPT = Path(__file__).parents[1] / "roles_run.py"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from steercap import SAE, CaptureHandle, CaptureSpec, Point, SteerModel, errors
-from steercap.encodings.coded import CodedRows
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.lab.mechanism.views import logit_attribution
 from steercap.testing.rows import GREEDY, random_prompt, settled
 from steercap.testing.saes import OWN, RandomSAE, features_agree
-from steercap.views import logit_attribution
 
 WIDTH, FEATURES = 128, 1500
 

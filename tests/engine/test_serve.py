@@ -17,11 +17,11 @@ from safetensors.torch import load
 
 from steercap import Add, CaptureHandle, CaptureSpec, SteerModel
 from steercap.adapters import server
+from steercap.captures.manifest import Manifest
 from steercap.client.uploads import encoded
-from steercap.requests.manifest import Manifest
-from steercap.serve.server import ServerSettings, application, opened_folder
+from steercap.server.server import ServerSettings, application, opened_folder
+from steercap.steering.layers import LayerVectors
 from steercap.testing.rows import random_prompt, settled
-from steercap.vectors.layers import LayerVectors
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours", "--chat-template", TEMPLATE]

@@ -16,13 +16,13 @@ import torch
 
 from steercap import Add, SteerModel
 from steercap.adapters import server
-from steercap.serve.call import CURRENT, Asked, Call
-from steercap.serve.captures import Captures
-from steercap.serve.engine import ServedEngine
-from steercap.serve.server import ServerSettings, application
+from steercap.server.call import CURRENT, Asked, Call
+from steercap.server.captures import Captures
+from steercap.server.engine import ServedEngine
+from steercap.server.server import ServerSettings, application
+from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.rows import random_prompt, settled
-from steercap.vectors.layers import LayerVectors
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 FLAGS = ["--served-model-name", "tiny", "--api-key", *fuzz_server.KEYS, "--chat-template", TEMPLATE]
@@ -152,7 +152,7 @@ async def test_answers_within_hold_no_more_than_they_may_together(http: httpx.As
     asked["steercap"] = {"capture": {"layers": [0]}, "deliver": "inline"}
     answer = (await http.post("/v1/completions", json=asked)).raise_for_status().json()
     size = sum(one["capture"]["bytes"] for one in answer["steercap"]["results"])
-    monkeypatch.setattr("steercap.serve.engine.MOST_INLINE", size - 1)
+    monkeypatch.setattr("steercap.server.engine.MOST_INLINE", size - 1)
     refused = await http.post("/v1/completions", json=asked)
     assert (refused.status_code, "leave deliver= out" in refused.text) == (400, True)
     assert (await http.get("/v1/steercap/captures")).json()["data"] == []

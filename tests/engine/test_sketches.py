@@ -10,7 +10,7 @@ import torch
 from conftest import opened
 
 from steercap import Add, CaptureSpec, Sketch, errors
-from steercap.requests.handle import flat
+from steercap.captures.handle import flat
 from steercap.testing import tiny_checkpoint
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, counter, random_prompt, settled
 from steercap.testing.sketching import moments_hold, rows_by_point, sketches_agree

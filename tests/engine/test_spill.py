@@ -23,8 +23,8 @@ import torch
 from conftest import Leftovers, opened
 
 from steercap import CaptureSpec, SteerModel, errors
+from steercap.captures.lifecycle import Stage
 from steercap.core.spec import Point
-from steercap.requests.lifecycle import Stage
 from steercap.testing import tiny_checkpoint
 from steercap.testing.folders import flip
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, random_prompt, settled

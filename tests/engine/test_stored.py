@@ -12,9 +12,9 @@ from pyarrow import parquet
 from stored_runs import RUNS, STORED, chatting, copied
 
 from steercap import Manifest, SteerModel
-from steercap.datasets import ActivationDataset
+from steercap.lab.datasets import ActivationDataset
+from steercap.steering import DirectionSet
 from steercap.testing import tiny_checkpoint
-from steercap.vectors import DirectionSet
 
 #: Made from the rest whenever a run ends: tables, a report and its pictures, and the totals of a data set.
 MADE_ANEW = {

@@ -10,7 +10,7 @@ from conftest import Leftovers
 from torch.utils.data import DataLoader
 
 from steercap import Add, CaptureSpec, errors, stack
-from steercap.experiments import Sweep
+from steercap.lab.studies.sweeps import Sweep
 from steercap.sync import SteerModel, extract, mean_rows, run_sweep
 from steercap.sync.collecting import activations
 from steercap.testing import tiny_checkpoint

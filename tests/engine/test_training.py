@@ -12,10 +12,7 @@ from conftest import opened
 
 from steercap import AddIf, CaptureSpec, SteeringSpec
 from steercap.core.spec import Point
-from steercap.testing import tiny_checkpoint
-from steercap.testing.parity import compare_rows
-from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt
-from steercap.training import (
+from steercap.lab.training import (
     OBJECTIVES,
     Example,
     HookedModel,
@@ -25,11 +22,14 @@ from steercap.training import (
     TrainableLowRank,
     train,
 )
-from steercap.training.batches import padded
-from steercap.training.examples import Tokens
-from steercap.training.penalties import Penalties
-from steercap.training.steered import SteeredTraits
-from steercap.training.trainable import TrainableSpec
+from steercap.lab.training.batches import padded
+from steercap.lab.training.examples import Tokens
+from steercap.lab.training.penalties import Penalties
+from steercap.lab.training.steered import SteeredTraits
+from steercap.lab.training.trainable import TrainableSpec
+from steercap.testing import tiny_checkpoint
+from steercap.testing.parity import compare_rows
+from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt
 
 WIDTH = 128
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"

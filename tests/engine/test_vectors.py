@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steercap.demo import COMPLAINT, PRAISE, SENTENCES
+from steercap.lab.directions import METHODS, Exchange, extract, mean_rows
+from steercap.testing.demo import COMPLAINT, PRAISE, SENTENCES
 from steercap.testing.rows import GREEDY, settled
-from steercap.vectors import METHODS, Exchange, extract, mean_rows
 
 HELD_OUT_WORDS = 4
 

@@ -26,12 +26,12 @@ from steercap.cli.requests import run_each
 from steercap.client import RemoteModel
 from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.spec import Point
-from steercap.serve.server import ServerSettings, application
+from steercap.lab.directions import Exchange, calibrate, extract, mean_rows
+from steercap.server.server import ServerSettings, application
+from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
 from steercap.testing import tiny_checkpoint
 from steercap.testing.rows import TINY_ENGINE, settled
-from steercap.vectors import Exchange, calibrate, extract, mean_rows
-from steercap.vectors.directions import DirectionSet
-from steercap.vectors.layers import LayerVectors
 
 BOS = 256
 GREEDY: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}

@@ -19,7 +19,7 @@ from steercap import (
     SteerModel,
     sync,
 )
-from steercap.requests.captures import Captures
+from steercap.captures.rows import Captures
 
 PARAMS = {"max_tokens": 8}
 SPEC = CaptureSpec(layers=4)

@@ -19,11 +19,6 @@ from steercap import SAE
 from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.datasets import ActivationDataset, DatasetFolder
-from steercap.datasets.batches import ActivationBatches, Blocks, Epoch, Order
-from steercap.datasets.buffer import ShuffleBuffer
-from steercap.datasets.shards import name_of
-from steercap.encodings.coded import CodedRows
 from steercap.errors import (
     InvalidFile,
     InvalidRequest,
@@ -32,6 +27,11 @@ from steercap.errors import (
     InvalidSpec,
     LayerOutOfRange,
 )
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.lab.datasets import ActivationDataset, DatasetFolder
+from steercap.lab.datasets.batches import ActivationBatches, Blocks, Epoch, Order
+from steercap.lab.datasets.buffer import ShuffleBuffer
+from steercap.lab.datasets.shards import name_of
 
 POST, Z = Point(1, "resid_post"), Point(2, "z")
 SAME = {Point(layer, "resid_post"): PointSchema((6,), "float32") for layer in (1, 3)}

@@ -14,13 +14,15 @@ from cli_calls import call
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
-from steercap import SAE, analysis, errors
-from steercap.analysis import ModelWeights
+from steercap import SAE, errors
 from steercap.core.spec import Point
-from steercap.patching import LogitDifference
+from steercap.lab.directions import Contrast
+from steercap.lab.mechanism import analysis
+from steercap.lab.mechanism.analysis import ModelWeights
+from steercap.lab.mechanism.patching import LogitDifference
+from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.saes import RandomSAE
-from steercap.vectors import Contrast, DirectionSet, LayerVectors
 
 WIDTH = 128
 IDS = [3, 41, 5, 99, 200, 7]
@@ -310,7 +312,7 @@ def test_z_scores_of_random_vectors_are_standard_normal(family) -> None:
     weights = ModelWeights.open(tiny_checkpoint(family))
     vectors, many = drawn(300, seed=5), {"random": 2000, "seed": 1}
     head = weights.unembedding
-    from steercap.analysis.tokens import z_of
+    from steercap.lab.mechanism.analysis.tokens import z_of
 
     given = vectors.at(1)
     found = {"lens": z_of(head.read(given), head.reading_lengths, given)[:, 44].tolist()}

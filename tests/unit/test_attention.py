@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steercap import AttentionSummary, Point, SteeringSpec
+from steercap.captures.attention import Attending, pattern, summarised, weights_of
 from steercap.core.attention import AttentionRule, joined
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
-from steercap.requests.attention import Attending, pattern, summarised, weights_of
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.rows import random_prompt
 from steercap.testing.specs import spec

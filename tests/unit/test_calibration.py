@@ -8,8 +8,8 @@ from workers import known_schemas
 
 from steercap import Calibration, Point
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.steering.calibration import compile_calibration
-from steercap.vectors.extraction import ids_of
+from steercap.lab.directions.extraction import ids_of
+from steercap.steering.calibrating import compile_calibration
 
 POINT, WIDTH = Point(0, "resid_post"), 4
 ONES = torch.ones(WIDTH)

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Captures, Found
 from steercap.client.chats import templated as served
 from steercap.core.placing import LEFT_OUT, UNCLEAR
 from steercap.core.prompts import templated
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
 from steercap.errors import InvalidSpec
-from steercap.requests.captures import Captures, Found
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.lifecycle import Lifecycle
 
 #: Each template with its oracle: pieces (index of the message or None, text), written from the template by hand.
 TEMPLATES: dict[str, tuple[str, object]] = {}

@@ -22,6 +22,8 @@ from cli_calls import call, captured, directions, shell, vectors
 from rich.console import Console
 from rich.progress import Progress
 
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.manifest import Manifest
 from steercap.cli.app import app
 from steercap.cli.captured import Store
 from steercap.cli.engines import ModelOptions
@@ -30,18 +32,16 @@ from steercap.cli.onward import folded, sweeps_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
+from steercap.concurrency.heartbeat import heartbeat, line_of
 from steercap.engine.checkpoint import is_path, require_reachable, require_there
 from steercap.errors import InvalidFile, ModelNotLoaded
-from steercap.experiments.grid import Definition
 from steercap.files.base import write_whole
-from steercap.persona import PersonaResult, PersonaSettings, traits
-from steercap.persona.folder import RunFolder
-from steercap.persona.outcomes import Outcome
-from steercap.persona.settings import described
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.manifest import Manifest
-from steercap.runs.heartbeat import heartbeat, line_of
-from steercap.vectors import DirectionSet
+from steercap.lab.personas import PersonaResult, PersonaSettings, traits
+from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.outcomes import Outcome
+from steercap.lab.personas.settings import described
+from steercap.lab.studies.sweeps.grid import Definition
+from steercap.steering import DirectionSet
 
 __all__ = ["directions"]  # a fixture
 
@@ -314,8 +314,8 @@ def test_a_full_disk_is_an_oserror_in_every_format(tmp_path) -> None:
     """safetensors and torch have errors of their own for it, which would pass as faults of ours; nothing is left."""
     code = """
 import resource, sys, torch
-from steercap.formats import save_control_vector, save_layers_pt
-from steercap.vectors import LayerVectors
+from steercap.steering.formats import save_control_vector, save_layers_pt
+from steercap.steering import LayerVectors
 found = LayerVectors({1: torch.randn(9000), 0: torch.randn(9000)}, model="m")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 for save in (lambda: found.save("a.safetensors"), lambda: save_layers_pt(found, "a.pt", base=0),
@@ -491,8 +491,8 @@ def test_a_run_of_personas_ends_with_the_sweep_to_go_on_with(here, tmp_path) -> 
 
 def test_a_table_shows_its_columns_at_80_columns(tmp_path, monkeypatch) -> None:
     """Names and types in full, values cut; on a terminal of 80 columns and in a pipe."""
-    from steercap.experiments.store import Record
     from steercap.files.tables import write_table
+    from steercap.lab.studies.sweeps.store import Record
 
     one = Record(
         number=0,

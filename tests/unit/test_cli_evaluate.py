@@ -14,10 +14,10 @@ from steercap.cli.evaluate import report, sites_in
 from steercap.cli.evaluation_file import EvaluationFile, read_evaluation
 from steercap.cli.terminal import Output, Terminal
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.evaluation import EvaluationResults, Passages
-from steercap.evaluation.store import Answer, Folder
-from steercap.experiments.measures.length import Length
-from steercap.experiments.measures.matches import Matches
+from steercap.lab.measures.length import Length
+from steercap.lab.measures.matches import Matches
+from steercap.lab.studies.evaluation import EvaluationResults, Passages
+from steercap.lab.studies.evaluation.store import Answer, Folder
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 8, "torch_dtype": "float32"}
 YAML = """

@@ -36,6 +36,7 @@ from steercap import (
     SetProjection,
     SteeringSpec,
 )
+from steercap.captures import files
 from steercap.client import RemoteModel
 from steercap.client.asks import MOST_NUMBERS, NotAsJSON, capture_asked, require_specs, steering_asked
 from steercap.client.connection import ERROR_HEADER
@@ -56,14 +57,13 @@ from steercap.errors import (
     SteeringNotApplied,
     WrongEventLoop,
 )
-from steercap.requests import files
-from steercap.serve.asks import capture_of, steering_of
-from steercap.serve.captures import owner_of
-from steercap.serve.engine import described
-from steercap.serve.library import Library, read
+from steercap.server.asks import capture_of, steering_of
+from steercap.server.captures import owner_of
+from steercap.server.engine import described
+from steercap.server.library import Library, read
+from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
 from steercap.sync import RemoteModel as Blocking
-from steercap.vectors.directions import DirectionSet
-from steercap.vectors.layers import LayerVectors
 
 ME = owner_of("Bearer me")
 CALM = LayerVectors({3: torch.randn(8), 5: torch.randn(8)})
@@ -209,7 +209,7 @@ def test_each_field_of_a_capture_is_said_or_refused() -> None:
     """A field that a CaptureSpec gets later is not left out in silence: it is said, and the server reads or refuses it."""
     fields = {field.name for field in dataclasses.fields(CaptureSpec)}
     from steercap.client.asks import _REFUSED
-    from steercap.serve.asks import CAPTURE
+    from steercap.server.asks import CAPTURE
 
     by_name = {"sae"}  # over HTTP an SAE is the name of one of the operator's; here it is the SAE itself
     assert fields - set(_REFUSED) == set(CAPTURE) - by_name

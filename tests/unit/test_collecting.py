@@ -18,16 +18,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from shards import definition_of, shard_of
 
-from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source
-from steercap.collecting.documents import Document, NotDocument, content_of
-from steercap.collecting.feeding import feed
-from steercap.collecting.pipeline import Block, Ended
-from steercap.collecting.samples import Selected, described, sample_of, seed_of
-from steercap.collecting.shards import Sharder, stopping
-from steercap.collecting.windows import Cutting, Window
+from steercap.captures.rows import Captures
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
-from steercap.datasets import DatasetFolder
 from steercap.errors import (
     CollectionStopped,
     InvalidFile,
@@ -37,9 +30,16 @@ from steercap.errors import (
     InvalidSetting,
     InvalidSpec,
 )
-from steercap.requests.captures import Captures
+from steercap.lab.datasets import DatasetFolder
+from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, open_source
+from steercap.lab.datasets.collecting.documents import Document, NotDocument, content_of
+from steercap.lab.datasets.collecting.feeding import feed
+from steercap.lab.datasets.collecting.pipeline import Block, Ended
+from steercap.lab.datasets.collecting.samples import Selected, described, sample_of, seed_of
+from steercap.lab.datasets.collecting.shards import Sharder, stopping
+from steercap.lab.datasets.collecting.windows import Cutting, Window
+from steercap.steering.layers import LayerVectors
 from steercap.testing.tiny import tokenizer
-from steercap.vectors.layers import LayerVectors
 
 TEXTS = ["one\u2028two", "", "drei — três", "four " * 50]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]

@@ -29,18 +29,18 @@ from safetensors.torch import load, load_file
 from shards import MODEL, POINTS, definition_of, folder_of, shard_of
 
 from steercap.cli.datasets import inspected_dataset
-from steercap.collecting.collection import Asked, sound_shards
 from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
-from steercap.datasets import ActivationDataset, DatasetFolder, Index, Shard, define, storage_of, verify
-from steercap.datasets.definition import PointFormat
-from steercap.datasets.shards import name_of
-from steercap.datasets.statistics import SMALL, drawn, no_rows, statistics_of
-from steercap.datasets.storage import CHUNK, Direct, FileReceipt, LocalFolder
-from steercap.datasets.tensors import encoded
-from steercap.encodings.coded import CodedRows, end_of, parts_of
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers
+from steercap.kernels.codecs.coded import CodedRows, end_of, parts_of
+from steercap.lab.datasets import ActivationDataset, DatasetFolder, Index, Shard, define, storage_of, verify
+from steercap.lab.datasets.collecting.collection import Asked, sound_shards
+from steercap.lab.datasets.definition import PointFormat
+from steercap.lab.datasets.shards import name_of
+from steercap.lab.datasets.statistics import SMALL, drawn, no_rows, statistics_of
+from steercap.lab.datasets.storage import CHUNK, Direct, FileReceipt, LocalFolder
+from steercap.lab.datasets.tensors import encoded
 
 CODINGS = [
     RAW,
@@ -275,7 +275,7 @@ def test_what_a_killed_writer_left_behind_a_url_is_removed(tmp_path) -> None:
     """Before the definition, and beside shards: the folder is no other's for it, and begins."""
     script = f"""
 import os
-from steercap.datasets import storage_of
+from steercap.lab.datasets import storage_of
 storage = storage_of("file://{tmp_path}")
 storage._system.mv = lambda *_: os._exit(9)
 storage.write(os.environ["NAME"], [b"half"])
@@ -421,7 +421,7 @@ def test_a_full_disk_leaves_no_shard(tmp_path) -> None:
 import resource, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from shards import definition_of, shard_of
-from steercap.datasets import DatasetFolder
+from steercap.lab.datasets import DatasetFolder
 folder = DatasetFolder.begin({str(tmp_path)!r}, definition_of())
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
@@ -647,7 +647,7 @@ def test_statistics_of_few_rows_are_warned_of(tmp_path) -> None:
     # By itself: the checks of shapes that tests run with are frames between.
     script = """if True:
         import sys
-        from steercap import ActivationDataset
+        from steercap.lab.datasets import ActivationDataset
         ActivationDataset(sys.argv[1], at="z[2]", normalise="standard")
     """
     said = subprocess.run([sys.executable, "-c", script, tmp_path / "few"], check=True, capture_output=True, text=True)

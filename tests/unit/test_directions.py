@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from steercap.errors import InvalidFile, InvalidSpec, InvalidVector, UnknownName
-from steercap.vectors import METHODS, DirectionSet, LayerVectors, Provenance
-from steercap.vectors.contrast import Contrast, directions_of, separability
+from steercap.lab.directions import METHODS
+from steercap.lab.directions.contrast import Contrast, directions_of, separability
+from steercap.steering import DirectionSet, LayerVectors, Provenance
 
 WIDTH, LAYERS = 32, (2, 5)
 

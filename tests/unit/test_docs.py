@@ -21,14 +21,14 @@ import typer
 from docs_pages import ROOT, Block, blocks, model_of, pages, steercap_commands
 
 from steercap import errors
+from steercap.architectures.sites import SITES
 from steercap.cli.app import app
 from steercap.cli.evaluation_file import EvaluationFile
 from steercap.cli.sweep_file import SweepFile
-from steercap.edits import EDITS
-from steercap.persona import load_trait
-from steercap.persona.scores import SCORERS
-from steercap.roles import load_roles
-from steercap.sites import SITES
+from steercap.lab.measures.scores import SCORERS
+from steercap.lab.personas import load_trait
+from steercap.lab.personas.roles import load_roles
+from steercap.steering.edits import EDITS
 
 #: Blocks that no test runs, by page; each says its reason above it.
 NOT_RUN = {

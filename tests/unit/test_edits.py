@@ -33,14 +33,14 @@ from steercap.core.program import SteeringPlan, blob_digest
 from steercap.core.schema import PointSchema
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
-from steercap.edits import EDITS
 from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
 from steercap.kernels.bits import HOLE
 from steercap.kernels.finite import EDITED_MOST
+from steercap.steering import DirectionSet, LayerVectors
+from steercap.steering.edits import EDITS
 from steercap.steering.lowering import lower, scopes_of
 from steercap.testing.edits import edited
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
-from steercap.vectors import DirectionSet, LayerVectors
 
 WIDTH, LAYERS = 24, 3
 ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}

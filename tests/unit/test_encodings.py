@@ -14,13 +14,13 @@ from workers import CUDA, DEVICE
 from steercap.core.coding import RAW, REDUCED, Coding
 from steercap.core.records import LINE_BYTES
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS, codec_of, record_of
-from steercap.encodings.base import Alike, Codec
-from steercap.encodings.coded import CodedRows
-from steercap.encodings.matrices import Matrices
-from steercap.encodings.random_projection import signs
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.kernels.bits import GROUP
+from steercap.kernels.codecs import ENCODINGS, codec_of, record_of
+from steercap.kernels.codecs.base import Alike, Codec
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.kernels.codecs.matrices import Matrices
+from steercap.kernels.codecs.random_projection import signs
 
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = 3

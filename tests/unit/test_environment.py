@@ -10,12 +10,23 @@ import pytest
 from cli_calls import call
 
 import steercap
-from steercap import CaptureSpec, SteerModel, environment
+from steercap import CaptureSpec, SteerModel
 from steercap.adapters.reaper import MARK
 from steercap.cli.engines import ModelOptions
 from steercap.cli.foreseen import foreseen
 from steercap.config import Settings
-from steercap.environment import CACHE, OTHERS, OWN, SETTINGS, flag_of, from_environment, settings, table, variable_of
+from steercap.engine import environment
+from steercap.engine.environment import (
+    CACHE,
+    OTHERS,
+    OWN,
+    SETTINGS,
+    flag_of,
+    from_environment,
+    settings,
+    table,
+    variable_of,
+)
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.testing.cache import cache_root
 

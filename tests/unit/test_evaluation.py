@@ -15,7 +15,14 @@ from hypothesis import strategies as some
 
 from steercap import Ablate, Add, Cap, LowRank, Point, Replace, SteeringSpec
 from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
-from steercap.evaluation import (
+from steercap.files.tables import read_table
+from steercap.lab.measures.classifier import Classifier
+from steercap.lab.measures.length import Length
+from steercap.lab.measures.matches import Matches
+from steercap.lab.measures.perplexity import Perplexity
+from steercap.lab.measures.refusal import Refusal
+from steercap.lab.measures.statistics import cluster_means, difference, estimate, sign_flip, slope
+from steercap.lab.studies.evaluation import (
     TASKS,
     Choice,
     Choices,
@@ -28,21 +35,14 @@ from steercap.evaluation import (
     corrected,
     holm,
 )
-from steercap.evaluation.dosing import dosed, over_read, random_spec
-from steercap.evaluation.matching import Place, path, place_of
-from steercap.evaluation.plots import _figure
-from steercap.evaluation.running import tasks_of
-from steercap.evaluation.statistics import cluster_means, difference, estimate, sign_flip, slope
-from steercap.evaluation.store import Answer, Folder, check_same
-from steercap.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
-from steercap.experiments.measures.classifier import Classifier
-from steercap.experiments.measures.length import Length
-from steercap.experiments.measures.matches import Matches
-from steercap.experiments.measures.perplexity import Perplexity
-from steercap.experiments.measures.refusal import Refusal
-from steercap.files.tables import read_table
+from steercap.lab.studies.evaluation.dosing import dosed, over_read, random_spec
+from steercap.lab.studies.evaluation.matching import Place, path, place_of
+from steercap.lab.studies.evaluation.plots import _figure
+from steercap.lab.studies.evaluation.running import tasks_of
+from steercap.lab.studies.evaluation.store import Answer, Folder, check_same
+from steercap.lab.studies.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
+from steercap.steering import LayerVectors
 from steercap.testing.edits import edited
-from steercap.vectors import LayerVectors
 
 WIDTH = 16
 MODEL = {"name": "final", "weights": "one"}

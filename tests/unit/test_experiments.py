@@ -15,24 +15,24 @@ import torch
 from rich.console import Console
 
 from steercap import Ablate, Add, Cap, CaptureHandle, Point, SetProjection, SteeringSpec
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
-from steercap.experiments import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
-from steercap.experiments.controls import random_like
-from steercap.experiments.measures.base import Measure
-from steercap.experiments.measures.length import Length
-from steercap.experiments.measures.perplexity import Perplexity, _perplexity
-from steercap.experiments.measures.repetition import Repetition
-from steercap.experiments.plots import _figure
-from steercap.experiments.results import mean_of
-from steercap.experiments.running import measures_of
-from steercap.experiments.store import Folder, Record, Value
-from steercap.requests.captures import Captures, Found
-from steercap.requests.lifecycle import Lifecycle
-from steercap.vectors import DirectionSet, LayerVectors
-from steercap.vectors.directions import alike, marks_of
-from steercap.views import TokenHeatmap, heatmap_of, heatmap_of_layers
-from steercap.views.colours import colour, contrast, ink
+from steercap.lab.measures.base import Measure
+from steercap.lab.measures.length import Length
+from steercap.lab.measures.perplexity import Perplexity, _perplexity
+from steercap.lab.measures.repetition import Repetition
+from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
+from steercap.lab.mechanism.views.colours import colour, contrast, ink
+from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
+from steercap.lab.studies.sweeps.controls import random_like
+from steercap.lab.studies.sweeps.plots import _figure
+from steercap.lab.studies.sweeps.results import mean_of
+from steercap.lab.studies.sweeps.running import measures_of
+from steercap.lab.studies.sweeps.store import Folder, Record, Value
+from steercap.steering import DirectionSet, LayerVectors
+from steercap.steering.directions import alike, marks_of
 
 WIDTH = 16
 MODEL = {"name": "final", "dtype": "float32", "weights": "one"}

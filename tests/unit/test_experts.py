@@ -13,9 +13,9 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
 from steercap.adapters.experts import choosing
+from steercap.architectures.families.base import Family
 from steercap.core.messages import Choose, Chosen, NotCapturing
 from steercap.errors import InvalidRequest
-from steercap.families.base import Family
 from steercap.worker.choice import checked, chosen
 
 FAMILY = Family(router="gate")

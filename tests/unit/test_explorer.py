@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from steercap.cli.explore import HOST, free_port, opening
 from steercap.cli.terminal import Output, Terminal
-from steercap.serve import explorer
+from steercap.server import explorer
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from check_wheel import BASE_ONLY
 import steercap
 from steercap.core.extras import EXTRAS, extra, require
 from steercap.errors import InvalidVector, MissingExtra
-from steercap.vectors.contrast import area
+from steercap.lab.directions.contrast import area
 
 ROOT = Path(steercap.__file__).parent
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
 BEHIND = {
     "cli/": ({"rich", "typer"}, "steercap.cli requires its extra before any module of the room is imported"),
     "adapters/": (set(EXTRAS["cuda"]), "the start of an engine imports what needs them under extra('cuda', 'cpu')"),
-    "serve/": ({"starlette"}, "the server imports it under extra('cuda', 'cpu')"),
+    "server/": ({"starlette"}, "the server imports it under extra('cuda', 'cpu')"),
     "kernels/triton_": ({"triton"}, "PyTorch brings it wherever there is a GPU to run it on"),
 }
 
@@ -173,7 +173,7 @@ def test_the_base_is_enough_for_capture_and_steering(tmp_path) -> None:
     assert done.stdout.strip() == "all of it", done.stderr
 
 
-@pytest.mark.parametrize("module", ["steercap", "steercap.demo"])
+@pytest.mark.parametrize("module", ["steercap", "steercap.testing.demo"])
 def test_the_command_without_its_extra_says_so_in_a_line(module) -> None:
     """No traceback, and an exit code that is not 0."""
     name = "cli" if module == "steercap" else "demo"

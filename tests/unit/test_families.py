@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import nn
 
+import steercap
+from steercap.architectures.decoder import decoder_of
+from steercap.architectures.families import FAMILIES, base, families_of, family_of, over_transformers, proved
+from steercap.architectures.families.base import Family, located
+from steercap.architectures.families.code import fingerprint_of, is_transformers, name_of, same_code
+from steercap.architectures.sites import SITES
 from steercap.core.messages import Attached, Loaded
 from steercap.engine.ranks import Rank, loaded_of
 from steercap.errors import UnsupportedModel
-from steercap.families import FAMILIES, base, families_of, family_of, over_transformers, proved
-from steercap.families.base import Family, located
-from steercap.families.code import fingerprint_of, is_transformers, name_of, same_code
-from steercap.sites import SITES
 from steercap.testing.architectures import ARCHITECTURES, ENGINES
 from steercap.testing.multimodal import WRAPPERS
-from steercap.worker.decoder import decoder_of
 
 FOLDER = Path(base.__file__).parent
 #: What else is in the folder.
@@ -365,7 +366,7 @@ def test_a_family_multiplies_by_one_unless_it_says_otherwise() -> None:
 
 def test_the_page_has_the_tables_of_the_last_run() -> None:
     """docs/models.md is written from the records, and says what they say."""
-    page = (FOLDER.parent.parent / "docs" / "models.md").read_text()
+    page = (Path(steercap.__file__).parent.parent / "docs" / "models.md").read_text()
     assert f"<!-- proved -->\n{proved.markdown(proved.records())}<!-- /proved -->" in page
 
 

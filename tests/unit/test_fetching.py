@@ -19,8 +19,8 @@ from steercap.core.schema import PointSchema
 from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank
 from steercap.errors import ModelClosed
-from steercap.transport import assemble, reader
-from steercap.transport.reader import LineReader, Readable, WireReader
+from steercap.worker.memory import assemble, reader
+from steercap.worker.memory.reader import LineReader, Readable, WireReader
 
 #: A row takes 8 lines of the arena.
 LINES, WIDTH, ROW = 8 * 4096, 256, 8

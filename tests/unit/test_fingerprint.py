@@ -18,12 +18,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from steercap.errors import RunDiffers
-from steercap.experiments import Sweep
-from steercap.experiments.store import Folder
-from steercap.persona import PersonaSettings
-from steercap.persona.folder import RunFolder
-from steercap.persona.settings import described
-from steercap.runs.fingerprint import (
+from steercap.files.fingerprint import (
     ENDS,
     identity_of,
     names_of,
@@ -31,8 +26,13 @@ from steercap.runs.fingerprint import (
     warn_of_other_model,
     weights_of,
 )
+from steercap.lab.personas import PersonaSettings
+from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.settings import described
+from steercap.lab.studies.sweeps import Sweep
+from steercap.lab.studies.sweeps.store import Folder
+from steercap.steering import LayerVectors
 from steercap.testing import smollm2
-from steercap.vectors import LayerVectors
 
 
 def checkpoint(folder: Path, seed: int) -> Path:

@@ -14,11 +14,11 @@ import torch
 from handles import a_handle
 
 from steercap import CaptureHandle
+from steercap.captures import saving
+from steercap.captures.manifest import Manifest
 from steercap.errors import CaptureMemoryFull, InvalidRequest, RunDiffers, ServerFailure
-from steercap.requests import saving
-from steercap.requests.manifest import Manifest
-from steercap.serve.folder import Folder
-from steercap.serve.server import ServerSettings, opened_folder
+from steercap.server.folder import Folder
+from steercap.server.server import ServerSettings, opened_folder
 
 ME, OTHER = "me", "other"
 

@@ -19,20 +19,32 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from workers import known_schemas
 
+from steercap import Calibration
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.manifest import Manifest
+from steercap.captures.quantisation import Codes, Quantiser
+from steercap.captures.sketch import Sketch
+from steercap.captures.tuned_lens import TunedLens
 from steercap.cli.inspection import inspected
 from steercap.core.program import Configuration
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
-from steercap.datasets.dataset import ActivationDataset
-from steercap.edits import EDITS
-from steercap.edits.add import Add
-from steercap.edits.base import Edit
-from steercap.edits.cap import Cap
-from steercap.edits.replace import Replace
 from steercap.errors import InvalidFile, InvalidSpec, InvalidVector, LayerOutOfRange, UnknownName
 from steercap.files.native import Header, _signed
 from steercap.files.tables import read_table
-from steercap.formats import (
+from steercap.lab.datasets.dataset import ActivationDataset
+from steercap.lab.personas import load_trait
+from steercap.lab.personas.roles import AssistantAxis, load_roles, load_run
+from steercap.lab.personas.roles.rows_file import read_rows_header
+from steercap.lab.personas.stages.capture import load_rows
+from steercap.saes.sae import SAE
+from steercap.steering import DirectionSet, LayerVectors
+from steercap.steering.edits import EDITS
+from steercap.steering.edits.add import Add
+from steercap.steering.edits.base import Edit
+from steercap.steering.edits.cap import Cap
+from steercap.steering.edits.replace import Replace
+from steercap.steering.formats import (
     load_capping,
     load_control_vector,
     load_layers_pt,
@@ -41,19 +53,8 @@ from steercap.formats import (
     save_layers_pt,
     save_steering,
 )
-from steercap.formats.tuned_lens import TunedLens
-from steercap.persona import load_trait
-from steercap.persona.stages.capture import load_rows
-from steercap.quantisation import Codes, Quantiser
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.manifest import Manifest
-from steercap.roles import AssistantAxis, load_roles, load_run
-from steercap.roles.rows_file import read_rows_header
-from steercap.saes.sae import SAE
-from steercap.sketches.sketch import Sketch
 from steercap.steering.lowering import lower
 from steercap.steering.spec import SteeringSpec
-from steercap.vectors import Calibration, DirectionSet, LayerVectors
 
 WIDTH, LAYERS = 8, 6
 SITES = ("resid_pre", "resid_post", "attn_out", "mlp_out")

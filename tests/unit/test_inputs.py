@@ -29,13 +29,14 @@ from steercap import (
     SteeringSpec,
     SteerModel,
 )
+from steercap.architectures.sites import SITES, placed
+from steercap.captures.handle import flat
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Captures, Found
 from steercap.config import Settings
 from steercap.core.chat import MessageSpan
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point, check_armed, existing
-from steercap.edits.cap import Cap
-from steercap.edits.low_rank import LowRank
-from steercap.encodings import ENCODINGS, codec_of
 from steercap.errors import (
     InvalidRequest,
     InvalidSelection,
@@ -47,23 +48,22 @@ from steercap.errors import (
     SteercapError,
     UnknownName,
 )
-from steercap.experiments import Sweep
-from steercap.experiments.measures.repetition import Repetition
-from steercap.experiments.measures.score import Score
-from steercap.experiments.running import measures_of
-from steercap.persona import PersonaSettings
-from steercap.persona.scores import make_scorer
-from steercap.persona.scores.judge import Judge
-from steercap.persona.scores.keywords import Keywords
-from steercap.requests.captures import Captures, Found
-from steercap.requests.handle import flat
-from steercap.requests.lifecycle import Lifecycle
-from steercap.sites import SITES, placed
+from steercap.kernels.codecs import ENCODINGS, codec_of
+from steercap.lab.directions.contrast import Contrast, directions_of
+from steercap.lab.measures.repetition import Repetition
+from steercap.lab.measures.score import Score
+from steercap.lab.measures.scores import make_scorer
+from steercap.lab.measures.scores.judge import Judge
+from steercap.lab.measures.scores.keywords import Keywords
+from steercap.lab.mechanism.views import TokenHeatmap
+from steercap.lab.personas import PersonaSettings
+from steercap.lab.studies.sweeps import Sweep
+from steercap.lab.studies.sweeps.running import measures_of
+from steercap.steering import DirectionSet, LayerVectors
+from steercap.steering.edits.cap import Cap
+from steercap.steering.edits.low_rank import LowRank
 from steercap.steering.lowering import lower, scopes_of
 from steercap.steering.projection import compile_projection
-from steercap.vectors import DirectionSet, LayerVectors
-from steercap.vectors.contrast import Contrast, directions_of
-from steercap.views import TokenHeatmap
 
 WIDTH, LAYERS, PROMPT, LIMIT = 4, 3, 5, 9
 ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}

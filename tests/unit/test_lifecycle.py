@@ -7,9 +7,9 @@ import itertools
 import pytest
 from keepers import Keeper, delivery, kept
 
+from steercap.captures.lifecycle import NEXT, Event, Stage
 from steercap.core.messages import Owner
 from steercap.errors import CaptureIncomplete, CaptureReleased
-from steercap.requests.lifecycle import NEXT, Event, Stage
 
 
 def test_released_rows_stay_released() -> None:

@@ -21,22 +21,22 @@ from safetensors.torch import save_file
 
 import steercap.sync
 from steercap import CaptureHandle, CaptureRun, Manifest, save_run, stack
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.manifest import JOURNAL, TensorLayout, versions
+from steercap.captures.npz import FORMULAS
+from steercap.captures.rows import Captures, Found
+from steercap.captures.saving import forget_run
 from steercap.core.coding import Coding
 from steercap.core.receipt import Receipt, SteeringReceipt
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.encodings import ENCODINGS
-from steercap.encodings.base import Codec
-from steercap.encodings.coded import CodedRows
 from steercap.errors import CaptureNotFetched, InvalidFile, InvalidRequest, InvalidSpec, RunDiffers
 from steercap.files.base import sweep
-from steercap.requests.captures import Captures, Found
-from steercap.requests.lifecycle import Lifecycle
-from steercap.requests.manifest import JOURNAL, TensorLayout, versions
-from steercap.requests.npz import FORMULAS
-from steercap.requests.saving import forget_run
-from steercap.vectors import DirectionSet, LayerVectors
-from steercap.views import heatmap_of_layers
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.lab.mechanism.views import heatmap_of_layers
+from steercap.steering import DirectionSet, LayerVectors
 
 TESTS = Path(__file__).parents[1]
 

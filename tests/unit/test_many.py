@@ -14,17 +14,17 @@ from shards import definition_of, folder_of
 
 from steercap.adapters.cluster import find_folder
 from steercap.adapters.refusal import FOLDER, left_behind, refusal
-from steercap.collecting import RayActors
-from steercap.collecting.collection import Asked
-from steercap.collecting.documents import digests
-from steercap.collecting.feeding import feed
-from steercap.collecting.many import _Spread
-from steercap.collecting.sources import Source, open_source
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSetting, MemoryNotShared, RunDiffers, UnsupportedModel
+from steercap.lab.datasets.collecting import RayActors
+from steercap.lab.datasets.collecting.collection import Asked
+from steercap.lab.datasets.collecting.documents import digests
+from steercap.lab.datasets.collecting.feeding import feed
+from steercap.lab.datasets.collecting.many import _Spread
+from steercap.lab.datasets.collecting.sources import Source, open_source
 from steercap.model import SteerModel
 from steercap.testing.rows import TINY_ENGINE
-from steercap.transport.shared import NONCE_BYTES, SharedSegment
+from steercap.worker.memory.shared import NONCE_BYTES, SharedSegment
 
 
 class Asks:

@@ -13,11 +13,11 @@ from vllm.multimodal.inputs import PlaceholderRange
 from steercap import CaptureHandle
 from steercap.adapters.media import media_of
 from steercap.adapters.prompts import prompt_dict
+from steercap.architectures.families import family_of
+from steercap.architectures.families.wrappers import architectures_within
 from steercap.core.media import MediaSpan, types_at
 from steercap.core.prompts import without_media
 from steercap.errors import InvalidFile, InvalidPrompt
-from steercap.families import family_of
-from steercap.families.wrappers import architectures_within
 
 
 def test_ranges_of_vllm_become_spans() -> None:

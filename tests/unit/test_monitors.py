@@ -14,17 +14,17 @@ import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from steercap import Add, Monitor
+from steercap.captures.arriving import Arrived
+from steercap.captures.rows import Captures
 from steercap.core.program import SteeringPlan, scope_masks
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, TokenSelection
 from steercap.errors import CaptureNotFinite, InvalidSpec, InvalidVector, UnknownName
-from steercap.requests.arriving import Arrived
-from steercap.requests.captures import Captures
 from steercap.requests.gauges import Gauge
 from steercap.requests.monitoring import STOPPED, Watch
-from steercap.serve.call import Asked, Call, Live
-from steercap.serve.middleware import Answer
+from steercap.server.call import Asked, Call, Live
+from steercap.server.middleware import Answer
 from steercap.steering.monitor import compile_probes, monitors_of
 
 POINT = Point(1, "resid_post")

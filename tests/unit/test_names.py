@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steercap import Add, CaptureSpec, Point
+from steercap.architectures.sites import SITES, placed
+from steercap.captures.rows import Captures
 from steercap.config import Settings
 from steercap.core.names import TRANSFORMER_LENS, Name, is_module, read_name
 from steercap.errors import InvalidEdit, InvalidSpec, LayerOutOfRange, SteercapError, UnknownName
-from steercap.requests.captures import Captures
-from steercap.sites import SITES, placed
-from steercap.vectors import LayerVectors
+from steercap.steering import LayerVectors
 
 LAYERS = 4
 V = torch.ones(3)

@@ -15,9 +15,17 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
 from steercap.errors import EngineFailure, InvalidFile, InvalidSelection, InvalidSpec
-from steercap.patching import Effects, Grid, LogitDifference, LogProbability, Measured, PatchEffect, Receiver
-from steercap.patching.pairs import pairs_of
-from steercap.patching.points import Cell, Places, elements_of, positions_of
+from steercap.lab.mechanism.patching import (
+    Effects,
+    Grid,
+    LogitDifference,
+    LogProbability,
+    Measured,
+    PatchEffect,
+    Receiver,
+)
+from steercap.lab.mechanism.patching.pairs import pairs_of
+from steercap.lab.mechanism.patching.points import Cell, Places, elements_of, positions_of
 from steercap.testing import tiny_checkpoint
 
 HEADS = PointSchema((3, 8), "float32")

@@ -36,23 +36,23 @@ from steercap.errors import (
 )
 from steercap.files.base import write_tensors
 from steercap.files.tables import Parts, read_table
-from steercap.persona import PersonaSettings, Progress, load_trait, run, traits
-from steercap.persona.folder import RunFolder
-from steercap.persona.outcomes import outcomes
-from steercap.persona.pipeline import PersonaResult, check
-from steercap.persona.records import SIGNS, Records, Response, Score, all_requests
-from steercap.persona.report import write_report
-from steercap.persona.scores import SCORERS, Scored, make_scorer
-from steercap.persona.scores.judge import asked, number
-from steercap.persona.scores.minilm import cross_validated, split
-from steercap.persona.settings import STAGES, depends, described, stage_hashes
-from steercap.persona.stages.capture import VERSION, RowsHeader, capture, load_rows, room_of, rows_file
-from steercap.persona.stages.generate import ends_of, generate, said
-from steercap.persona.stages.keep import keep
-from steercap.persona.stages.score import score
+from steercap.lab.directions import Contrast, chance_band
+from steercap.lab.directions.contrast import directions_of
+from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
+from steercap.lab.measures.scores.judge import asked, number
+from steercap.lab.measures.scores.minilm import cross_validated, split
+from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits
+from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.outcomes import outcomes
+from steercap.lab.personas.pipeline import PersonaResult, check
+from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
+from steercap.lab.personas.report import write_report
+from steercap.lab.personas.settings import STAGES, depends, described, stage_hashes
+from steercap.lab.personas.stages.capture import VERSION, RowsHeader, capture, load_rows, room_of, rows_file
+from steercap.lab.personas.stages.generate import ends_of, generate, said
+from steercap.lab.personas.stages.keep import keep
+from steercap.lab.personas.stages.score import score
 from steercap.testing import smollm2
-from steercap.vectors import Contrast, chance_band
-from steercap.vectors.contrast import directions_of
 
 SHIPPED = list(traits())
 

@@ -15,14 +15,14 @@ from steercap import Encoded, errors
 from steercap.adapters.engine import _carry, _require_whole
 from steercap.adapters.hooks import carried
 from steercap.adapters.pooling import read_pooling, tasks_of, token_head
+from steercap.architectures.decoder import decoder_of
+from steercap.architectures.families import FAMILIES, family_of
+from steercap.architectures.families.wrappers import generating
 from steercap.core.coding import RAW
 from steercap.core.plan import EXTRA_ARGS_KEY, CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
-from steercap.families import FAMILIES, family_of
-from steercap.families.wrappers import generating
 from steercap.requests.proof import equations, norm_of
-from steercap.worker.decoder import decoder_of
 from steercap.worker.projection import projecting
 
 EMBEDDING = ("embed", "token_embed")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from steercap.architectures.families.base import Family
+from steercap.architectures.sites.base import part_of
 from steercap.core.messages import NotCapturing, Project, Projected
-from steercap.families.base import Family
-from steercap.sites.base import part_of
 from steercap.worker.projection import projected, projecting
 
 WIDTH, HIDDEN = 12, 8

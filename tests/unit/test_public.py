@@ -17,38 +17,54 @@ import steercap
 from steercap import (
     CaptureSpec,
     SteerModel,
-    analysis,
-    datasets,
     errors,
-    evaluation,
-    experiments,
-    formats,
-    persona,
-    roles,
     sync,
-    training,
-    vectors,
-    views,
 )
+from steercap.architectures.families import FAMILIES, family_of
+from steercap.architectures.sites import SITES
+from steercap.captures.handle import CaptureHandle
 from steercap.client.sampling import sampling_asked
 from steercap.config import CPU, Settings
 from steercap.core.spec import Point, check_armed
-from steercap.edits import EDITS
-from steercap.encodings import ENCODINGS, codec_of
-from steercap.environment import SETTINGS
+from steercap.engine.environment import SETTINGS
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, UnknownName
-from steercap.evaluation import TASKS
-from steercap.experiments import MEASURES, OPERATIONS
-from steercap.families import FAMILIES, family_of
-from steercap.persona.scores import SCORERS, make_scorer
-from steercap.requests.handle import CaptureHandle
-from steercap.sites import SITES
-from steercap.sketches import SKETCHES
-from steercap.testing.faults import FAULTS
-from steercap.training import OBJECTIVES
-from steercap.training.settings import settings_of
-from steercap.vectors import METHODS, DirectionSet, LayerVectors
-from steercap.weights.layouts import LAYOUTS
+from steercap.kernels.codecs import ENCODINGS, codec_of
+from steercap.lab import (
+    datasets,
+    training,
+)
+from steercap.lab import (
+    directions as vectors,
+)
+from steercap.lab import (
+    personas as persona,
+)
+from steercap.lab.directions import METHODS
+from steercap.lab.measures.scores import SCORERS, make_scorer
+from steercap.lab.mechanism import (
+    analysis,
+    views,
+)
+from steercap.lab.mechanism.weights.layouts import LAYOUTS
+from steercap.lab.personas import (
+    roles,
+)
+from steercap.lab.studies import (
+    evaluation,
+)
+from steercap.lab.studies import (
+    sweeps as experiments,
+)
+from steercap.lab.studies.evaluation import TASKS
+from steercap.lab.studies.sweeps import MEASURES
+from steercap.lab.training import OBJECTIVES
+from steercap.lab.training.settings import settings_of
+from steercap.steering import (
+    DirectionSet,
+    LayerVectors,
+    formats,
+)
+from steercap.worker.sketches import SKETCHES
 
 ROOT = Path(steercap.__file__).parent
 
@@ -75,21 +91,21 @@ def test_no_public_name_changes_unannounced() -> None:
 def test_public_packages_are_attributes_of_steercap() -> None:
     """After `import steercap` alone; of the others, and of slips of the pen, the error says what to write."""
     packages = [path.parent.name for path in ROOT.glob("*/__init__.py") if "__all__" in path.read_text()]
-    assert {"roles", "evaluation", "collecting"} <= set(packages)
-    names = sorted({*packages, "quantisation", "sketches"})
+    assert {"steering", "sync", "saes"} <= set(packages)
+    names = sorted({*packages, "architectures", "lab", "errors"})
     code = (
         "import steercap\n"
         "try:\n    steercap.worker\nexcept AttributeError as error:\n    print(error)\n"
         f"for name in {names}:\n    assert getattr(steercap, name).__name__ == f'steercap.{{name}}', name\n"
         f"assert set({names}) <= set(dir(steercap))\n"
-        "steercap.rolls"
+        "steercap.steerin"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (
         done.stdout
         == "module 'steercap' has no attribute 'worker' before it is imported; write import steercap.worker\n"
     )
-    assert done.stderr.endswith("module 'steercap' has no attribute 'rolls'. Did you mean: 'roles'?\n")
+    assert done.stderr.endswith("module 'steercap' has no attribute 'steerin'. Did you mean: 'steering'?\n")
 
 
 def test_the_tree_of_errors_is_the_one_drawn() -> None:
@@ -257,34 +273,19 @@ def test_the_guard_lets_interactive_sessions_be() -> None:
     assert "started" in subprocess.check_output([sys.executable, "-c", code], text=True)
 
 
-def test_every_module_is_on_the_map() -> None:
-    """docs/architecture.md names each module, and none that is gone."""
+def test_every_room_is_on_the_page() -> None:
+    """docs/architecture.md names each room, and no room or module that is gone."""
     text = (ROOT.parent / "docs" / "architecture.md").read_text()
-    named = set(re.findall(r"`([\w/]+\.py)`", text))
-    named = {name for name in named if not name.startswith(("tests/", "scripts/"))}
-    modules = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")}
-    modules = {name for name in modules if not name.endswith("__init__.py")}
-    plugged = {
-        f"{axis}/{name}.py"
-        for axis, found in (
-            ("sites", SITES),
-            ("families", FAMILIES),
-            ("encodings", ENCODINGS),
-            ("sketches", SKETCHES),
-            ("edits", EDITS),
-            ("vectors/methods", METHODS),
-            ("experiments/operations", OPERATIONS),
-            ("training/objectives", OBJECTIVES),
-            ("experiments/measures", MEASURES),
-            ("evaluation/tasks", TASKS),
-            ("persona/scores", SCORERS),
-            ("weights/layouts", LAYOUTS),
-            ("testing/faults", FAULTS),
-        )
-        for name in found
+    named = {
+        name
+        for name in re.findall(r"`([\w/]+(?:\.py|/))`", text)
+        if not name.startswith(("tests/", "scripts/", "docs/"))
     }
-    assert modules - plugged - named == set(), "not on the map"
-    assert named - modules == set(), "gone"
+    rooms = {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in ROOT.glob("*/__init__.py")}
+    rooms |= {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in ROOT.glob("lab/*/__init__.py")}
+    modules = {path.name for path in ROOT.glob("*.py")} - {"__init__.py"}
+    assert (rooms | modules) - named == set(), "not on the page"
+    assert {name for name in named if not (ROOT / name).exists()} == set(), "gone"
 
 
 def test_only_adapters_name_vllm() -> None:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from steercap.captures import files
+from steercap.captures.files import Header, Saved
+from steercap.captures.quantisation import Codes, Quantiser
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, LayerOutOfRange
-from steercap.quantisation import Codes, Quantiser
-from steercap.requests import files
-from steercap.requests.files import Header, Saved
 
 WIDTH, PARTS = 16, 4
 POINT = Point(2, "resid_post")

@@ -16,11 +16,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.scalar_type import scalar_types
 
 from steercap import Point
-from steercap.sites.base import Tap, input_tap
+from steercap.architectures.sites.base import Tap, input_tap
+from steercap.lab.mechanism.weights.unembedding import Unembedding
 from steercap.testing import Reference
 from steercap.testing.quantised import KINDS, quantised_checkpoint, quantised_reference
 from steercap.testing.rows import random_prompt
-from steercap.weights.unembedding import Unembedding
 
 
 def weight() -> torch.Tensor:

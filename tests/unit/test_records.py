@@ -12,11 +12,11 @@ from steercap.core.messages import LineRange, Owner, Parcel
 from steercap.core.records import LINE_BYTES, record_shape
 from steercap.core.rows import page_shape
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS, record_of
-from steercap.encodings.base import Codec
-from steercap.encodings.coded import CodedRows
-from steercap.transport import assemble
-from steercap.transport.reader import Readable
+from steercap.kernels.codecs import ENCODINGS, record_of
+from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.worker.memory import assemble
+from steercap.worker.memory.reader import Readable
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16"])
 

@@ -17,8 +17,8 @@ from packaging.specifiers import SpecifierSet
 
 import steercap
 from steercap.adapters import hook_runners, releases, runtime_of
+from steercap.architectures.families import FAMILIES
 from steercap.errors import UnsupportedRunner
-from steercap.families import FAMILIES
 
 ROOT = Path(steercap.__file__).parent.parent
 MINORS = [tuple(map(int, release.split("."))) for release in releases.TRIED]

@@ -10,7 +10,7 @@ from handles import a_handle
 from steercap import CaptureHandle, SteerModel
 from steercap.cli.engines import ModelOptions
 from steercap.errors import InvalidSetting
-from steercap.serve.server import ServerSettings, application
+from steercap.server.server import ServerSettings, application
 
 
 @pytest.mark.parametrize("value", [1, "yes", 0, "false"])

@@ -28,9 +28,8 @@ from steercap.errors import (
     UnknownName,
 )
 from steercap.files.native import read_header
-from steercap.formats import load_capping
-from steercap.persona.scores.minilm import cross_validated
-from steercap.roles import (
+from steercap.lab.measures.scores.minilm import cross_validated
+from steercap.lab.personas.roles import (
     ASSISTANT,
     AssistantAxis,
     CapRecord,
@@ -54,12 +53,13 @@ from steercap.roles import (
     shipped_roles,
     stability,
 )
-from steercap.roles.directions import axes, directions
-from steercap.roles.folder import check_same, open_folder
-from steercap.roles.records import requests_of, share_of
-from steercap.roles.role import trait_of
-from steercap.roles.scoring import kept_of
-from steercap.roles.settings import described, digests_of
+from steercap.lab.personas.roles.directions import axes, directions
+from steercap.lab.personas.roles.folder import check_same, open_folder
+from steercap.lab.personas.roles.records import requests_of, share_of
+from steercap.lab.personas.roles.role import trait_of
+from steercap.lab.personas.roles.scoring import kept_of
+from steercap.lab.personas.roles.settings import described, digests_of
+from steercap.steering.formats import load_capping
 
 QUESTIONS = ("Who are you?", "What is the sea?", "Why?")
 PAIR = RoleSet((Role("pirate", ("Be a pirate.",)), Role("poet", ("Be a poet.", "Sing."))), QUESTIONS)

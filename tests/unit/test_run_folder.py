@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from steercap.errors import InvalidFile, RunDiffers
-from steercap.experiments.store import SWEEP
 from steercap.files.base import write_whole
-from steercap.persona.folder import RUN
-from steercap.runs.folder import NAMED, FolderKind
+from steercap.files.folder import NAMED, FolderKind
+from steercap.lab.personas.folder import RUN
+from steercap.lab.studies.sweeps.store import SWEEP
 
 
 class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

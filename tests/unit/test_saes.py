@@ -31,9 +31,9 @@ from steercap.core.messages import (
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
 from steercap.core.tokens import Range
-from steercap.encodings.coded import CodedRows
-from steercap.encodings.features import HEAD
 from steercap.errors import InvalidFile, InvalidSpec, PointSplit
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.kernels.codecs.features import HEAD
 from steercap.saes import sae_lens
 from steercap.saes.compiling import compile_readers
 from steercap.saes.encoder import Encoder, image_bytes
@@ -41,7 +41,7 @@ from steercap.saes.features import Features
 from steercap.saes.layouts import Place
 from steercap.saes.tensors import Tensors
 from steercap.testing.saes import OWN, RandomSAE, check_features
-from steercap.transport.shared import HEADER_BYTES, SharedSegment
+from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
 
 WIDTH = 48
 ROWS = torch.randn(90, WIDTH, generator=torch.Generator().manual_seed(1)) * 3 + 0.5
@@ -398,7 +398,7 @@ def test_a_point_that_is_split_is_refused(tmp_path) -> None:
 def test_features_stay_what_they_are_through_bytes() -> None:
     """Fewer active ones than there is room for, all of them, none, and a row that is not finite."""
     acts = torch.tensor([[0.0, 3, 0, 1], [0, 0, 0, 0], [4, 3, 2, 1], [0, torch.nan, 1, 2]])
-    from steercap.encodings.features import MEMBER, strongest
+    from steercap.kernels.codecs.features import MEMBER, strongest
 
     schema, coding = PointSchema((4,), "float32"), Coding("features", 3)
     found = Features.of(CodedRows(coding, schema, MEMBER.parts(strongest(acts, 3), schema, coding)))

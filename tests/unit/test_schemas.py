@@ -32,9 +32,9 @@ from steercap.core.plan import CapturePlan, InSlot, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.schema import PointSchema
 from steercap.core.tokens import Range
-from steercap.encodings import ENCODINGS
-from steercap.encodings.base import Codec
-from steercap.encodings.coded import CodedRows
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs.coded import CodedRows
 
 #: Triton's interpreter cuts bfloat16 off where a device rounds.
 HALF = {"host": "bfloat16", "cuda": "bfloat16" if CUDA else "float16"}

@@ -25,8 +25,8 @@ from gpu_rounds import Workload
 from workers import CUDA, DEVICE, LateTransfers
 
 from steercap.kernels import triton_tap
+from steercap.lab.training import HookedModel
 from steercap.testing import tiny_checkpoint
-from steercap.training import HookedModel
 from steercap.worker.taps.transfers import CudaTransfers
 
 

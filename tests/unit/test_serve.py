@@ -19,16 +19,16 @@ from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
 from steercap.adapters import server
 from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
-from steercap.serve.asks import asked_of, capture_of, ranges, steering_of
-from steercap.serve.call import CURRENT
-from steercap.serve.captures import Captures, owner_of
-from steercap.serve.elsewhere import AT_REST, STEERED, Elsewhere
-from steercap.serve.library import OPERATOR, Library
-from steercap.serve.middleware import Asking
-from steercap.serve.presets import Presets
-from steercap.serve.routes import Routes
-from steercap.vectors.directions import DirectionSet
-from steercap.vectors.layers import LayerVectors
+from steercap.server.asks import asked_of, capture_of, ranges, steering_of
+from steercap.server.call import CURRENT
+from steercap.server.captures import Captures, owner_of
+from steercap.server.elsewhere import AT_REST, STEERED, Elsewhere
+from steercap.server.library import OPERATOR, Library
+from steercap.server.middleware import Asking
+from steercap.server.presets import Presets
+from steercap.server.routes import Routes
+from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
 
 WIDTH = 8
 ME, OTHER = owner_of("Bearer me"), owner_of("Bearer other")

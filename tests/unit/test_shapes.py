@@ -20,13 +20,13 @@ ROOT = Path(steercap.__file__).parent
 UNCHECKED = {
     "kernels/tap.py",
     "worker/taps/cuda.py",
-    "experiments/operations/base.py",
+    "lab/studies/sweeps/operations/base.py",
     "testing/edits.py",
     "testing/streams.py",
     "testing/parity.py",
     # They read what users pass, tensors of any kind among it, and refuse it in words of their own.
-    "vectors/contrast.py",
-    "vectors/directions.py",
+    "lab/directions/contrast.py",
+    "steering/directions.py",
 }
 
 

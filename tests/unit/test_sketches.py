@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
+from steercap.captures.sketch import Sketch, versions
 from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
@@ -40,7 +41,6 @@ from steercap.core.program import NONE
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, TokenSelection
-from steercap.encodings.base import dtype_of
 from steercap.engine import sketching
 from steercap.engine.sketching import Book, Sketching
 from steercap.errors import (
@@ -52,14 +52,14 @@ from steercap.errors import (
     SketchMemoryFull,
     UnknownName,
 )
+from steercap.kernels.codecs.base import dtype_of
 from steercap.kernels.exact import exact_products
 from steercap.requests.context import joining, sketches_in_force
-from steercap.sketches import SKETCHES
-from steercap.sketches.base import BLOCK, State
-from steercap.sketches.frequent_directions import shrink
-from steercap.sketches.moments import add_compensated
-from steercap.sketches.sketch import Sketch, versions
 from steercap.testing.sketching import ROUNDING
+from steercap.worker.sketches import SKETCHES
+from steercap.worker.sketches.base import BLOCK, State
+from steercap.worker.sketches.frequent_directions import shrink
+from steercap.worker.sketches.moments import add_compensated
 
 WIDTH = 12
 SPLITS = st.lists(st.integers(0, BLOCK + 3), min_size=1, max_size=6)

@@ -24,6 +24,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from keepers import Keeper, delivery, kept
 
+from steercap.captures.fetching import fetch_all
+from steercap.captures.lifecycle import Lifecycle, Stage
+from steercap.captures.rows import Captures, Found
+from steercap.captures.spilled import Spilled
 from steercap.config import Settings
 from steercap.core.budget import Budget, Ticket
 from steercap.core.coding import Coding
@@ -31,16 +35,12 @@ from steercap.core.extents import Extents
 from steercap.core.receipt import Receipt
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.encodings.coded import CodedRows
 from steercap.engine.admission import Admission
 from steercap.engine.spilling import Spilling, require_place
 from steercap.errors import CaptureIncomplete, CaptureMemoryFull, CaptureReleased, InvalidSetting, ModelClosed
 from steercap.files import spill
 from steercap.files.spill import BLOCK_BYTES, CHUNK_BYTES, SpillFile
-from steercap.requests.captures import Captures, Found
-from steercap.requests.fetching import fetch_all
-from steercap.requests.lifecycle import Lifecycle, Stage
-from steercap.requests.spilled import Spilled
+from steercap.kernels.codecs.coded import CodedRows
 
 BLOCKS = 40
 

@@ -7,9 +7,9 @@ import torch
 from handles import a_handle
 
 from steercap import errors, stack
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Found
 from steercap.core.receipt import Receipt
-from steercap.requests.captures import Found
-from steercap.requests.lifecycle import Lifecycle
 
 
 def test_the_last_prompt_token_is_the_default() -> None:

@@ -45,13 +45,13 @@ from stored_runs import (
 
 from steercap import Add, Calibration, CaptureHandle, LowRank, Manifest, Sketch, SteeringSpec, errors
 from steercap.adapters.refusal import NAME as REFUSAL
+from steercap.architectures.sites import SITES
+from steercap.captures import files, manifest
+from steercap.captures import sketch as sketches
+from steercap.captures.quantisation import Codes, Quantiser, _codes_kind
+from steercap.captures.quantisation import _kind as _quantiser_kind
 from steercap.cli.captured import asked_before
 from steercap.client.connection import ERROR_HEADER
-from steercap.collecting.readers import READERS as SOURCES
-from steercap.collecting.samples import ByPredicate, ByProbe, OneIn, Selected, TokenSample
-from steercap.collecting.samples import described as described_sample
-from steercap.collecting.samples import seed_of as seed_of_document
-from steercap.collecting.windows import Cutting
 from steercap.core.biases import Bias
 from steercap.core.coding import Coding
 from steercap.core.framing import HEADER
@@ -77,52 +77,52 @@ from steercap.core.program import Blob, Configuration, Entry, Response
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
-from steercap.datasets import ActivationDataset, verify
-from steercap.datasets.definition import DATASET
-from steercap.datasets.folder import Totals
-from steercap.datasets.shards import Receipt
-from steercap.datasets.storage import FileReceipt
-from steercap.edits import EDITS
-from steercap.encodings import ENCODINGS
-from steercap.evaluation import TASKS as KNOWN_TASKS
-from steercap.evaluation import Choices, Passages, read_results
-from steercap.evaluation.store import FOLDER as EVALUATION
-from steercap.evaluation.store import Answer as EvaluationAnswer
-from steercap.experiments import MEASURES as KNOWN_MEASURES
-from steercap.experiments import OPERATIONS, Measure
-from steercap.experiments.controls import derived_seed
-from steercap.experiments.measures.classifier import Classifier
-from steercap.experiments.measures.matches import Matches
-from steercap.experiments.measures.score import Score
-from steercap.experiments.store import SWEEP, Record, Value, folder_of
 from steercap.files import native
 from steercap.files.native import READERS
 from steercap.files.tables import read_table
-from steercap.persona import folder as persona_folder
-from steercap.persona import records, traits
-from steercap.persona import settings as persona_settings
-from steercap.persona.scores import SCORERS
-from steercap.persona.scores.judge import Judge
-from steercap.persona.stages.capture import RowsHeader, load_rows
-from steercap.quantisation import Codes, Quantiser, _codes_kind
-from steercap.quantisation import _kind as _quantiser_kind
-from steercap.requests import files, manifest
-from steercap.roles import AssistantAxis, load_run, rows_file
-from steercap.roles import axis as roles_axis
-from steercap.roles import folder as roles_folder
-from steercap.roles import records as roles_records
-from steercap.roles import settings as roles_settings
-from steercap.sites import SITES
-from steercap.sketches import SKETCHES
-from steercap.sketches import sketch as sketches
+from steercap.kernels.codecs import ENCODINGS
+from steercap.lab.datasets import ActivationDataset, verify
+from steercap.lab.datasets.collecting.readers import READERS as SOURCES
+from steercap.lab.datasets.collecting.samples import ByPredicate, ByProbe, OneIn, Selected, TokenSample
+from steercap.lab.datasets.collecting.samples import described as described_sample
+from steercap.lab.datasets.collecting.samples import seed_of as seed_of_document
+from steercap.lab.datasets.collecting.windows import Cutting
+from steercap.lab.datasets.definition import DATASET
+from steercap.lab.datasets.folder import Totals
+from steercap.lab.datasets.shards import Receipt
+from steercap.lab.datasets.storage import FileReceipt
+from steercap.lab.directions.methods import METHODS
+from steercap.lab.measures.classifier import Classifier
+from steercap.lab.measures.matches import Matches
+from steercap.lab.measures.score import Score
+from steercap.lab.measures.scores import SCORERS
+from steercap.lab.measures.scores.judge import Judge
+from steercap.lab.personas import folder as persona_folder
+from steercap.lab.personas import records, traits
+from steercap.lab.personas import settings as persona_settings
+from steercap.lab.personas.roles import AssistantAxis, load_run, rows_file
+from steercap.lab.personas.roles import axis as roles_axis
+from steercap.lab.personas.roles import folder as roles_folder
+from steercap.lab.personas.roles import records as roles_records
+from steercap.lab.personas.roles import settings as roles_settings
+from steercap.lab.personas.stages.capture import RowsHeader, load_rows
+from steercap.lab.studies.evaluation import TASKS as KNOWN_TASKS
+from steercap.lab.studies.evaluation import Choices, Passages, read_results
+from steercap.lab.studies.evaluation.store import FOLDER as EVALUATION
+from steercap.lab.studies.evaluation.store import Answer as EvaluationAnswer
+from steercap.lab.studies.sweeps import MEASURES as KNOWN_MEASURES
+from steercap.lab.studies.sweeps import OPERATIONS, Measure
+from steercap.lab.studies.sweeps.controls import derived_seed
+from steercap.lab.studies.sweeps.store import SWEEP, Record, Value, folder_of
+from steercap.lab.training import OBJECTIVES, TrainingSettings
+from steercap.lab.training import folder as training_folder
+from steercap.lab.training.examples import Tokens
+from steercap.lab.training.training import _digest as digest_of_start
+from steercap.steering import DirectionSet, LayerVectors, calibration, directions, layers
 from steercap.steering import spec as specs
+from steercap.steering.edits import EDITS
 from steercap.testing import tiny_checkpoint
-from steercap.training import OBJECTIVES, TrainingSettings
-from steercap.training import folder as training_folder
-from steercap.training.examples import Tokens
-from steercap.training.training import _digest as digest_of_start
-from steercap.vectors import DirectionSet, LayerVectors, calibration, directions, layers
-from steercap.vectors.methods import METHODS
+from steercap.worker.sketches import SKETCHES
 
 # Frames
 

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from steercap.adapters.hooks import require_whole_batches
+from steercap.architectures.families import FAMILIES
+from steercap.architectures.families.base import Family
+from steercap.architectures.sites import SITES
+from steercap.architectures.sites.base import RowShape, Sizes, Tap
+from steercap.architectures.sites.streams import operators
 from steercap.config import MIXED, Settings
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel, UnsupportedRunner
-from steercap.families import FAMILIES
-from steercap.families.base import Family
 from steercap.kernels import tap as taps
 from steercap.requests.mixing import STREAMS, mixes
-from steercap.sites import SITES
-from steercap.sites.base import RowShape, Sizes, Tap
-from steercap.sites.streams import operators
 
 N, S, HIDDEN = 5, 4, 16
 V4 = FAMILIES["deepseek_v4"]

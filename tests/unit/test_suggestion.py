@@ -7,8 +7,9 @@ from itertools import combinations
 import pytest
 import torch
 
-from steercap.vectors import DirectionSet, LayerVectors, Provenance, Suggestion, chance_band, suggested_layer
-from steercap.vectors.suggestion import middle_of_best, runs_of
+from steercap.lab.directions import Suggestion, chance_band, suggested_layer
+from steercap.lab.directions.suggestion import middle_of_best, runs_of
+from steercap.steering import DirectionSet, LayerVectors, Provenance
 
 
 def test_the_chance_band_is_counted() -> None:

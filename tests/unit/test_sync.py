@@ -17,7 +17,7 @@ from handles import a_handle
 import steercap
 import steercap.sync
 from steercap import SteerModel, errors
-from steercap.requests.lifecycle import Lifecycle
+from steercap.captures.lifecycle import Lifecycle
 
 ROOT = Path(steercap.__file__).parent
 #: Packages that are no part of what a user imports for work of their own.
@@ -25,7 +25,6 @@ INTERNAL = (
     "steercap.cli",
     "steercap.testing",
     "steercap.sync",
-    "steercap.demo",
     "steercap.worker",
     "steercap.adapters",
 )
@@ -47,17 +46,17 @@ def public_coroutine_functions() -> dict[str, object]:
 def test_the_functions_that_need_a_twin_are_found() -> None:
     """The search below cannot come to nothing."""
     assert set(public_coroutine_functions()) >= {
-        "vectors.extract",
-        "vectors.mean_rows",
-        "persona.run",
-        "experiments.run_sweep",
+        "lab.directions.extract",
+        "lab.directions.mean_rows",
+        "lab.personas.run",
+        "lab.studies.sweeps.run_sweep",
     }
 
 
 @pytest.mark.parametrize("name", public_coroutine_functions())
 def test_a_coroutine_function_has_a_twin(name) -> None:
-    """`steercap.sync.PACKAGE.NAME` takes the same arguments, says the same, and is not awaited."""
-    package, _, function = name.rpartition(".")
+    """`steercap.sync.PACKAGE.NAME`, of the last of its packages, takes the same arguments, says the same, and is not awaited."""
+    package, function = name.split(".")[-2:]
     twin = getattr(importlib.import_module(f"steercap.sync.{package}"), function)
     there = public_coroutine_functions()[name]
     assert inspect.signature(twin) == inspect.signature(there)
@@ -129,9 +128,9 @@ def test_dir_names_what_is_loaded_on_use(module) -> None:
 
 
 def test_packages_are_reached_from_the_top() -> None:
-    """After `import steercap` alone, `steercap.vectors.extract` is there, and in `dir`."""
-    code = "import steercap; assert 'vectors' in dir(steercap) and 'stack' in dir(steercap); steercap.vectors.extract"
-    subprocess.run([sys.executable, "-c", code + "; import steercap.sync as s; s.persona.run"], check=True)
+    """After `import steercap` alone, `steercap.lab.directions.extract` is there, and in `dir`."""
+    code = "import steercap; assert {'lab', 'stack'} <= set(dir(steercap)); steercap.lab.directions.extract"
+    subprocess.run([sys.executable, "-c", code + "; import steercap.sync as s; s.personas.run"], check=True)
 
 
 def test_messages_without_await(tmp_path) -> None:

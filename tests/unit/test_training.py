@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from steercap import Ablate, Add, AddIf, Cap, LogitBias, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
+from steercap.architectures.sites import SITES
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
-from steercap.edits.base import Edit
 from steercap.errors import (
     InvalidFile,
     InvalidPrompt,
@@ -38,11 +38,7 @@ from steercap.errors import (
     UnsupportedModel,
 )
 from steercap.files.native import read_header
-from steercap.sites import SITES
-from steercap.testing import tiny_checkpoint
-from steercap.testing.edits import edited
-from steercap.testing.reference import Reference
-from steercap.training import (
+from steercap.lab.training import (
     OBJECTIVES,
     Example,
     HookedModel,
@@ -54,16 +50,20 @@ from steercap.training import (
     train,
     train_many,
 )
-from steercap.training.batches import Encoded, Picked, Steps, collated, padded
-from steercap.training.examples import Tokens, tokens_of
-from steercap.training.formula import Doses, changed, gate, stacked
-from steercap.training.objectives.bipo import BiPO
-from steercap.training.objectives.reps import RePS
-from steercap.training.penalties import Penalties
-from steercap.training.splitting import split
-from steercap.training.steered import SteeredTraits
-from steercap.training.trainable import TrainableSpec
-from steercap.vectors import DirectionSet
+from steercap.lab.training.batches import Encoded, Picked, Steps, collated, padded
+from steercap.lab.training.examples import Tokens, tokens_of
+from steercap.lab.training.formula import Doses, changed, gate, stacked
+from steercap.lab.training.objectives.bipo import BiPO
+from steercap.lab.training.objectives.reps import RePS
+from steercap.lab.training.penalties import Penalties
+from steercap.lab.training.splitting import split
+from steercap.lab.training.steered import SteeredTraits
+from steercap.lab.training.trainable import TrainableSpec
+from steercap.steering import DirectionSet
+from steercap.steering.edits.base import Edit
+from steercap.testing import tiny_checkpoint
+from steercap.testing.edits import edited
+from steercap.testing.reference import Reference
 
 WIDTH = 128
 ALL = TokenSelection.parse("all")
@@ -630,7 +630,7 @@ import sys, torch
 torch.set_num_threads(1)
 from test_training import LONG, examples
 from steercap.testing import tiny_checkpoint
-from steercap.training import TrainableAdd, train
+from steercap.lab.training import TrainableAdd, train
 train(tiny_checkpoint("qwen3"), examples(), edit=TrainableAdd(layers=[1]), out=sys.argv[1], name="it", **LONG)
 """
 
@@ -668,7 +668,7 @@ from torch import distributed
 torch.set_num_threads(1)
 from test_training import QUICK, examples
 from steercap.testing import tiny_checkpoint
-from steercap.training import TrainableAdd, train_many
+from steercap.lab.training import TrainableAdd, train_many
 distributed.init_process_group("gloo")
 data = {"one": examples(12), "two": examples(8, seed=3)}
 train_many(tiny_checkpoint("qwen3"), data, edit=TrainableAdd(layers=[1]), out=sys.argv[1], norm_penalty=0.01, **QUICK)
@@ -824,7 +824,9 @@ def test_the_command_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkey
 
 def test_vllm_is_not_imported() -> None:
     """Training needs no engine."""
-    code = "import sys, steercap.training.training; print(sorted(n for n in sys.modules if n.split('.')[0] == 'vllm'))"
+    code = (
+        "import sys, steercap.lab.training.training; print(sorted(n for n in sys.modules if n.split('.')[0] == 'vllm'))"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 

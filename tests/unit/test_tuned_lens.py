@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from steercap import Point
+from steercap.captures import TunedLens
 from steercap.errors import InvalidFile, InvalidRequest
-from steercap.formats import TunedLens
 
 LAYERS, WIDTH = 3, 8
 CONFIG = {"base_model_name_or_path": "some/model", "d_model": WIDTH, "num_hidden_layers": LAYERS, "bias": True}

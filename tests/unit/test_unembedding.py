@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from steercap import errors
+from steercap.architectures.families import FAMILIES
 from steercap.core.spec import Point
-from steercap.families import FAMILIES
+from steercap.lab.mechanism.weights.unembedding import Unembedding
 from steercap.testing import Reference, smollm2, tiny_checkpoint
-from steercap.weights.unembedding import Unembedding
 
 IDS = [3, 41, 5, 99, 200, 7]
 
@@ -100,7 +100,7 @@ def test_few_logits_at_once_are_the_same(monkeypatch) -> None:
     found = Unembedding.load(tiny_checkpoint("qwen3"))
     rows = torch.randn(7, found.width)
     whole = found.best(rows, 2)
-    monkeypatch.setattr("steercap.weights.unembedding.BLOCK_BYTES", 2 * 4 * found.vocabulary)
+    monkeypatch.setattr("steercap.lab.mechanism.weights.unembedding.BLOCK_BYTES", 2 * 4 * found.vocabulary)
     parts = found.best(rows, 2)
     assert torch.equal(whole[0], parts[0])
     assert torch.allclose(whole[1], parts[1])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.vectors import LayerVectors
+from steercap.steering import LayerVectors
 
 WIDTH = 16
 

@@ -13,11 +13,11 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from steercap import errors
+from steercap.captures.rows import Captures, Found
 from steercap.core.spec import Point
 from steercap.core.texts import drawn, shortened, visible
-from steercap.requests.captures import Captures, Found
+from steercap.lab.mechanism.views import LogitLens, TokenHeatmap, Unembedding, logit_lens
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.views import LogitLens, TokenHeatmap, Unembedding, logit_lens
 
 IDS = [72, 101, 32, 10, 9, 33]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from steercap.core.spec import Point
+from steercap.lab.mechanism.weights.layouts import LAYOUTS
+from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.weights.layouts import LAYOUTS
-from steercap.weights.model import ModelWeights
 
 #: By architecture, tiny checkpoints that have it.
 TINY = {

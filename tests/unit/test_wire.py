@@ -25,7 +25,7 @@ from steercap.core.plan import Plan
 from steercap.errors import EngineFailure, InvalidFrame, WorkerFailure
 from steercap.testing.frames import mangled, random_of
 from steercap.testing.wire import AnyWorker, fuzz
-from steercap.transport.reader import WireReader
+from steercap.worker.memory.reader import WireReader
 
 READERS = (decode_call, decode_answer, Plan.decode)
 FRAMES = (encode(Call((), Census())), encode(Failed("no")), Plan("a", 1, 2).encode())

@@ -42,9 +42,9 @@ from steercap.core.program import Blob, Configuration, Entry, Response, Steering
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
 from steercap.core.tokens import Range
-from steercap.encodings.base import dtype_of
-from steercap.transport.assemble import assemble
-from steercap.transport.reader import open_reader
+from steercap.kernels.codecs.base import dtype_of
+from steercap.worker.memory.assemble import assemble
+from steercap.worker.memory.reader import open_reader
 from steercap.worker.step import Step
 from steercap.worker.taps import cuda
 from steercap.worker.taps.ring import Ring

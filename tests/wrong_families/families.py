@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from steercap.families import FAMILIES
-from steercap.families.base import one
+from steercap.architectures.families import FAMILIES
+from steercap.architectures.families.base import one
 
 VALUES = {"None": None, "one": one, "1": 1}
 

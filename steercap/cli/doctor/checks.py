@@ -9,11 +9,11 @@ import msgspec
 
 from steercap.adapters import releases
 from steercap.adapters.hardware import BIND
+from steercap.architectures.families.proved import records
 from steercap.cli.doctor.facts import Facts, is_offline
 from steercap.cli.doctor.gpus import Gpu
 from steercap.cli.engines import SMOLLM2
 from steercap.config import Settings
-from steercap.families.proved import records
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 

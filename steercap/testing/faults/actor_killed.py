@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steercap.collecting import RayActors, collect
 from steercap.core.extras import extra
 from steercap.errors import CollectionStopped
+from steercap.lab.datasets.collecting import RayActors, collect
 from steercap.testing.faults.base import BOUND, COLLECTED, Fault, Outcome, opened, prompts, said
 from steercap.testing.folders import digests
 from steercap.testing.rows import TINY_ENGINE

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.adapters import hardware
+from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.extras import extra
 from steercap.errors import SteercapError
-from steercap.requests.handle import CaptureHandle, flat
 from steercap.testing.rows import TINY_ENGINE, random_prompt
 from steercap.testing.tiny import tiny_checkpoint
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steercap.captures.handle import flat
+from steercap.captures.saving import save_run
 from steercap.core.spec import CaptureSpec
-from steercap.requests.handle import flat
-from steercap.requests.saving import save_run
 from steercap.testing.cancelling import cancelled_everywhere
 from steercap.testing.faults.base import SHORT, Fault, Outcome, opened, prompts
 from steercap.testing.specs import spec

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from steercap.captures.manifest import Manifest
+from steercap.captures.saving import save_run
 from steercap.errors import CaptureMemoryFull
-from steercap.requests.manifest import Manifest
-from steercap.requests.saving import save_run
 from steercap.testing.faults.base import LONG, Fault, Outcome, opened, prompts, said
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.manifest import Manifest
+from steercap.captures.saving import save_run
 from steercap.errors import InvalidFile
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.manifest import Manifest
-from steercap.requests.saving import save_run
 from steercap.testing.faults.base import Fault, Outcome, fetched, opened, prompts
 
 #: Lengths that a file is cut to, and bits that are changed in it, of each file.

@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from steercap.collecting import collect
-from steercap.datasets import ActivationDataset, verify
+from steercap.lab.datasets import ActivationDataset, verify
+from steercap.lab.datasets.collecting import collect
 from steercap.testing.faults.base import COLLECTED, Fault, Outcome, opened, prompts
 from steercap.testing.faults.corrupted import BITS, CUTS, Try, changed, cut, damaged
 from steercap.testing.folders import digests

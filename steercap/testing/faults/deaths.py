@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.captures.handle import flat
 from steercap.core.spec import CaptureSpec
 from steercap.errors import EngineDied, SketchIncomplete
-from steercap.requests.handle import flat
 from steercap.testing.faults.base import LONG, SHORT, Outcome, kill, processes, prompts, told
 from steercap.testing.rows import MAX_ERROR, hold, random_prompt, worst
 from steercap.testing.specs import spec

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steercap.collecting import collect
-from steercap.datasets import DatasetFolder
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.manifest import Manifest
+from steercap.captures.saving import CaptureRun
 from steercap.errors import CollectionStopped
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.manifest import Manifest
-from steercap.requests.saving import CaptureRun
+from steercap.lab.datasets import DatasetFolder
+from steercap.lab.datasets.collecting import collect
 from steercap.testing.faults.base import (
     COLLECTED,
     SHORT,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.manifest import Manifest
-from steercap.requests.saving import save_run
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.manifest import Manifest
+from steercap.captures.saving import save_run
 from steercap.testing.faults.base import SHORT, Fault, Outcome, fetched, for_root, opened, prompts
 
 _GROUP = Path("/sys/fs/cgroup/blkio")

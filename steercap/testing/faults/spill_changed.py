@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.lifecycle import Stage
 from steercap.errors import CaptureIncomplete
-from steercap.requests.handle import CaptureHandle
-from steercap.requests.lifecycle import Stage
 from steercap.testing.faults.base import SHORT, Fault, Outcome, opened, prompts, told
 from steercap.testing.folders import flip
 

@@ -24,9 +24,9 @@ from steercap.core.messages import TableBytes
 from steercap.core.program import MAX_REPLACEMENTS, Configuration
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
-from steercap.encodings import record_of
 from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import told_apart
+from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import LAYOUTS, Layout

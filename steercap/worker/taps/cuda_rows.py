@@ -19,10 +19,10 @@ from steercap.core.program import NONE
 from steercap.core.records import LINE_BYTES, RecordShape
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS, record_of
-from steercap.encodings.base import Alike, dtype_of
-from steercap.encodings.matrices import Matrices
 from steercap.kernels import triton_accumulate as kernel
+from steercap.kernels.codecs import ENCODINGS, record_of
+from steercap.kernels.codecs.base import Alike, dtype_of
+from steercap.kernels.codecs.matrices import Matrices
 from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.layouts import Layout
 from steercap.worker.programs import Programs

@@ -16,7 +16,7 @@ from steercap.core.coding import RAW
 from steercap.core.messages import TableBytes
 from steercap.core.program import NONE, Configuration
 from steercap.core.rows import Ints
-from steercap.encodings import ENCODINGS
+from steercap.kernels.codecs import ENCODINGS
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows

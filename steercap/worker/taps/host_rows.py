@@ -18,10 +18,10 @@ from steercap.core.coding import RAW
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, ends_of_runs
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS
-from steercap.encodings.base import dtype_of
-from steercap.encodings.features import read, rows_at_once
 from steercap.kernels.bits import LAST, MAX, SUM
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.base import dtype_of
+from steercap.kernels.codecs.features import read, rows_at_once
 from steercap.kernels.finite import stray_rows
 from steercap.kernels.reference import rows_at
 from steercap.worker.accumulators import Updates

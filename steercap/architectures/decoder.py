@@ -1,0 +1,147 @@
+"""Where the decoder layers of a loaded model are, and what comes after them.
+
+A model that reads images or sound holds a language model; the language model holds its layers in one list. On a
+pipeline stage that list has a placeholder for each layer of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from steercap.architectures.families.base import Family
+from steercap.architectures.families.code import fingerprint_of, name_of, same_code
+from steercap.architectures.sites import SITES
+from steercap.architectures.sites.streams import collapsed
+from steercap.architectures.unembedding import Unembedding
+from steercap.core.spec import Point
+from steercap.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The decoder layers of a loaded model.
+
+    Args:
+        model: the model that vLLM runs.
+        path: of the list of layers, in the model.
+        parent: the module that holds the list of layers; of an encoder that holds nothing else, what holds it.
+        layers: the layers, by their indices in the whole model.
+    """
+
+    model: Any
+    path: str
+    parent: nn.Module
+    layers: Mapping[int, nn.Module]
+
+    def holder(self, point: Point) -> nn.Module:
+        """The module that a point's site is in: a layer, what holds the layers, or the model."""
+        match SITES[point.site].within:
+            case "model":
+                model: nn.Module = self.model
+                return model
+            case "decoder":
+                return self.parent
+            case _:
+                return self.layers[point.layer]
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The classes of its layers, as families name them, and the fingerprint of `forward`, see `same_code`."""
+        return same_code({name_of(type(layer)): fingerprint_of(layer)} for layer in self.layers.values())
+
+    def unembedding(self, family: Family, made: Callable[[torch.Tensor], Any], *, bare: bool = False) -> Unembedding:
+        """What the model makes logits by, or a pooling model what it gives for a token.
+
+        Args:
+            family: how its layers are written.
+            made: of rows behind the norm.
+            bare: whether there need be no norm behind layers that no family knows, as in encoders.
+
+        Raises:
+            UnsupportedModel: no norm is to be found behind the layers, where the family names none.
+        """
+        norms = [name for name in family.norm.split("|") if isinstance(getattr(self.parent, name, None), nn.Module)]
+        if not norms and family.derived and not bare:
+            children = ", ".join(name for name, _ in self.parent.named_children())
+            raise UnsupportedModel(
+                f"steercap finds no norm behind the layers of {type(self.parent).__name__}, which holds {children}"
+            )
+        norm, after = (
+            [module for name in names if isinstance(module := getattr(self.parent, name, None), nn.Module)]
+            for names in (norms[:1], family.after_norm)
+        )
+        model: Any = self.model
+        divisor = float(getattr(model, family.divisor)) if family.divisor else 1.0
+
+        def head(rows: torch.Tensor) -> torch.Tensor | None:
+            hidden = _through(after, rows)
+            logits: torch.Tensor | None = made(hidden if divisor == 1 else hidden / divisor)
+            return logits
+
+        def normed(rows: torch.Tensor) -> torch.Tensor:
+            return _through(norm, collapsed(self.parent, rows) if family.mhc else rows)
+
+        return Unembedding(normed, head)
+
+
+def _through(modules: Sequence[Any], rows: torch.Tensor) -> torch.Tensor:
+    """What modules make of rows, one after the other, past the taps on them, which wait for tokens of a request."""
+    hidden: Any = rows
+    for module in modules:
+        found = module.forward(hidden)
+        hidden = found[0] if isinstance(found, tuple) else found
+    return hidden  # type: ignore[no-any-return]
+
+
+def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
+    """Find the decoder layers of a loaded model.
+
+    Args:
+        model: what vLLM has loaded.
+        num_layers: layers of the whole model.
+        present: those that this pipeline stage holds.
+
+    Raises:
+        UnsupportedModel: there is no list of so many layers, or more than one.
+    """
+    inner: Any = getattr(model, "get_language_model", None)
+    text: nn.Module = model if inner is None else inner()
+    modules, outer = _lists(text, num_layers)
+    within = getattr(text, "model", None)
+    if len(outer) > 1 and isinstance(within, nn.Module):
+        # Round transformers' modules, vLLM's language model still lists the towers beside its `model`.
+        inside = _lists(within, num_layers)
+        modules, outer = inside if len(inside[1]) == 1 else (modules, outer)
+    if len(outer) != 1:
+        found = f"has {', '.join(outer)}" if outer else "has none"
+        raise UnsupportedModel(
+            f"steercap looks for one list of {num_layers} decoder layers, and {type(text).__name__} {found}"
+        )
+    (path,) = outer
+    layers: Sequence[nn.Module] = modules[path]  # type: ignore[assignment]  # mypy knows no ModuleList as a sequence
+    named = next((name for name, module in model.named_modules() if module is modules[path]), path)
+    above, _, last = (holder := path.rpartition(".")[0]).rpartition(".")
+    if last.startswith("encoder") and len(dict(modules[holder].named_children())) == 1:
+        holder = above
+    parent = modules[holder]
+    return Decoder(model, named, parent, {index: layers[index] for index in present})
+
+
+def _lists(text: nn.Module, num_layers: int) -> tuple[dict[str, nn.Module], list[str]]:
+    """All modules of a language model, and the names of its lists of so many layers that are in no other of them."""
+    modules = dict(text.named_modules())
+    lists = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    }
+    # Gemma 4 has a second list of the same layers, in a module within.
+    same: dict[tuple[int, ...], str] = {}
+    for name in sorted(lists, key=lambda path: path.count(".")):
+        same.setdefault(tuple(map(id, lists[name])), name)
+    return modules, [name for name in same.values() if not any(name.startswith(f"{other}.") for other in lists)]

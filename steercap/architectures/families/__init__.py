@@ -1,0 +1,65 @@
+"""WHAT: one file per model family. To add one, add a file with a `MEMBER`.
+
+Which family serves a model is decided by the classes of the layers that were loaded; layers of no known class are
+served by what is derived of them, see `derived`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from steercap.architectures.families.base import Family
+from steercap.architectures.families.code import is_transformers, name_of
+from steercap.architectures.families.derived import candidates
+from steercap.core.registry import Registry
+from steercap.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FAMILIES: Registry[Family] = Registry("family", sys.modules[__name__], Family)
+
+
+def family_of(architectures: Iterable[str]) -> Family:
+    """The family that serves the first known of `architectures`.
+
+    Raises:
+        UnsupportedModel: none is known; the message lists those that are.
+    """
+    asked = tuple(architectures)
+    for architecture in asked:
+        for family in FAMILIES.values():
+            if architecture in family.architectures:
+                return family
+    known = sorted(name for family in FAMILIES.values() for name in family.architectures)
+    raise UnsupportedModel(
+        f"steercap does not know the layers of {', '.join(asked) or 'a model without architectures'}; "
+        f"known: {', '.join(known)}. A family is one file in steercap/architectures/families."
+    )
+
+
+def over_transformers(family: Family) -> Family:
+    """A family as vLLM runs it with transformers' own modules: they carry the whole stream.
+
+    transformers' attention function calls vLLM's module past its hooks, and its routers choose experts of their logits
+    before a hook can change these.
+    """
+    return replace(family, residual_output=None, residual_input="", attention="", router="")
+
+
+def families_of(layers: Sequence[nn.Module]) -> tuple[Family, ...]:
+    """The family of a model's layers; or, where none knows their classes, what is derived of them, the likelier first.
+
+    Raises:
+        UnsupportedModel: nothing can be derived of them.
+    """
+    each = {type(layer): layer for layer in layers}
+    names = {name_of(kind) for kind in each}
+    transformers = all(map(is_transformers, each))
+    for family in FAMILIES.values():
+        if names <= set(family.classes):
+            return (over_transformers(family) if transformers else family,)
+    return candidates(list(each.values()), transformers=transformers)

@@ -1,0 +1,37 @@
+"""BERT and RoBERTa: each block's sum with the stream is normed, and the norm's output is the stream from there on.
+
+`resid_mid` is the sum of the attention block, before its norm, and `mlp_in` what the norm makes of it. `resid_post` is
+behind the second norm, as transformers' `hidden_states` are.
+"""
+
+from steercap.architectures.families.base import Family
+
+MEMBER = Family(
+    architectures=(
+        "BertModel",
+        "BertForMaskedLM",
+        "BertForSequenceClassification",
+        "BertForTokenClassification",
+        "RobertaModel",
+        "RobertaForMaskedLM",
+        "RobertaForSequenceClassification",
+        "RobertaForTokenClassification",
+        "XLMRobertaModel",
+        "XLMRobertaForSequenceClassification",
+        "XLMRobertaForTokenClassification",
+    ),
+    classes=("bert.BertLayer", "roberta.RobertaLayer", "xlm_roberta.XLMRobertaLayer"),
+    layers="encoder.layer",
+    attn_out="attention.output.dense",
+    mlp_out="output.dense",
+    attn_in="attention.self",
+    mlp_in="intermediate",
+    resid_mid="attention.output.LayerNorm",
+    final_norm="",
+    norms={"resid_mid": "attention.output.LayerNorm", "mlp_out": "output.LayerNorm"},
+    residual_output=None,
+    residual_input="",
+    attn_proj="attention.output.dense",
+    attention="attention.self.attn",
+    mlp_proj="output.dense",
+)

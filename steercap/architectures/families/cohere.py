@@ -1,0 +1,20 @@
+"""Command R: attention and feed-forward side by side after one norm; layers return the whole stream first."""
+
+from typing import Any
+
+from steercap.architectures.families.base import Family
+
+
+def logit_scale(config: Any) -> float:
+    """What Command's logits are multiplied by."""
+    return float(config.logit_scale)
+
+
+MEMBER = Family(
+    architectures=("CohereForCausalLM", "Cohere2ForCausalLM"),
+    classes=("commandr.CohereDecoderLayer", "cohere.CohereDecoderLayer", "cohere2.Cohere2DecoderLayer"),
+    resid_mid="",
+    residual_output=None,
+    residual_input="",
+    logits=logit_scale,
+)

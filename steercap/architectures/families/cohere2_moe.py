@@ -1,0 +1,15 @@
+"""Command A with experts: as Command R, layers with experts and dense ones."""
+
+from steercap.architectures.families.base import Family
+from steercap.architectures.families.cohere import logit_scale
+
+MEMBER = Family(
+    architectures=("Cohere2MoeForCausalLM",),
+    classes=("cohere2_moe.Cohere2MoeDecoderLayer",),
+    resid_mid="",
+    residual_output=None,
+    residual_input="",
+    router="mlp.gate",
+    logits=logit_scale,
+    varied=True,
+)

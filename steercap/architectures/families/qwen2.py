@@ -1,0 +1,9 @@
+"""Qwen 2 and 2.5: the stream is hidden + residual."""
+
+from steercap.architectures.families.base import TINY, Family
+
+MEMBER = Family(
+    architectures=("Qwen2ForCausalLM",),
+    classes=("qwen2.Qwen2DecoderLayer",),
+    tiny={"model_type": "qwen2", **TINY},
+)

@@ -1,0 +1,35 @@
+"""WHERE: one file a site. To add one, add a file with a `MEMBER`. The path of a module is a site too, see `modules`."""
+
+import sys
+from collections.abc import Iterable
+
+from steercap.architectures.sites.base import Site
+from steercap.architectures.sites.modules import ModuleSite
+from steercap.core.names import is_module
+from steercap.core.registry import Registry
+from steercap.core.spec import Point
+
+
+class Sites(Registry[Site]):
+    """The sites, and those that the paths of modules name, which are not counted among them."""
+
+    def __getitem__(self, name: str) -> Site:
+        if isinstance(name, str) and is_module(name):
+            return ModuleSite.named(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and is_module(name))
+
+
+SITES = Sites("site", sys.modules[__name__], Site)  # type: ignore[type-abstract]
+
+
+def placed(points: Iterable[Point], num_layers: int) -> tuple[Point, ...]:
+    """Points as engines number them: a site that the model has one of is at one layer, whichever was asked for.
+
+    Raises:
+        UnknownName: a site that does not exist.
+    """
+    at = (Point(SITES[point.site].placed(point.layer, num_layers), point.site) for point in points)
+    return tuple(dict.fromkeys(at))

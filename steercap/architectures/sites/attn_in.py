@@ -1,0 +1,37 @@
+"""What a layer's attention block reads: the stream, normed where the norm comes first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from steercap.architectures.families.base import located
+from steercap.architectures.sites.base import RowShape, Site, Sizes, Tap, Visit, read_tap, visit_read
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from steercap.architectures.families.base import Family
+
+
+class AttnIn(Site):
+    """Tap on what the family's attention block reads, apart from what reads the same beside it."""
+
+    before_keys: ClassVar[bool] = True
+
+    def known(self, family: Family) -> bool:
+        return bool(family.attention_input)
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        located(layer, family.attn_out)  # some layers may lack the block
+        located(layer, family.attention_input)
+        return RowShape((sizes.hidden,))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return read_tap(layer, family.attention_input, "attn_in", tap)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_read(layer.get_submodule(located(layer, family.attention_input)), visit)
+
+
+MEMBER = AttnIn()

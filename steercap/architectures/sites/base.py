@@ -1,0 +1,342 @@
+"""What a site is: a place in a decoder layer, or in the model around them, what its rows are, and how its tap gets
+there.
+
+Taps are PyTorch forward hooks, put in before vLLM first traces the model: torch.compile inlines them, CUDA
+graphs record them, and vLLM's own code stays untouched. Each tapped module carries the tap's point as a
+buffer, so that layers trace to the same code. transformers' layers have the same places, which references read.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeAlias
+
+from steercap.architectures.families.base import located, rows_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from steercap.architectures.families.base import Family
+
+#: What a site is in.
+Within: TypeAlias = Literal["layer", "decoder", "model"]
+#: What a hook does with a module's tensor, which it may change in place.
+Act: TypeAlias = "Callable[[nn.Module, torch.Tensor], None]"
+#: Of a module's arguments, the stream and what is to be added to it, or None.
+Terms: TypeAlias = "Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]"
+#: Sees the rows of a point in a layer of transformers, [..., width], and may change them in place.
+Visit: TypeAlias = "Callable[[torch.Tensor], None]"
+
+#: What modules call what they read, and what they take beside it.
+_READ: Final = ("hidden_states", "x", "hidden", "input", "input_")
+_POSITIONS: Final = ("positions", "position_ids")
+
+
+class Removable(Protocol):
+    """What has been put into a module."""
+
+    def remove(self) -> None:
+        """Take it away."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the rows of a model are, as its configuration says it.
+
+    Args:
+        hidden: elements of the residual stream.
+        head_dim: elements of what an attention head gives, where its attention module does not say it.
+        kv_heads: heads of keys and values, on all ranks together.
+        ranks: of a tensor-parallel group.
+        observed: what a module reads ("input") or gives ("output"), as a pass has shown it. Raises `UnsupportedModel`
+            where that is not a row for each token.
+    """
+
+    hidden: int
+    head_dim: int
+    kv_heads: int
+    ranks: int
+    observed: Callable[[nn.Module, str], RowShape]
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """What the rows of a point are.
+
+    Args:
+        shape: of a row, on all ranks together.
+        shards: ranks that its first axis is split over.
+        dtype: torch's name of it, None for the model's.
+    """
+
+    shape: tuple[int, ...]
+    shards: int = 1
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Tap:
+    """What a tap carries.
+
+    Args:
+        point: its number, int32 [1], on the model's device.
+        kind: what its rows are, see `kernels.tap.tap`.
+        dims: dimensions of a row.
+    """
+
+    point: torch.Tensor
+    kind: int
+    dims: int = 1
+
+
+class Site(ABC):
+    """A place where rows can be read and changed: in every layer, or one of the model.
+
+    Methods take the module that the site is `within`.
+    """
+
+    #: The layer whose number a site has that the model has one of: 0, or -1 for the last; None for one in each layer.
+    of_model: int | None = None
+    #: What it is in: a decoder layer, the module that holds the layers, or the model.
+    within: Within = "layer"
+
+    #: Whether its rows are what others on the same module begin with. Its tap is then put in before theirs, rather than
+    #: in front of them: torch.compile guards hooks by their places, and mistakes one that was moved for another.
+    first: ClassVar[bool] = False
+    #: Whether the keys and values of its own layer depend on its rows; those of later layers always do.
+    before_keys: ClassVar[bool] = False
+    #: Whether its rows can be changed.
+    writable: ClassVar[bool] = True
+    #: Whether a row has a part for each head of keys, of which there may be fewer than tensor-parallel ranks.
+    per_key_head: ClassVar[bool] = False
+
+    def placed(self, layer: int, num_layers: int) -> int:
+        """The layer whose number a point has, of one that was asked for at `layer`."""
+        return layer if self.of_model is None else self.of_model % num_layers
+
+    def exists(self, family: Family, config: Any, layer: int) -> bool:
+        """Whether a layer has it, as far as it can be told before the model is loaded.
+
+        Args:
+            family: how its layers are written.
+            config: transformers' configuration of the model.
+            layer: index of the layer.
+        """
+        return self.known(family)
+
+    @abstractmethod
+    def known(self, family: Family) -> bool:
+        """Whether the family says where it is, in layers that have it."""
+
+    @abstractmethod
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        """What its rows are in one of vLLM's decoder layers."""
+
+    @abstractmethod
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> Removable:
+        """Put a tap into one of vLLM's decoder layers."""
+
+    @abstractmethod
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
+        """Visit the rows in one of transformers' decoder layers, in each pass."""
+
+
+def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | None = None) -> RemovableHandle:
+    """Tap what the submodule `path` of `layer` returns ("" is the layer itself).
+
+    Args:
+        layer: decoder layer.
+        path: dotted path of the submodule, see `Family`.
+        name: name of the site, which names the buffer.
+        tap: what it carries.
+        stream: index of the residual in the returned tuple, to be added to what is read; None for none.
+    """
+    from steercap.kernels.tap import tap as operator
+
+    module = layer.get_submodule(located(layer, path))
+    buffer = f"steercap_{name}"
+    module.register_buffer(buffer, tap.point, persistent=False)
+    kind = tap.kind
+
+    def hook(module: nn.Module, _args: Any, output: Any) -> Any:
+        many = isinstance(output, tuple)
+        first = by_itself(output[0] if many else output)
+        residual = output[stream] if many and stream is not None else None  # None of some layers too
+        operator(rows_of(first), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
+        return (first, *output[1:]) if many else first
+
+    return module.register_forward_hook(hook)
+
+
+def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms) -> RemovableHandle:
+    """Tap the stream where a module takes it.
+
+    Args:
+        module: which.
+        name: name of the site, which names the buffer.
+        tap: what it carries.
+        terms: of the module's arguments, the stream and what is still to be added to it, or None.
+    """
+    from steercap.kernels.tap import tap as operator
+
+    buffer = f"steercap_{name}"
+    module.register_buffer(buffer, tap.point, persistent=False)
+    kind = tap.kind
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden, residual = terms(args, kwargs)
+        operator(rows_of(hidden), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def read_tap(layer: nn.Module, path: str, name: str, tap: Tap) -> RemovableHandle:
+    """Tap what the submodule `path` of `layer` reads, and nothing else does: edits are made to a copy.
+
+    What a block reads may be what the other reads beside it, or the stream itself. The rest as for `output_tap`.
+    """
+    module = layer.get_submodule(located(layer, path))
+    return module.register_forward_pre_hook(of_input(module, tapping(module, name, tap)), with_kwargs=True)
+
+
+def tapping(module: nn.Module, name: str, tap: Tap) -> Act:
+    """Give a module a tap, which reads and changes the rows in the tensor that it is called with, [n, *row]."""
+    from steercap.kernels.tap import tap as operator
+
+    buffer = f"steercap_{name}"
+    module.register_buffer(buffer, tap.point, persistent=False)
+    kind, dims = tap.kind, tap.dims
+
+    def act(module: nn.Module, tensor: torch.Tensor) -> None:
+        rows = tensor if tensor.dim() == dims + 1 else tensor.squeeze(0)  # transformers' modules carry [1, n, *row]
+        operator(rows.flatten(1), None, getattr(module, buffer), kind)
+
+    return act
+
+
+def of_input(module: nn.Module, act: Act) -> Callable[..., Any]:
+    """A hook for a module that acts on a copy of what it reads, which it goes on with."""
+    at, name = read_by(module)
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[at] if at < len(args) else kwargs[name]
+        copy = given.contiguous().clone()
+        act(module, copy)
+        if at < len(args):
+            return (*args[:at], copy, *args[at + 1 :]), kwargs
+        return args, {**kwargs, name: copy}
+
+    return hook
+
+
+def of_output(act: Act) -> Callable[..., Any]:
+    """A hook that acts on a copy of what a module gives first, which stands in its place."""
+
+    def hook(module: nn.Module, _args: Any, output: Any) -> Any:
+        many = isinstance(output, tuple)
+        first = (output[0] if many else output).contiguous().clone()
+        act(module, first)
+        return (first, *output[1:]) if many else first
+
+    return hook
+
+
+def read_by(module: nn.Module) -> tuple[int, str]:
+    """Which argument of a module carries what it reads: its place, and its name.
+
+    It is known before the module is traced: to look at all arguments is to have guards on all of them, which
+    torch.compile cannot have on functions.
+    """
+    names = _arguments(module)
+    name = next((one for one in _READ if one in names), next((one for one in names if one not in _POSITIONS), ""))
+    return (names.index(name) if name else 0), name
+
+
+def first_terms(module: nn.Module) -> Terms:
+    """The stream as a norm, or a block, takes it: what it reads, and what is to be added, if it is given that."""
+    names = _arguments(module)
+    at, name = read_by(module)
+    beside = names.index("residual") if "residual" in names else 0 if names else 1
+
+    def terms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        residual = args[beside] if 0 < beside < len(args) else kwargs.get("residual")
+        return args[at] if at < len(args) else kwargs[name], residual
+
+    return terms
+
+
+def _arguments(module: Any) -> list[str]:
+    """Names of a module's arguments; of an operator of vLLM's, those of its implementation in PyTorch."""
+    for forward in (module.forward, getattr(module, "forward_native", None)):
+        if forward is not None:
+            found = inspect.signature(forward).parameters.values()
+            names = [one.name for one in found if one.kind in {one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD}]
+            if names:
+                return names
+    return []
+
+
+def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 0) -> RemovableHandle:
+    """Tap an argument of the submodule `path` of `layer`, the first unless said; the rest as for `output_tap`."""
+    from steercap.kernels.tap import tap as operator
+
+    module = layer.get_submodule(located(layer, path))
+    buffer = f"steercap_{name}"
+    module.register_buffer(buffer, tap.point, persistent=False)
+    # vLLM would hand some modules of quantised models codes and a scale in place of rows, from a fused activation.
+    module.requires_unquantized_input = True  # type: ignore[assignment]
+    kind = tap.kind
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args, *kwargs.values()]
+        given[argument] = by_itself(given[argument])
+        operator(rows_of(given[argument]), None, getattr(module, buffer), kind)
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where its rows are parts of longer ones, as values are of a fused projection.
+
+    What changes such a view in place is compiled to a copy of more than the view, by which inductor of PyTorch 2.13
+    reads beyond a buffer's end where there are several views of one tensor.
+    """
+    return tensor if tensor.stride(-2) == tensor.shape[-1] else tensor.contiguous()
+
+
+def visit_output(module: nn.Module, visit: Visit) -> RemovableHandle:
+    """Visit what a module of transformers returns first."""
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        visit(output[0] if isinstance(output, tuple) else output)
+
+    return module.register_forward_hook(hook)
+
+
+def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
+    """Visit the first argument of a module of transformers."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        visit(args[0] if args else kwargs["hidden_states"])
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def visit_read(module: nn.Module, visit: Visit) -> RemovableHandle:
+    """Visit a copy of what a module of transformers reads, which it goes on with."""
+    return module.register_forward_pre_hook(of_input(module, lambda _, rows: visit(rows)), with_kwargs=True)
+
+
+def part_of(module: nn.Module) -> tuple[int, int]:
+    """Elements of a linear module's input on all ranks together, and how many ranks they are split over."""
+    # What vLLM puts around it for LoRA adapters calls the part of one rank its input's size.
+    linear: Any = getattr(module, "base_layer", module)
+    whole = int(linear.input_size)
+    part = int(getattr(linear, "input_size_per_partition", whole))
+    return whole, whole // part

@@ -1,0 +1,21 @@
+"""What the first layer reads: a token's embedding, with what the model multiplies it by, or adds for its position.
+
+It is transformers' `hidden_states[0]`, and `resid_pre` of layer 0.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from steercap.architectures.sites.resid_pre import ResidPre
+
+
+class Embed(ResidPre):
+    """Tap on the first layer's input, before that of `resid_pre`; on the first pipeline stage."""
+
+    name: ClassVar[str] = "embed"
+    of_model = 0
+    first: ClassVar[bool] = True
+
+
+MEMBER = Embed()

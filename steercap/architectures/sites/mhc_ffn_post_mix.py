@@ -1,0 +1,5 @@
+"""By what a layer's feed-forward block is added to each stream: [streams], float32, 0 to 2."""
+
+from steercap.architectures.sites.streams import Coefficients
+
+MEMBER = Coefficients("mhc_ffn_post_mix", "ffn", output=0, axes=1)

@@ -1,0 +1,34 @@
+"""What a layer's feed-forward block adds to the residual stream, any norm after it included."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from steercap.architectures.families.base import located
+from steercap.architectures.sites.base import RowShape, Site, Sizes, Tap, Visit, output_tap, visit_output
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from steercap.architectures.families.base import Family
+
+
+class MlpOut(Site):
+    """Tap on the output of the family's last module of the feed-forward block."""
+
+    def known(self, family: Family) -> bool:
+        return bool(family.mlp_out)
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        located(layer, family.mlp_out)  # some layers may lack it
+        return RowShape((sizes.hidden,))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return output_tap(layer, family.mlp_out, "mlp_out", tap)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_output(layer.get_submodule(located(layer, family.mlp_out)), visit)
+
+
+MEMBER = MlpOut()

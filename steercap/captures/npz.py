@@ -1,0 +1,138 @@
+"""Captures as NumPy's `.npz`, for people with readers of their own: plain arrays and one JSON text, nothing pickled.
+
+Arrays: rows by point, `<site>.<layer>` (shards `<site>.<layer>.shard<number>`), of rows in a codec its parts,
+`<site>.<layer>.q`, `.scale`, ...; `positions`, `token_ids`, `token_types` ("text" or "image", ...), `prompt_token_ids`,
+`output_token_ids`; and `about`, a text of JSON: model, request, texts, and of each point the codec with its parameters,
+the formula and the dtypes of the rows.
+
+Rows of full8 are written as others publish them: `row = (q - zero) * scale`. Codecs of another form have `step` and
+`least` in place of `scale` and `zero`, so that a reader of that formula cannot take them for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from steercap.captures.files import Saved, constants_of, named, shape_of
+from steercap.core.media import types_at
+from steercap.files.base import check_extension, write_whole
+from steercap.kernels.codecs.coded import CodedRows, coding_of, parts_of
+from steercap.kernels.codecs.random_projection import FAMILY
+
+#: Version 1 had `zero + scale * q` under the names of version 2.
+VERSION: Final = 2
+#: A row, of the parts of each codec, computed in float64 and rounded once to float32.
+FORMULAS: Final = {
+    "raw": "row",
+    "full8": "(q - zero) * scale, scale and zero of each row",
+    "calibrated8": "centre + reach * (least + step * q), step and least of each row, centre and reach of each element "
+    "of the whole row",
+    "fp8": "scale * q, scale of each row; q was float8 e4m3 and is float32 here, exactly",
+    "int4": "least + step * q in groups of 128 elements; two q share a byte, the earlier in the lower half",
+    "topk8": "row[indices] = least + step * q; the other elements are at most rest, and count as 0",
+    "features": "activations[indices] = q; an index of -1 stands for none; the other activations are at most rest, and "
+    "count as 0; active says how many are above 0",
+    "rp8": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
+    "rp16": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
+}
+#: dtypes that NumPy lacks, and float32 holds exactly.
+_WIDENED: Final = frozenset({torch.bfloat16, torch.float8_e4m3fn})
+
+
+def write(saved: Saved, path: Path) -> Path:
+    """Write a handle; the file appears whole or not at all. See `CaptureHandle.save_npz`.
+
+    Raises:
+        InvalidFile: the name ends in something other than .npz.
+    """
+    check_extension(path, ".npz")
+    arrays = {
+        _name(name): _array(tensor)
+        for point, rows in saved.rows.items()
+        for name, tensor in _published(coding_of(shape_of(rows).first)[0], dict(named(point, rows))).items()
+    }
+    for name in ("positions", "token_ids", "prompt_token_ids", "output_token_ids"):
+        arrays[name] = np.asarray(getattr(saved, name), dtype=np.int64)
+    header = saved.header
+    arrays["token_types"] = types_at(header.media, arrays["positions"])
+    about = {
+        "version": VERSION,
+        "model": header.model,
+        "request": header.request_id,
+        "text": header.text,
+        "reduce": header.reduce,
+        "directions": header.directions,
+        "points": {f"{point.site}.{point.layer}": _about(rows) for point, rows in saved.rows.items()},
+    }
+    arrays["about"] = np.array(msgspec.json.encode(about).decode())
+    with write_whole(path) as scratch, scratch.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    return path
+
+
+def _about(rows: Any) -> dict[str, Any]:
+    """What is to be known of one point."""
+    first, shards, row, ranks = shape_of(rows)
+    codec, parameters = coding_of(first)
+    projected = isinstance(first, CodedRows) and first.is_projected
+    formula = FORMULAS[codec]
+    if ranks > 1:
+        axis = "add them up" if projected else "put their rows side by side"
+        formula += f"; the second axis is that of {ranks} ranks, each with a part of the row of its own: {axis}"
+    if codec != "raw":
+        formula += "; in float64, rounded once to float32"
+    arrays = _published(codec, {**parts_of(first), **constants_of(rows)})
+    dtypes = {name: str(part.dtype).removeprefix("torch.") for name, part in arrays.items()}
+    return {
+        "codec": codec,
+        "parameters": parameters,
+        "formula": formula,
+        "dtypes": dtypes,
+        "shards": shards,
+        "row": list(row),
+        "ranks": ranks,
+        "family": FAMILY if projected else "",
+    }
+
+
+def _published(codec: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Write parts as `FORMULAS` reads them.
+
+    Args:
+        codec: theirs.
+        tensors: by name, "scale", or "scale.resid_post.8" in a file.
+    """
+    if codec == "full8":
+        return {name: _of_full8(name, tensor, tensors) for name, tensor in tensors.items()}
+    if not any(name.partition(".")[0] == "zero" for name in tensors):
+        return dict(tensors)
+    names = {"scale": "step", "zero": "least"}
+    split = {name: name.partition(".") for name in tensors}
+    return {"".join((names.get(part, part), *rest)): tensors[name] for name, (part, *rest) in split.items()}
+
+
+def _of_full8(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Turn `zero + scale * q` into `(q - zero) * scale`: float64; a scale of 0, of equal elements, becomes 1."""
+    part, *rest = name.partition(".")
+    if part == "q":
+        return tensor
+    scale = tensors["".join(("scale", *rest))].double()
+    scale = torch.where(scale == 0, 1.0, scale)
+    return scale if part == "scale" else tensor.double().neg().div(scale)
+
+
+def _name(name: str) -> str:
+    """`resid_post.8` of the name `rows.resid_post.8` in a file of ours, `resid_post.8.q` of `q.resid_post.8`."""
+    part, _, point = name.partition(".")
+    return point if part == "rows" else f"{point}.{part}"
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = (tensor.float() if tensor.dtype in _WIDENED else tensor).numpy()
+    return found

@@ -1,0 +1,386 @@
+"""Product quantisation of rows on disk: each row becomes a few bytes, by codebooks found in rows like it, with faiss.
+
+It is done after the capture, on files that `CaptureHandle.save` wrote: codebooks need rows to be trained on.
+Source: Jégou, Douze and Schmid, Product quantization for nearest neighbor search (2011).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float, Integer, UInt8
+
+from steercap.captures.handle import CaptureHandle
+from steercap.core.extras import extra
+from steercap.core.spec import Point, resolve_layers
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidRequest, InvalidSpec
+from steercap.files import native
+
+#: Rows that codebooks are trained on, at most: 256 for each of 256 entries, as many as faiss itself would use.
+TRAINED_ON: Final = 1 << 16
+#: faiss holds the entries of a codebook in a table of this many bits at most, and seeds in 32 bits with a sign.
+MOST_BITS: Final = 16
+MOST_NUMBER: Final = (1 << 31) - 1
+
+Files: TypeAlias = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """The codes of one handle's rows at one point.
+
+    Of a reduction there is one row, and the labels are those of the rows that were reduced.
+
+    Args:
+        quantiser: SHA-256 of the codebooks that they are codes of, in hexadecimal.
+        point: whose rows they are.
+        codes: uint8 [rows, bytes].
+        positions, token_ids: of the rows, int64 [rows]; of those that were reduced, int64 [labels].
+        request_id: of the handle.
+
+    Raises:
+        InvalidSpec: codes of another kind, or other labels than one for each.
+    """
+
+    quantiser: str
+    point: Point
+    codes: UInt8[torch.Tensor, "rows bytes"]
+    positions: Integer[torch.Tensor, " labels"]
+    token_ids: Integer[torch.Tensor, " labels"]
+    request_id: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "point", Point(*self.point))
+        codes, labels = self.codes, {len(self.positions), len(self.token_ids)}
+        if codes.dim() != 2 or codes.dtype != torch.uint8 or len(labels) > 1 or len(codes) not in labels | {1}:
+            raise InvalidSpec(
+                f"codes of {tuple(codes.shape)}, {codes.dtype}, with {len(self.positions)} positions and "
+                f"{len(self.token_ids)} token ids; give uint8 [rows, bytes], and a label of each row"
+            )
+
+    def save(self, path: str | Path) -> Path:
+        """Write them to one safetensors file; see `steercap.files.native`."""
+        return native.save(self, path, _codes_kind())
+
+    @staticmethod
+    def load(path: str | Path) -> Codes:
+        """Read what `save` wrote.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        return native.load(path, _codes_kind(), Codes)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantiser:
+    """Codebooks for the rows of one point: each row is cut into parts, and each part named by its nearest entry.
+
+    Args:
+        point: whose rows they are for.
+        codebooks: float32 [parts, 2**bits, width / parts].
+        model: whose rows they were trained on.
+        rows: how many.
+        seed: of their training.
+
+    Raises:
+        InvalidSpec: codebooks of another shape.
+    """
+
+    point: Point
+    codebooks: Float[torch.Tensor, "parts entries part_width"]
+    model: str = ""
+    rows: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "point", Point(*self.point))
+        books = self.codebooks
+        if books.dim() != 3 or books.dtype != torch.float32 or not _is_power(books.shape[1]):
+            raise InvalidSpec(f"codebooks of {tuple(books.shape)}, {books.dtype}; give float32 [parts, 2**bits, width]")
+
+    @staticmethod
+    def train(
+        files: Files,
+        layer: int,
+        *,
+        site: str = "resid_post",
+        parts: int = 64,
+        bits: int = 8,
+        most_rows: int = TRAINED_ON,
+        seed: int = 0,
+    ) -> Quantiser:
+        """Find codebooks in the rows of a point, those of files that `CaptureHandle.save` wrote.
+
+        Args:
+            files: one or several; of more than `most_rows` rows some are drawn, of all files alike.
+            layer: negative counts from the model's last.
+            site: of the rows.
+            parts: how many a row is cut into; it must divide the width.
+            bits: of the name of each part: `parts * bits / 8` bytes a row.
+            most_rows: how many rows to train on.
+            seed: of the draw, and of the training.
+
+        Raises:
+            MissingExtra: faiss is not installed.
+            InvalidSpec: parts, bits, most_rows or a seed that do not fit, several layers, or files of different models
+                or reductions, or of projections on directions.
+            InvalidRequest: fewer rows than entries of a codebook, or rows that are not finite.
+            LayerOutOfRange, InvalidFile: a file lacks the point, or is no capture.
+        """
+        handles = [CaptureHandle.load(path) for path in _paths(files)]
+        models = {handle.model for handle in handles}
+        if len(models) != 1:
+            raise InvalidSpec(f"files of models {sorted(models)}; train on the rows of one")
+        if len(reductions := {str(handle.receipt.reduce) for handle in handles}) != 1:
+            raise InvalidSpec(f"files of reductions {sorted(reductions)}; train on rows that were reduced alike")
+        layers = resolve_layers(layer, handles[0].num_layers)
+        if len(layers) != 1:
+            raise InvalidSpec(f"layer={shown(layer)}; give one, and train codebooks for each")
+        point = Point(layers[0], site)
+        most_rows = _whole("most_rows", most_rows, 1)
+        seed = _whole("seed", seed, 0)
+        rows = _drawn((_rows(_elements(handle, point)) for handle in handles), most_rows, seed)
+        parts, bits = _sizes(rows.shape[1], parts, bits)
+        if len(rows) < 1 << bits:
+            raise InvalidRequest(f"{len(rows)} rows for codebooks of {1 << bits} entries; give more, or fewer bits")
+        index = _index(rows.shape[1], parts, bits)
+        index.pq.cp.seed, index.pq.cp.min_points_per_centroid = seed, 1
+        index.train(rows)
+        return Quantiser(point, _books(index), models.pop(), len(rows), seed)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return self.codebooks.shape[0] * self.codebooks.shape[2]
+
+    @property
+    def bits(self) -> int:
+        """Of the name of each part."""
+        return int(self.codebooks.shape[1]).bit_length() - 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a code."""
+        return -(-self.codebooks.shape[0] * self.bits // 8)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the codebooks, in hexadecimal: what codes are known by."""
+        return hashlib.sha256(self.codebooks.contiguous().numpy().tobytes()).hexdigest()
+
+    def encode(self, rows: Float[torch.Tensor, "rows ..."]) -> UInt8[torch.Tensor, "rows bytes"]:
+        """The codes of rows: uint8 [rows, bytes].
+
+        Raises:
+            MissingExtra: faiss is not installed.
+            InvalidRequest: rows of another width, or that are not finite.
+        """
+        return torch.from_numpy(self._index().sa_encode(self._own(rows)))
+
+    def decode(self, codes: UInt8[torch.Tensor, "rows bytes"] | Codes) -> Float[torch.Tensor, "rows width"]:
+        """The rows that codes stand for: float32 [rows, width].
+
+        Raises:
+            MissingExtra: faiss is not installed.
+            InvalidRequest: codes of other codebooks.
+        """
+        return torch.from_numpy(self._index().sa_decode(self._codes(codes)))
+
+    def encode_file(self, source: str | Path, target: str | Path) -> Codes:
+        """Write the codes of a handle's rows beside its file, with their labels; returns them.
+
+        Raises:
+            MissingExtra: faiss is not installed.
+            InvalidRequest, LayerOutOfRange, InvalidFile: the file is no capture, lacks the point, does not fit, or
+                holds projections on directions.
+        """
+        handle = CaptureHandle.load(source)
+        if handle.model != self.model:
+            raise InvalidRequest(f"{source} holds rows of {handle.model!r}, and the codebooks are for {self.model!r}")
+        codes = self.encode(_elements(handle, self.point))
+        found = Codes(self.digest, self.point, codes, handle.positions, handle.token_ids, handle.request_id)
+        found.save(target)
+        return found
+
+    def search(
+        self,
+        queries: Float[torch.Tensor, "queries ..."],
+        codes: Codes | Sequence[Codes],
+        k: int,
+        *,
+        metric: Literal["distance", "inner"] = "distance",
+    ) -> tuple[Float[torch.Tensor, "queries k"], Integer[torch.Tensor, "queries k"]]:
+        """The k rows nearest to each query, of those that were coded.
+
+        Args:
+            queries: rows, whole.
+            codes: where to look; several are looked through one after another.
+            k: how many, at most as many as there are rows.
+            metric: by squared distance, ascending, or by inner product, descending.
+
+        Returns:
+            Distances or products, float32 [queries, k], and the number of each row among all that were coded, int64.
+
+        Raises:
+            MissingExtra: faiss is not installed.
+            InvalidRequest: queries of another width, codes of other codebooks, or an impossible k or metric.
+        """
+        if metric not in {"distance", "inner"}:
+            raise InvalidRequest(f"metric={shown(metric)}; use 'distance' or 'inner'")
+        everything = [codes] if isinstance(codes, Codes) else list(codes)
+        index = self._index(metric)
+        for one in everything:
+            index.add_sa_codes(self._codes(one))
+        if (asked := index_of(k)) is None or not 1 <= asked <= index.ntotal:
+            raise InvalidRequest(
+                f"k={shown(k)}; give a whole number from 1 to {index.ntotal}, the rows that were coded"
+            )
+        values, numbers = index.search(self._own(queries), asked)
+        return torch.from_numpy(values), torch.from_numpy(numbers)
+
+    def save(self, path: str | Path) -> Path:
+        """Write codebooks and provenance to one safetensors file; see `steercap.files.native`."""
+        return native.save(self, path, _kind(), model=self.model)
+
+    @staticmethod
+    def load(path: str | Path) -> Quantiser:
+        """Read what `save` wrote.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        return native.load(path, _kind(), Quantiser)
+
+    def __repr__(self) -> str:
+        books = f"{self.codebooks.shape[0]} parts of {self.bits} bits"
+        return f"Quantiser({self.point}, {books}, {self.rows} rows, model={self.model!r})"
+
+    def _index(self, metric: str = "distance") -> Any:
+        """faiss' index with these codebooks, empty."""
+        index = _index(self.width, self.codebooks.shape[0], self.bits, metric)
+        with extra("quantisation"):
+            import faiss
+        faiss.copy_array_to_vector(self.codebooks.contiguous().numpy().ravel(), index.pq.centroids)
+        index.is_trained = True
+        return index
+
+    def _own(self, rows: torch.Tensor) -> np.ndarray[Any, Any]:
+        found = _rows(rows)
+        if found.shape[1] != self.width:
+            raise InvalidRequest(f"rows are {found.shape[1]} wide, and the codebooks are for {self.width}")
+        return found
+
+    def _codes(self, codes: torch.Tensor | Codes) -> np.ndarray[Any, Any]:
+        if isinstance(codes, Codes):
+            if codes.quantiser != self.digest:
+                raise InvalidRequest(f"these are codes of other codebooks, {codes.quantiser[:12]}...; load those")
+            codes = codes.codes
+        if codes.dtype != torch.uint8 or codes.dim() != 2 or codes.shape[1] != self.row_bytes:
+            raise InvalidRequest(f"codes are {tuple(codes.shape)}, {codes.dtype}; give uint8 [rows, {self.row_bytes}]")
+        return codes.contiguous().numpy()
+
+
+def _index(width: int, parts: int, bits: int, metric: str = "distance") -> Any:
+    with extra("quantisation"):
+        import faiss
+    return faiss.IndexPQ(width, parts, bits, faiss.METRIC_L2 if metric == "distance" else faiss.METRIC_INNER_PRODUCT)
+
+
+def _books(index: Any) -> torch.Tensor:
+    with extra("quantisation"):
+        import faiss
+    found = faiss.vector_to_array(index.pq.centroids)
+    return torch.from_numpy(found.copy()).view(index.pq.M, index.pq.ksub, index.pq.dsub)
+
+
+def _rows(rows: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Rows as faiss takes them: float32 [rows, width].
+
+    Raises:
+        InvalidRequest: they are something else, or hold NaN or infinity.
+    """
+    if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or not rows.is_floating_point():
+        raise InvalidRequest(f"rows={shown(rows)}; give a tensor of floats, [rows, width]")
+    found = rows.detach().flatten(1).float().cpu().contiguous()
+    if not found.isfinite().all():
+        raise InvalidRequest("these rows hold NaN or infinity, which no codebook has")
+    return cast("np.ndarray[Any, Any]", found.numpy())
+
+
+def _elements(handle: CaptureHandle, point: Point) -> torch.Tensor:
+    """The rows of a point.
+
+    Raises:
+        InvalidSpec: projections are kept of them; or as for `captures[layer, site]`.
+        LayerOutOfRange: the handle lacks the point.
+    """
+    if handle.directions:
+        raise InvalidSpec(f"{handle.request_id} holds projections on directions, and no rows; capture without project=")
+    return handle.captures.elements(point)
+
+
+def _drawn(groups: Iterator[np.ndarray[Any, Any]], most: int, seed: int) -> np.ndarray[Any, Any]:
+    """At most so many rows of all groups, each as likely as any other."""
+    rng = np.random.default_rng(seed)
+    kept = next(groups)
+    keys = rng.random(len(kept))
+    for rows in groups:
+        kept, keys = np.concatenate([kept, rows]), np.concatenate([keys, rng.random(len(rows))])
+        if len(kept) > 2 * most:
+            chosen = np.argsort(keys)[:most]
+            kept, keys = kept[chosen], keys[chosen]
+    return np.ascontiguousarray(kept[np.argsort(keys)[:most]])
+
+
+def _is_power(entries: int) -> bool:
+    """Whether a codebook can have so many entries."""
+    return entries in {1 << bits for bits in range(1, MOST_BITS + 1)}
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    """A whole number that faiss can hold, at least so much.
+
+    Raises:
+        InvalidSpec: something else.
+    """
+    found = index_of(value)
+    if found is None or not least <= found <= MOST_NUMBER:
+        raise InvalidSpec(f"{name}={shown(value)}; give a whole number from {least} to {MOST_NUMBER:,}")
+    return found
+
+
+def _sizes(width: int, parts: object, bits: object) -> tuple[int, int]:
+    """Parts and bits, checked.
+
+    Raises:
+        InvalidSpec: they do not fit.
+    """
+    found, size = index_of(parts), index_of(bits)
+    if found is None or found < 1 or width % found:
+        raise InvalidSpec(f"parts={shown(parts)} does not divide rows of {width} elements")
+    if size is None or not 1 <= size <= MOST_BITS:
+        raise InvalidSpec(f"bits={shown(bits)}; give a whole number from 1 to {MOST_BITS}")
+    return found, size
+
+
+def _paths(files: Any) -> Iterable[Path]:
+    found = [files] if isinstance(files, (str, Path)) else list(files)
+    if not found:
+        raise InvalidSpec("files=[]; give one at least")
+    return map(Path, found)
+
+
+def _kind() -> native.Kind:
+    return native.Kind("quantiser", {"Quantiser": Quantiser})
+
+
+def _codes_kind() -> native.Kind:
+    return native.Kind("codes", {"Codes": Codes})

@@ -1,0 +1,270 @@
+"""Rows by point, as a handle or a chunk of a stream holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from steercap.architectures.sites import SITES
+from steercap.core.names import read_name
+from steercap.core.receipt import Receipt
+from steercap.core.spec import Point, name_of_site
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
+from steercap.kernels.codecs.coded import CodedRows, Whole
+from steercap.saes.features import Features
+
+#: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
+Rows: TypeAlias = "Whole | tuple[Whole, ...]"
+#: What rows are looked up by: a layer, a layer and a site, or a point's name.
+Key: TypeAlias = "int | tuple[int, str] | str"
+
+
+class Captures(Mapping[Point, torch.Tensor]):
+    """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always, and so by names of
+    points: `captures["blocks.5.attn.hook_z"]`, `captures["final_norm"]`.
+
+    Values are tensors [rows, *shape of the point] in the point's dtype, see `model.points`: [rows, hidden] for the
+    residual stream, [rows, heads, head_dim] for `z`. Rows in a lossy codec are decoded at every access, to float32 of
+    that shape, with "rp8" and "rp16" to their [rows, k] projections; `coded` has them as they are kept. After a
+    reduction rows are [1, *shape] in float32 ([0, *shape] if no token was there to reduce), and with `project=`
+    [rows, directions] in float32. With `sae=` they are the activations of all features, float32 [rows, features], those
+    that were not kept as 0; `features` has them as they are kept. Negative layers count from the model's last.
+
+    Args:
+        rows: the tensors, or the shards of what is split over ranks and was not gathered.
+        num_layers: decoder layers of the model.
+    """
+
+    def __init__(self, rows: Mapping[Point, Rows], num_layers: int) -> None:
+        self._rows = dict(rows)
+        self._num_layers = num_layers
+        self._sites = tuple(dict.fromkeys(point.site for point in self._rows))
+
+    def __getitem__(self, key: Key) -> torch.Tensor:
+        """The rows of one point.
+
+        Raises:
+            LayerOutOfRange: it was not captured; a KeyError too.
+            InvalidSpec: several sites were captured and none is named, something that is not a layer and a site, or
+                shards that were not gathered.
+        """
+        return _decoded(self.whole(key))
+
+    def whole(self, key: Key) -> Whole:
+        """The rows of one point as they are kept: a tensor, or `CodedRows`.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
+        """
+        point = self._point(key)
+        rows = self._rows[point]
+        if isinstance(rows, tuple):
+            raise InvalidSpec(
+                f"the rows of {point} were not gathered: there are {len(rows)} shards of them; take "
+                "captures.shards(layer, site), or capture with gather=True"
+            )
+        return rows
+
+    def elements(self, key: Key) -> torch.Tensor:
+        """The rows of one point, where it is their elements that count: for a lens, or products with vectors.
+
+        Raises:
+            InvalidSpec: random projections are kept of them; or as for `captures[layer, site]`.
+            LayerOutOfRange: as for `captures[layer, site]`.
+        """
+        rows = self.whole(key)
+        if isinstance(rows, CodedRows) and rows.is_read:
+            raise InvalidSpec(f"{rows} are features of an SAE, and no rows of the model; capture without sae=")
+        if isinstance(rows, CodedRows) and rows.is_projected:
+            raise InvalidSpec(
+                f"{rows} have no elements of the rows; capture with another codec, or take coded[...].inner(vectors)"
+            )
+        return _decoded(rows)
+
+    @property
+    def coded(self) -> Coded:
+        """Rows in a lossy codec as they are kept."""
+        return Coded(self)
+
+    @property
+    def features(self) -> Featured:
+        """With `sae=`, the features of each row."""
+        return Featured(self)
+
+    def shards(self, layer: int, site: str | None = None) -> tuple[torch.Tensor, ...]:
+        """The rows of one point as the tensor-parallel ranks had them, in their order; one where each had all of them.
+
+        What was gathered is one tensor: see `CaptureSpec(gather=False)`.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
+        """
+        rows = self._rows[self._point(layer if site is None else (layer, site))]
+        return tuple(map(_decoded, rows if isinstance(rows, tuple) else (rows,)))
+
+    def as_kept(self, key: Key) -> Rows:
+        """The rows of one point as they are kept: a tensor, `CodedRows`, or shards of either.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
+        """
+        return self._rows[self._point(key)]
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Captures:
+        """The same with each tensor changed, in one order: rows, or the codes of a codec."""
+        return Captures({point: mapped(rows, change) for point, rows in self._rows.items()}, self._num_layers)
+
+    def all_kept(self) -> dict[Point, Rows]:
+        """The rows of every point as they are kept."""
+        return dict(self._rows)
+
+    def _point(self, key: Key) -> Point:
+        given, site = self._named(key) if isinstance(key, str) else (key, None)
+        if isinstance(key, tuple) and len(key) == 2:
+            given, site = key
+        layer = index_of(given)
+        if layer is None or not (site is None or isinstance(site, str)):
+            raise InvalidSpec(
+                f"captures[{shown(key)}]: give a layer, or a layer and a site: captures[layer], "
+                f"captures[layer, 'resid_post']; captured: {self._points()}"
+            )
+        index = layer + self._num_layers if layer < 0 else layer
+        named = self._only_site() if site is None else name_of_site(site)
+        point = Point(SITES[named].placed(index, self._num_layers) if named in SITES else index, named)
+        if point not in self._rows:
+            raise LayerOutOfRange(f"{point} was not captured; captured: {self._points()}")
+        return point
+
+    @staticmethod
+    def _named(key: str) -> tuple[int | str, str]:
+        """Layer and site of a point's name; of a site that the model has one of, any layer."""
+        site, layer = read_name(key)
+        if layer is None and site in SITES and SITES[site].of_model is not None:
+            return 0, site
+        return key if layer is None else layer, site
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self._point(key)  # type: ignore[arg-type]
+        except SteercapError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"Captures({', '.join(f'{point}: {_described(rows)}' for point, rows in self._rows.items())})"
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers captured, ascending."""
+        return tuple(sorted({point.layer for point in self._rows}))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Sites captured."""
+        return self._sites
+
+    def _points(self) -> str:
+        return ", ".join(map(str, self._rows))
+
+    def _only_site(self) -> str:
+        if len(self._sites) != 1:
+            raise InvalidSpec(f"sites {', '.join(self._sites)} were captured; say which: captures[layer, site]")
+        return self._sites[0]
+
+
+class Found(NamedTuple):
+    """Rows that are here, and what the workers recorded of them."""
+
+    captures: Captures
+    receipt: Receipt
+
+
+def mapped(rows: Rows, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
+    """Rows of a point as they are kept, with each of their tensors changed, in one order."""
+    if isinstance(rows, tuple):
+        return tuple(_mapped(shard, change) for shard in rows)
+    return _mapped(rows, change)
+
+
+def _mapped(rows: Whole, change: Callable[[torch.Tensor], torch.Tensor]) -> Whole:
+    if isinstance(rows, CodedRows):
+        return replace(rows, parts={name: change(part) for name, part in rows.parts.items()})
+    return change(rows)
+
+
+class Coded(Mapping[Point, CodedRows]):
+    """Rows in a lossy codec by point: `coded[layer]` where one site was captured, `coded[layer, site]` always.
+
+    Args:
+        captures: all rows.
+    """
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+
+    def __getitem__(self, key: Key) -> CodedRows:
+        """The rows of one point.
+
+        Raises:
+            LayerOutOfRange: it was not captured; a KeyError too.
+            InvalidSpec: its rows are not in a lossy codec, or as for `captures[layer, site]`.
+        """
+        rows = self._captures.whole(key)
+        if not isinstance(rows, CodedRows):
+            raise InvalidSpec(f"the rows of {key} are not in a lossy codec; captures[...] has them as they are kept")
+        return rows
+
+    def __iter__(self) -> Iterator[Point]:
+        return (point for point in self._captures if isinstance(self._captures.as_kept(point), CodedRows))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Featured(Mapping[Point, Features]):
+    """Features by point: `features[layer]` where one site was read, `features[layer, site]` always.
+
+    Args:
+        captures: all rows.
+    """
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+
+    def __getitem__(self, key: int | tuple[int, str]) -> Features:
+        """The features of the rows of one point.
+
+        Raises:
+            LayerOutOfRange: it was not captured; a KeyError too.
+            InvalidSpec: no SAE read its rows, or as for `captures[layer, site]`.
+        """
+        rows = self._captures.whole(key)
+        if not isinstance(rows, CodedRows) or not rows.is_read:
+            raise InvalidSpec(f"no SAE read the rows of {key}; capture with CaptureSpec(sae=)")
+        return Features.of(rows)
+
+    def __iter__(self) -> Iterator[Point]:
+        return (point for point in self._captures.coded if self._captures.coded[point].is_read)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _decoded(rows: Whole) -> torch.Tensor:
+    return rows.decoded() if isinstance(rows, CodedRows) else rows
+
+
+def _described(rows: Rows) -> str:
+    if isinstance(rows, tuple):
+        return " + ".join(map(_described, rows))
+    return repr(rows) if isinstance(rows, CodedRows) else f"{tuple(rows.shape)} {rows.dtype}"

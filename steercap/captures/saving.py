@@ -1,0 +1,227 @@
+"""Captures written to a folder one by one, each listed in the run's manifest once it is there as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+
+from steercap.captures import files
+from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.manifest import (
+    CAPTURES,
+    FILE,
+    JOURNAL,
+    VERSION,
+    Document,
+    Layout,
+    Line,
+    Manifest,
+    Request,
+    is_name,
+    layout_of,
+    request_of,
+)
+from steercap.errors import InvalidRequest
+from steercap.files.base import check_extension
+from steercap.files.journal import Journal
+
+#: Names that a run gives its files; one that no manifest lists is half of a record.
+_OURS: Final = re.compile(r"\d{4,}\.safetensors")
+
+
+class CaptureRun:
+    """A folder that captures are written to; a context manager, which seals the manifest on leaving.
+
+    A run that was killed goes on: what it had listed is there, and what it had not is removed. One process writes at a
+    time. An entry costs the same however many there are.
+
+    Args:
+        folder: made if it is not there.
+        model: whose activations, `handle.model`.
+        asked: what the run is asked, as plain data for JSON: a run that goes on must have been asked alike. Left out,
+            the model alone is compared.
+
+    Raises:
+        RunDiffers: the folder holds a run of another model, or that was asked otherwise.
+        InvalidFile: its manifest cannot be read.
+        InvalidRequest: another process writes to it, or it holds captures that no manifest lists.
+    """
+
+    def __init__(self, folder: str | Path, *, model: str, asked: Mapping[str, Any] | None = None) -> None:
+        self.folder = Path(folder)
+        plain = msgspec.json.decode(msgspec.json.encode(dict(asked or {})))  # as it is read again
+        wanted = Document(VERSION, "captures", model, plain)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if CAPTURES.check_same(self.folder, lambda _: wanted) is None and (found := numbered(self.folder)):
+            raise InvalidRequest(
+                f"{self.folder} holds captures that no manifest lists, such as {found[0].name}; give another folder"
+            )
+        self._journal: Journal[Line] = Journal(self.folder / JOURNAL, Line)
+        self._journal.lock()
+        try:
+            self._document = self._opened(wanted)
+            self._known = list(self._document.layouts)
+            self._layouts = {msgspec.json.encode(layout): number for number, layout in enumerate(self._known)}
+            self._requests = {request.file: request for request in self._document.requests}
+            self._new: list[Line] = []
+            self._journal.begin(self._document.entries)
+        except BaseException:
+            self._journal.close(remove=False)
+            raise
+
+    def _opened(self, wanted: Document) -> Document:
+        """What the folder says, its journal sealed, and halves of records removed."""
+        before = CAPTURES.open(self.folder, wanted)
+        if before is None:
+            self._journal.begin(0)  # what one says that was left of another run is not for this one
+            CAPTURES.write(self.folder, wanted)
+            return wanted
+        there = Manifest.load(self.folder).document
+        if there.entries > before.entries:
+            CAPTURES.write(self.folder, there)
+        listed = {request.file for request in there.requests}
+        for path in numbered(self.folder):
+            if path.name not in listed:
+                path.unlink()
+        return there
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """What is listed, by the names of the files."""
+        return self._requests
+
+    def layout_of(self, request: Request) -> Layout:
+        """How the rows of a request are kept."""
+        return self._known[request.layout]
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the folder holds now."""
+        return Manifest(self.folder, self._document.extended(self._new))
+
+    def add(self, handle: CaptureHandle, name: str | None = None) -> Request:
+        """Write the captures of a handle, and list them. When this returns, both are done; if it does not, neither.
+
+        Args:
+            handle: fetched.
+            name: of the file, ending in .safetensors; by default the next number.
+
+        Raises:
+            InvalidRequest: the name is listed already, it is a handle of another model, or the run is closed.
+            CaptureNotFetched: before `fetch()`.
+            OSError: it cannot be written.
+        """
+        if not self._journal.locked:
+            raise InvalidRequest(f"this run is closed; open {self.folder} again with CaptureRun")
+        name = self._next() if name is None else name
+        if not is_name(name) or name in self._requests:
+            raise InvalidRequest(
+                f"name={name!r} is listed in {self.folder} already, or no name of a file; give another"
+            )
+        path = self.folder / name
+        check_extension(path, ".safetensors")
+        saved = handle.as_saved()
+        if saved.header.model != self._document.model:
+            raise InvalidRequest(
+                f"{handle.request_id} is of {saved.header.model!r}, and {self.folder} of {self._document.model!r}; "
+                "save the captures of each model in a folder of their own"
+            )
+        before = self._journal.size
+        try:
+            files.write(saved, path)
+            layout = layout_of(saved)
+            number = self._layouts.get(key := msgspec.json.encode(layout), len(self._layouts))
+            request = request_of(saved, path, number)
+            new = [Line(request=request)] if key in self._layouts else [Line(layout=layout), Line(request=request)]
+            self._journal.append(*new)
+        except BaseException:
+            self._journal.cut(before)
+            with contextlib.suppress(OSError):  # it is no record, whether it goes or not
+                path.unlink(missing_ok=True)
+            raise
+        if key not in self._layouts:
+            self._layouts[key] = number
+            self._known.append(layout)
+        self._requests[name] = request
+        self._new += new
+        return request
+
+    def _next(self) -> str:
+        """The first number from how many there are that is not a name yet."""
+        names = (f"{number:06}.safetensors" for number in itertools.count(len(self._requests)))
+        return next(name for name in names if name not in self._requests)
+
+    def close(self) -> None:
+        """Seal the manifest. Idempotent.
+
+        Raises:
+            OSError: it cannot be written; all that was listed is in the journal.
+        """
+        try:
+            if self._new:
+                document = self.manifest.document
+                CAPTURES.write(self.folder, document)
+                self._document, self._new = document, []
+        finally:
+            self._journal.close(remove=not self._new)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def save_run(folder: str | Path, handles: Any) -> Manifest:
+    """Write captures to a folder, one file each, and a manifest that lists them; what is there already stays.
+
+    Args:
+        folder: of one model's captures; made if it is not there.
+        handles: fetched, of one model, in lists as they came.
+
+    Returns:
+        The manifest, of all that the folder holds.
+
+    Raises:
+        InvalidRequest: no handles, or the errors of `CaptureRun`.
+        CaptureNotFetched: one of them has not been fetched; those before it are saved.
+    """
+    given = flat(handles)
+    if not given:
+        raise InvalidRequest("save_run: no handles; give those of generate, chat or read")
+    with CaptureRun(folder, model=given[0].model) as run:
+        for handle in given:
+            run.add(handle)
+    return run.manifest
+
+
+def forget_run(folder: Path) -> None:
+    """Remove a run: its manifest first, so that whenever this ends, no entry is without its file.
+
+    Args:
+        folder: which is there.
+
+    Raises:
+        InvalidRequest: another process writes to it.
+    """
+    journal: Journal[Line] = Journal(folder / JOURNAL, Line)
+    journal.lock()
+    try:
+        for path in (folder / FILE, *numbered(folder)):
+            path.unlink(missing_ok=True)
+    finally:
+        journal.close(remove=True)
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The files of a folder that are named as a run names them."""
+    return sorted(path for path in folder.glob("*.safetensors") if _OURS.fullmatch(path.name))

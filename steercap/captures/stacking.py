@@ -1,0 +1,156 @@
+"""Rows of many handles as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from steercap.captures.rows import Captures
+from steercap.core.spec import Layers, Point, resolve_layers
+from steercap.core.tokens import Tokens, TokenSelection, selected
+from steercap.core.values import choices
+from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
+from steercap.kernels.codecs.coded import CodedRows
+
+if TYPE_CHECKING:
+    from steercap.captures.handle import CaptureHandle
+
+
+def stack(
+    handles: Sequence[CaptureHandle],
+    tokens: Tokens | TokenSelection | None = None,
+    *,
+    layers: Layers | None = None,
+    site: str | None = None,
+) -> torch.Tensor:
+    """One row of each handle at each layer, as a tensor.
+
+    Args:
+        handles: fetched, one per prompt, of one model.
+        tokens: which row: a selection that holds one token of every handle, such as "last_prompt", 0, or -2 for the
+            second-to-last prompt token. By default the last prompt token; a handle that holds a reduction has one row,
+            and takes no `tokens`.
+        layers: which layers, ascending in the tensor; by default all that were captured, the same in every handle.
+        site: which site; may be left out where one was captured.
+
+    Returns:
+        [prompts, layers, hidden] in the dtype of the rows; with `project=`, [prompts, layers, directions].
+
+    Raises:
+        InvalidRequest: no handles, nested lists of them, or handles that differ in layers, site, width, dtype,
+            reduction or directions.
+        InvalidSelection: `tokens` selects no token of a handle, several, or one that was not captured.
+        LayerOutOfRange: a layer that was not captured.
+        CaptureNotFetched, CaptureReleased: a handle whose rows are not here.
+    """
+    given = _checked(handles)
+    site, wanted = _place(given[0], layers, site)
+    _check_alike(given, site, every=layers is None)
+    rows = []
+    for number, handle in enumerate(given):
+        at = _row(number, handle, tokens)
+        rows.append(torch.stack([_one(handle.captures, Point(layer, site), at) for layer in wanted]))
+    return torch.stack(rows)
+
+
+def _checked(handles: Any) -> list[CaptureHandle]:
+    if not isinstance(handles, Sequence) or not handles:
+        raise InvalidRequest(f"stack: handles={handles!r}; give a list of at least one fetched handle")
+    for number, handle in enumerate(handles):
+        if handle is None or isinstance(handle, Sequence):
+            raise InvalidRequest(
+                f"stack: entry {number} is {type(handle).__name__}, not a handle; with n > 1 flatten the lists, "
+                "and leave out prompts for which nothing was kept"
+            )
+    return list(handles)
+
+
+def _place(first: CaptureHandle, layers: Layers | None, site: str | None) -> tuple[str, list[int]]:
+    """The site and the layers to stack, as the first handle has them."""
+    captures = first.captures
+    if site is None and len(captures.sites) > 1:
+        raise InvalidRequest(f"stack: the handles hold sites {', '.join(captures.sites)}; give site=")
+    site = captures.sites[0] if site is None else site
+    known = _known(first, site)
+    if not known:
+        raise InvalidRequest(f"stack: site={site!r} was not captured; {choices(site, captures.sites)}")
+    wanted = known if layers is None else list(resolve_layers(layers, first.num_layers))
+    if missing := [layer for layer in wanted if layer not in known]:
+        raise LayerOutOfRange(f"stack: layers {missing} were not captured at {site!r}; captured: {known}")
+    return site, wanted
+
+
+def _known(handle: CaptureHandle, site: str) -> list[int]:
+    return sorted(point.layer for point in handle.captures if point.site == site)
+
+
+def _check_alike(handles: Sequence[CaptureHandle], site: str, *, every: bool) -> None:
+    """Check that all handles hold the same kind of rows.
+
+    Args:
+        handles: the handles.
+        site: the site to stack.
+        every: whether all layers captured are wanted, so that they must be the same.
+    """
+    kinds: dict[str, list[Any]] = {
+        "model": [handle.model for handle in handles],
+        "reduction": [handle.receipt.reduce for handle in handles],
+        "directions": [handle.directions for handle in handles],
+        "marks of the directions": [handle.marks for handle in handles],
+        "width and dtype": [_form(handle, site) for handle in handles],
+    }
+    if every:
+        kinds[f"layers at {site!r}"] = [_known(handle, site) for handle in handles]
+    for name, found in kinds.items():
+        for number, value in enumerate(found):
+            if value != found[0]:
+                raise InvalidRequest(
+                    f"stack: handles differ in their {name}: {found[0]!r} of handle 0, {value!r} of handle {number}; "
+                    "stack those that are alike" + (", or give layers=" if name.startswith("layers") else "")
+                )
+
+
+def _form(handle: CaptureHandle, site: str) -> tuple[int | str, torch.dtype] | None:
+    point = next((point for point in handle.captures if point.site == site), None)
+    if point is None:
+        return None
+    rows = handle.captures.whole(point)
+    if isinstance(rows, CodedRows):  # decoded to numbers of one width they may be projections of several matrices
+        return rows.terms, torch.float32
+    return rows.shape[-1], rows.dtype
+
+
+def _one(captures: Captures, point: Point, at: int) -> torch.Tensor:
+    """One row of a point; of rows in a codec no other is decoded."""
+    rows = captures.whole(point)
+    return rows[at : at + 1].decoded()[0] if isinstance(rows, CodedRows) else rows[at]
+
+
+def _row(number: int, handle: CaptureHandle, tokens: Tokens | TokenSelection | None) -> int:
+    """Which of the handle's rows is wanted."""
+    if reduce := handle.receipt.reduce:
+        if tokens is not None:
+            raise InvalidSelection(
+                f"stack: handle {number} holds one row, the {reduce} of its tokens; leave tokens= out"
+            )
+        if not handle.receipt.rows:
+            raise InvalidSelection(f"stack: handle {number} holds no row: it had no token to reduce")
+        return 0
+    selection = TokenSelection.parse("last_prompt" if tokens is None else tokens)
+    prompt_len = len(handle.prompt_token_ids)
+    total = prompt_len + max(len(handle.output_token_ids) - 1, 0)  # the last sampled token has no row
+    positions = selected(selection.ranges(prompt_len, total), total).nonzero()[0].tolist()
+    if len(positions) != 1:
+        raise InvalidSelection(
+            f"stack: tokens={selection} selects {len(positions)} tokens of handle {number}; "
+            "choose one, such as 'last_prompt' or -1, or capture with reduce="
+        )
+    held: list[int] = handle.positions.tolist()
+    if positions[0] not in held:
+        raise InvalidSelection(
+            f"stack: handle {number} has no row of position {positions[0]} (tokens={selection}); "
+            f"captured: {len(held)} of {total} positions"
+        )
+    return held.index(positions[0])

@@ -1,8 +1,0 @@
-"""From a corpus to rows: what documents are read of, windows of tokens, which tokens are kept, and how they are run."""
-
-from steercap.collecting.calls import activations, collect
-from steercap.collecting.many import RayActors
-from steercap.collecting.samples import ByPredicate, ByProbe, OneIn
-from steercap.collecting.sources import Source, open_source
-
-__all__ = ["ByPredicate", "ByProbe", "OneIn", "RayActors", "Source", "activations", "collect", "open_source"]

@@ -1,5 +1,0 @@
-"""Random projections with 16 bits a number."""
-
-from steercap.encodings.random_projection import RandomProjection
-
-MEMBER = RandomProjection(16)

@@ -1,5 +1,0 @@
-"""Random projections with 8 bits a number."""
-
-from steercap.encodings.random_projection import RandomProjection
-
-MEMBER = RandomProjection(8)

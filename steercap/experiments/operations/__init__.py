@@ -1,8 +1,0 @@
-"""SWEPT BY: one file an operation that a sweep gives doses of. To add one, add a file with a `MEMBER`."""
-
-import sys
-
-from steercap.core.registry import Registry
-from steercap.experiments.operations.base import Operation
-
-OPERATIONS: Registry[Operation] = Registry("operation", sys.modules[__name__], Operation)  # type: ignore[type-abstract]

@@ -1,0 +1,48 @@
+"""AS: one file per encoding of rows. To add one, add a file with a `MEMBER`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from steercap.core.coding import RAW, Coding
+from steercap.core.records import RecordShape
+from steercap.core.registry import Registry
+from steercap.core.schema import PointSchema
+from steercap.core.values import choices
+from steercap.errors import InvalidSpec, UnknownName
+from steercap.kernels.codecs.base import Encoding
+
+ENCODINGS: Registry[Encoding] = Registry("encoding", sys.modules[__name__], Encoding)  # type: ignore[type-abstract]
+
+
+def record_of(schemas: Sequence[PointSchema], coding: Coding = RAW) -> RecordShape:
+    """How a token's record of these points is laid out."""
+    return ENCODINGS[coding.encoding].record(schemas, coding)
+
+
+def codec_of(name: str, k: int | None = None, seed: int | None = None) -> Coding:
+    """A codec as users name it, with its parameters.
+
+    Args:
+        name: of the codec.
+        k: how many numbers stand for a row; None for the codec's default.
+        seed: of its matrix; None for 0.
+
+    Raises:
+        UnknownName: there is no such codec; the message lists those there are.
+        InvalidSpec: the codec has no such parameter.
+    """
+    codecs = {known: encoding for known, encoding in ENCODINGS.items() if encoding.is_codec}
+    if name not in codecs:
+        raise UnknownName(f"unknown codec {name!r}; {choices(name, codecs)}")
+    parameters = (
+        ("k", k, [known for known, codec in codecs.items() if codec.default_k]),
+        ("seed", seed, [known for known, codec in codecs.items() if codec.seeded]),
+    )
+    for parameter, value, having in parameters:
+        if value is not None and name not in having:
+            raise InvalidSpec(
+                f"{parameter}={value} with codec={name!r}, which has no such parameter; {', '.join(having)} have it"
+            )
+    return Coding(name, codecs[name].default_k if k is None else k, seed or 0)

@@ -1,0 +1,66 @@
+"""Eight bits per element of rows that were centred and scaled: `value = centre + reach × (zero + scale × q)`.
+
+Centre and reach are those of each element, from a `Calibration`; scale and zero point those of each row, as in
+`encodings.full8`, so that nothing is clipped whatever the calibration was made of. Elements whose sizes differ have
+steps that differ: an element is off by half of `reach × scale` at most, and by the rounding of what is coded, which is
+float32. A row that is not finite, or not any more once it is scaled, becomes NaN throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from steercap.kernels.bits import FULL8_STEPS
+from steercap.kernels.codecs.base import Alike, dtype_of
+from steercap.kernels.codecs.full8 import Full8
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.core.coding import Coding
+    from steercap.core.schema import PointSchema
+
+#: Its name, which no `codec=` says.
+CALIBRATED: Final = "calibrated8"
+#: What two roundings to float32, and that of a zero point, are off by: a share of the greatest number that is coded.
+ROUNDED: Final = 2.0**-22
+
+
+class Calibrated8(Full8):
+    """The codes of `full8`, of rows less their centre and divided by their reach."""
+
+    is_codec: ClassVar[bool] = False
+    constants: ClassVar[tuple[str, ...]] = ("centre", "reach")
+
+    def vectors(self, coding: Coding) -> int:
+        return len(self.constants)
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert vectors is not None, "rows are calibrated"
+        return super().encode((rows.float() - vectors[0]) / vectors[1], schema, coding, None)
+
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        from steercap.kernels.codecs.uniform import restored
+
+        rows = restored(
+            parts["q"], parts["scale"][:, None], parts["zero"][:, None], centre=parts["centre"], reach=parts["reach"]
+        )
+        return rows.view(-1, *schema.shard_shape)
+
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        scale, zero = parts["scale"].double(), parts["zero"].double()
+        within = scale / 2 + ROUNDED * (zero.abs() + FULL8_STEPS * scale)
+        return (within[:, None] * parts["reach"].double()).view(-1, *schema.shard_shape)
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        from steercap.kernels.triton_full8 import launch_full8
+
+        assert alike.directions is not None, "rows are calibrated"
+        rows = ring.view(dtype_of(alike.schema))
+        launch_full8(rows, ring, records, alike.points, alike.schema.shard_width, vectors, alike.directions)
+
+
+MEMBER = Calibrated8()

@@ -1,0 +1,131 @@
+"""The k elements of greatest magnitude, exactly: int32 indices and float32 values, how many are not 0, and the next.
+
+Of rows that an SAE's encoder makes of those of the model, its most active features. Greatest first; an element that is
+0 has the index -1. What is kept is exact, anything else at most `rest`, the greatest magnitude that was left out. A row
+that is not finite becomes NaN throughout, with no index and -1 elements that are not 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from steercap.core.records import LINE_BYTES
+from steercap.kernels.codecs.base import Alike, Codec, Reading, dtype_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.core.coding import Coding
+    from steercap.core.schema import PointSchema
+
+#: Bytes before the values of a row: how many elements are not 0, int32, and `rest`, float32.
+HEAD: Final = 8
+#: Bytes of all features' activations that are there at once.
+BLOCK_BYTES: Final = 64 << 20
+
+
+class Features(Codec):
+    """What `CaptureSpec(sae=)` keeps."""
+
+    is_codec: ClassVar[bool] = False
+    default_k: ClassVar[int] = 32
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return HEAD + 8 * coding.k
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        return strongest(rows, coding.k)
+
+    def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
+        import torch
+
+        numbers = stored.contiguous().view(torch.int32)
+        values = stored.contiguous().view(torch.float32)
+        first, middle = HEAD // 4, HEAD // 4 + coding.k
+        return {
+            "q": values[:, middle:].clone(),
+            "indices": numbers[:, first:middle].clone(),
+            "active": numbers[:, 0].clone(),
+            "rest": values[:, 1].clone(),
+        }
+
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        import torch
+
+        indices = parts["indices"]
+        rows = parts["q"].new_zeros((len(indices), schema.shard_width))
+        rows.scatter_add_(1, indices.clamp(min=0).long(), parts["q"].where(indices >= 0, 0.0))
+        return rows.masked_fill_((parts["active"] < 0)[:, None], torch.nan).view(-1, *schema.shard_shape)
+
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        most = parts["rest"].double()[:, None].repeat(1, schema.shard_width)
+        kept = most.gather(1, parts["indices"].clamp(min=0).long())
+        exact = kept.where(parts["indices"] < 0, 0.0)
+        return most.scatter_reduce_(1, parts["indices"].clamp(min=0).long(), exact, "amin").view(
+            -1, *schema.shard_shape
+        )
+
+    def damage(self, parts: Mapping[str, torch.Tensor], schema: PointSchema) -> str:
+        indices, values = parts["indices"].long(), parts["q"]
+        found = indices.sort(dim=1).values
+        twice = (found.diff(dim=1) == 0) & (found[:, 1:] >= 0)
+        if bool((indices < -1).any()) or bool((indices >= schema.shard_width).any()) or bool(twice.any()):
+            return f"'indices' must differ, and lie from 0 to {schema.shard_width - 1}, or be -1"
+        if bool(((indices < 0) & (values != 0) & ~values.isnan()).any()):
+            return "'q' has values of no index"
+        return ""
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        import torch
+
+        dtype, width = dtype_of(alike.schema), alike.schema.shard_width
+        lines = -(-width * dtype.itemsize // LINE_BYTES)
+        first = (records[:, :1] + alike.points[:, 0]).flatten()
+        size = self.row_bytes(alike.schema, alike.coding)
+        words, at = ring.view(-1).view(torch.int64), torch.arange(size // 8, device=ring.device)
+        start = (records[:, 1:] * (LINE_BYTES // 8) + alike.points[:, 1] // 8).flatten()
+        of_row = torch.arange(lines, device=ring.device)
+        for own, to in zip(first.split(part := rows_at_once(alike.reads, width)), start.split(part), strict=True):
+            held = ring[own[:, None] + of_row].flatten(1)[:, : width * dtype.itemsize]
+            stored = read(held.contiguous().view(dtype), alike.reads, alike.coding.k)
+            words[to[:, None] + at] = stored.view(torch.int64)
+
+
+def rows_at_once(reads: Reading | None, width: int) -> int:
+    """Rows whose activations may be there at once."""
+    return max(1, BLOCK_BYTES // (4 * (width if reads is None else reads.d_sae)))
+
+
+def read(rows: torch.Tensor, reads: Reading | None, k: int) -> torch.Tensor:
+    """Rows of the model as their features are stored: uint8 [rows, row bytes]."""
+    return strongest(rows if reads is None else reads.activations(rows), k)
+
+
+def strongest(rows: torch.Tensor, k: int) -> torch.Tensor:
+    """The greatest elements of rows as they are stored: uint8 [rows, row bytes].
+
+    Nothing here waits for the device.
+    """
+    import torch
+
+    rows = rows.float()
+    good = rows.isfinite().all(dim=1)
+    found = rows.abs().topk(min(k + 1, rows.shape[1]), dim=1)
+    indices = found.indices[:, :k].to(torch.int32)
+    values = rows.gather(1, found.indices[:, :k])
+    rest = found.values[:, k] if rows.shape[1] > k else rows.new_zeros(len(rows))
+    active = (rows != 0).sum(dim=1, dtype=torch.int32)
+    indices = indices.where((values != 0) & good[:, None], -1)
+    values, rest = values.where(good[:, None], torch.nan), rest.where(good, torch.nan)
+    active = active.where(good, -1)
+    if missing := k - indices.shape[1]:  # there are no more
+        indices = torch.nn.functional.pad(indices, (0, missing), value=-1)
+        values = torch.nn.functional.pad(values, (0, missing))
+    columns = (active[:, None], rest[:, None].view(torch.int32), indices, values.contiguous().view(torch.int32))
+    return torch.cat(columns, dim=1).view(torch.uint8)
+
+
+MEMBER = Features()

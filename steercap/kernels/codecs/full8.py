@@ -1,0 +1,64 @@
+"""Eight bits per element: `value = zero + scale × q`, with the scale and zero point of each row.
+
+A row's codes span its own least and greatest element, so an element is off by half a step at most:
+`scale / 2 = (max - min) / 510`, and by the rounding of a float32. A row that is not finite becomes NaN throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from steercap.core.records import LINE_BYTES
+from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
+from steercap.kernels.codecs.base import Alike, Codec, dtype_of, packed
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.core.coding import Coding
+    from steercap.core.schema import PointSchema
+
+
+class Full8(Codec):
+    """uint8 codes behind their row's scale and zero point; decoded to float32."""
+
+    align: ClassVar[int] = LINE_BYTES
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return FULL8_HEAD + schema.shard_width
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        import torch
+
+        from steercap.kernels.codecs.uniform import from_least, heads
+
+        scale, zero, codes = from_least(rows, FULL8_STEPS)
+        return torch.cat([heads(scale, zero), codes.to(torch.uint8)], dim=1)
+
+    def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
+        from steercap.kernels.codecs.uniform import columns_of, floats
+
+        scale, zero = columns_of(floats(stored, 0, 2))
+        return {"q": packed(stored[:, FULL8_HEAD:]), "scale": scale, "zero": zero}
+
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        from steercap.kernels.codecs.uniform import restored
+
+        rows = restored(parts["q"], parts["scale"][:, None], parts["zero"][:, None])
+        return rows.view(-1, *schema.shard_shape)
+
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        half = parts["scale"].double()[:, None] / 2
+        return half.expand(-1, schema.shard_width).reshape(-1, *schema.shard_shape)
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        from steercap.kernels.triton_full8 import launch_full8
+
+        rows = ring.view(dtype_of(alike.schema))
+        launch_full8(rows, ring, records, alike.points, alike.schema.shard_width)
+
+
+MEMBER = Full8()

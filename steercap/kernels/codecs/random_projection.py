@@ -1,0 +1,122 @@
+"""Random projections: `k` sums of a row's elements with random signs, over √k, stored as integers.
+
+The matrix is never sent: its signs are the bits of NumPy's Philox generator (4x64, ten rounds) with the seed as its
+key, little-endian, row by row; a row of the matrix for each number, [k, width]. So the first numbers of a larger k are
+those of a smaller one, but for the factor. Scalar products of what was projected with one matrix estimate those of the
+rows, without bias, and with a standard deviation of at most √(2 / k) of the product of their norms, √(1 / k) at right
+angles. Numbers are coded in groups of 128 with a scale each, `scale × q`; rows and their negatives are rounded alike,
+so that rounding adds no bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+
+from steercap.kernels.bits import GROUP
+from steercap.kernels.codecs.base import Alike, Codec, added, dtype_of, packed
+from steercap.kernels.codecs.matrices import Matrices
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.core.coding import Coding
+    from steercap.core.schema import PointSchema
+
+#: How the matrix follows from its seed, for files.
+FAMILY: Final = "rademacher-philox4x64"
+
+
+class RandomProjection(Codec):
+    """Signed integer codes of `bits` bits behind the scales of their groups; decoded to float32 [rows, k].
+
+    Args:
+        bits: 8 or 16.
+    """
+
+    default_k: ClassVar[int] = 512
+    seeded: ClassVar[bool] = True
+
+    def __init__(self, bits: int) -> None:
+        self._bytes = bits // 8
+        self._steps = 2 ** (bits - 1) - 1
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return 4 * _groups(coding) + self._bytes * coding.k
+
+    def matrix(self, width: int, coding: Coding) -> torch.Tensor:
+        """The signs, float32 [k, width]; not to be written to."""
+        return signs(coding.k, width, coding.seed)
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        import torch
+
+        from steercap.kernels.codecs.uniform import about_zero, groups_of, heads
+
+        assert vectors is not None, "rows are projected with a matrix"
+        numbers = rows.float() @ vectors.T * coding.k**-0.5
+        scale, codes = about_zero(groups_of(numbers, GROUP), self._steps)
+        whole = codes.flatten(1)[:, : coding.k].to(self._dtype).contiguous()
+        return torch.cat([heads(scale), whole.view(torch.uint8)], dim=1)
+
+    def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
+        from steercap.kernels.codecs.uniform import floats
+
+        groups = _groups(coding)
+        codes = packed(stored[:, 4 * groups :]).view(self._dtype)
+        return {"q": codes, "scale": floats(stored, 0, groups)}
+
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        from steercap.kernels.codecs.uniform import restored
+
+        return restored(parts["q"], _of_numbers(parts["scale"], coding))
+
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        return _of_numbers(parts["scale"], coding).double() / 2
+
+    def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sums over shards add up to those over whole rows."""
+        return added(shards)
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        from steercap.kernels.triton_rp import launch_rp
+
+        rows, codes = ring.view(dtype_of(alike.schema)), ring.view(self._dtype)
+        launch_rp(rows, codes, records, alike.points, vectors, self._steps)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.int8 if self._bytes == 1 else torch.int16
+
+
+_SIGNS: Final = Matrices()
+
+
+def signs(k: int, width: int, seed: int) -> torch.Tensor:
+    """The matrix of a seed without its factor: float32 [k, width], each element 1 or -1; not to be written to."""
+    return _SIGNS.get((k, width, seed), lambda: _drawn(k, width, seed))
+
+
+def _drawn(k: int, width: int, seed: int) -> torch.Tensor:
+    import torch
+
+    row = -(-width // 64)
+    words = np.random.Philox(key=seed).random_raw(k * row).astype("<u8").reshape(k, row)
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=width, bitorder="little")
+    return torch.from_numpy(bits).float().mul_(2).sub_(1)
+
+
+def _groups(coding: Coding) -> int:
+    return -(-coding.k // GROUP)
+
+
+def _of_numbers(scales: torch.Tensor, coding: Coding) -> torch.Tensor:
+    from steercap.kernels.codecs.uniform import of_members
+
+    return of_members(scales, GROUP, coding.k)

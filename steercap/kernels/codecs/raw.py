@@ -1,0 +1,35 @@
+"""Rows kept bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from steercap.kernels.codecs.base import Encoding, dtype_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.core.coding import Coding
+    from steercap.core.schema import PointSchema
+
+
+class Raw(Encoding):
+    """The bytes of the row, nothing else."""
+
+    is_codec: ClassVar[bool] = True
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return schema.shard_width * dtype_of(schema).itemsize
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        import torch
+
+        return rows.to(dtype_of(schema)).contiguous().view(torch.uint8)
+
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
+        return stored.view(dtype_of(schema)).view(-1, *schema.shard_shape)
+
+
+MEMBER = Raw()

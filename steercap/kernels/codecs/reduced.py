@@ -1,0 +1,52 @@
+"""Reductions: one float32 row for all of a request's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from steercap.core.coding import RAW, REDUCED
+from steercap.kernels.codecs.base import Encoding
+from steercap.kernels.codecs.raw import Raw
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.core.coding import Coding
+    from steercap.core.schema import PointSchema
+
+#: Bytes of a float32.
+_FLOAT = 4
+
+
+class Reduced(Encoding):
+    """A float32 row, whatever the rows it was reduced from are."""
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return schema.shard_width * _FLOAT
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        import torch
+
+        return rows.float().contiguous().view(torch.uint8)
+
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
+        import torch
+
+        return stored.view(torch.float32).view(-1, *schema.shard_shape)
+
+
+MEMBER = Reduced()
+
+
+def accumulator_records(schemas: Sequence[PointSchema], held: int) -> int:
+    """How many raw records' lines a reduction takes in the arena: for its float32 rows, and for the rows held apart.
+
+    Args:
+        schemas: of its points.
+        held: rows held apart.
+    """
+    raw = Raw().record(schemas, RAW).lines
+    return (-(-MEMBER.record(schemas, REDUCED).lines // raw) if raw else 0) + held

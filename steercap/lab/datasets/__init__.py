@@ -1,0 +1,45 @@
+"""Data sets of activations: a folder of shards that other tools open, and what training reads from it.
+
+folder/
+  definition.json                    what it is a data set of
+  shards/000000.safetensors          rows of each point: `rows.<site>.<layer>`, or the parts of its codec
+  shards/000000.parquet              one row a token: document, window, position, token, offset
+  shards/000000.statistics.safetensors
+  shards/000000.json                 the receipt, written last: sizes and SHA-256 of these
+  points.parquet                     one row a tensor: point, codec, dtype, shape
+  statistics.safetensors, dataset.json   when it is complete
+"""
+
+from steercap.lab.datasets.batches import ActivationBatches
+from steercap.lab.datasets.dataset import ActivationDataset
+from steercap.lab.datasets.definition import Definition, PointFormat, define
+from steercap.lab.datasets.folder import DatasetFolder, Totals, verify
+from steercap.lab.datasets.normalising import Normalisation
+from steercap.lab.datasets.remote import RemoteFolder, storage_of
+from steercap.lab.datasets.rows import Labelled
+from steercap.lab.datasets.shards import Receipt, Shard, write_shard
+from steercap.lab.datasets.statistics import PointStatistics
+from steercap.lab.datasets.storage import LocalFolder, Storage
+from steercap.lab.datasets.tables import Index
+
+__all__ = [
+    "ActivationBatches",
+    "ActivationDataset",
+    "DatasetFolder",
+    "Definition",
+    "Index",
+    "Labelled",
+    "LocalFolder",
+    "Normalisation",
+    "PointFormat",
+    "PointStatistics",
+    "Receipt",
+    "RemoteFolder",
+    "Shard",
+    "Storage",
+    "Totals",
+    "define",
+    "storage_of",
+    "verify",
+    "write_shard",
+]

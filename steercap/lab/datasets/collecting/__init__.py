@@ -1,0 +1,8 @@
+"""From a corpus to rows: what documents are read of, windows of tokens, which tokens are kept, and how they are run."""
+
+from steercap.lab.datasets.collecting.calls import activations, collect
+from steercap.lab.datasets.collecting.many import RayActors
+from steercap.lab.datasets.collecting.samples import ByPredicate, ByProbe, OneIn
+from steercap.lab.datasets.collecting.sources import Source, open_source
+
+__all__ = ["ByPredicate", "ByProbe", "OneIn", "RayActors", "Source", "activations", "collect", "open_source"]

@@ -1,0 +1,136 @@
+"""What an actor of Ray's does: it has an engine of its own, and makes the shards that it is given.
+
+Arguments and answers are bytes, numbers and documents; only what opens the model and `Asked`, which may hold a
+predicate, are Ray's to pickle, as all that its drivers send is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+
+from steercap.errors import EngineFailure, RunDiffers
+from steercap.lab.datasets import DatasetFolder, storage_of
+from steercap.lab.datasets.collecting.collection import Asked, definition_of
+from steercap.lab.datasets.collecting.feeding import feed
+from steercap.lab.datasets.collecting.pipeline import blocks
+from steercap.lab.datasets.collecting.reading import CollectingModel
+from steercap.lab.datasets.collecting.shards import Sharder
+from steercap.lab.datasets.collecting.sources import Source
+from steercap.lab.datasets.definition import decode
+from steercap.lab.datasets.shards import RECEIPT, name_of
+
+#: Where a document is, what it holds, and the bytes of the corpus up to its end.
+Given = tuple[str, Any, int | None]
+
+
+class OpenedModel(CollectingModel, Protocol):
+    """A `SteerModel`."""
+
+    async def start(self) -> Any:
+        """Start its engine."""
+
+    async def aclose(self) -> None:
+        """End it."""
+
+    @property
+    def serving(self) -> Any:
+        """What holds its engine."""
+
+
+class CollectingActor:
+    """Ray makes an actor of it.
+
+    Args:
+        opening: gives a model that is not started.
+        where: of the data set.
+        asked: what is collected.
+    """
+
+    def __init__(self, opening: Callable[[], OpenedModel], where: str, asked: Asked) -> None:
+        self._opening, self._asked = opening, asked
+        self._storage = storage_of(where, **asked.storage_options)
+        self._model: OpenedModel | None = None
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the engine, if it does not run."""
+        await self._opened()
+
+    async def close(self) -> None:
+        """End the engine."""
+        model, self._model = self._model, None
+        if model is not None:
+            await model.aclose()
+
+    async def define(self, each: int | None, first: Sequence[Given]) -> bytes:
+        """The definition of a data set, as JSON.
+
+        Args:
+            each: documents of a shard; None for what the first few documents say.
+            first: documents of the corpus, if that is so.
+        """
+        model = await self._opened()
+        asked = replace(self._asked, documents_per_shard=each)
+        source = Source("the first documents", lambda: iter(first))
+        return msgspec.json.encode(await definition_of(model, model.serving.here(), source, asked))
+
+    async def collect(self, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
+        """Make a shard.
+
+        Args:
+            definition: of the data set, as JSON.
+            number: of the shard.
+            documents: all of its documents.
+
+        Returns:
+            Its receipt, as JSON.
+
+        Raises:
+            RunDiffers: this engine would make another data set, for example of other weights.
+            EngineFailure: the engine was lost; the next call starts another.
+        """
+        model = await self._opened()
+        try:
+            return await self._made(model, definition, number, documents)
+        except EngineFailure:
+            if model is self._model:
+                with suppress(EngineFailure):
+                    await self.close()
+            raise
+
+    async def _opened(self) -> OpenedModel:
+        async with self._turn:
+            if self._model is None:
+                model = self._opening()
+                await model.start()
+                self._model = model
+            return self._model
+
+    async def _made(self, model: OpenedModel, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
+        folder = DatasetFolder(self._storage, decode(definition, str(self._storage)))
+        each = folder.definition.documents_per_shard
+        engine = model.serving.here()
+        nothing = Source("nothing", lambda: iter(()))
+        asked = replace(self._asked, documents_per_shard=each)
+        mine = await definition_of(model, engine, nothing, asked)
+        if mine.digest != folder.definition.digest:
+            raise RunDiffers(
+                f"an actor's engine is not that of {self._storage}: {mine.model}, not {folder.definition.model}"
+            )
+        reading = asked.reading(model, engine)
+        source = Source(f"shard {number}", lambda: iter(documents), first=number * each)
+        sharder = Sharder(folder, reading.points, {}, asked.shard_bytes, first=number)
+        try:
+            async with aclosing(blocks(model, reading, feed(source, reading))) as found:
+                async for block in found:
+                    await sharder.add(block)
+            await sharder.finish()
+        finally:
+            await sharder.aclose()
+        return await asyncio.to_thread(self._storage.read, name_of(number, RECEIPT))

@@ -1,0 +1,321 @@
+"""A corpus read shard by shard into a folder; resumable after any interruption."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+import msgspec
+
+from steercap.concurrency.loops import finished, on_thread
+from steercap.core.extras import require
+from steercap.core.spec import CaptureSpec
+from steercap.core.tokens import Tokens, TokenSelection, selected
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSetting
+from steercap.files.fingerprint import tokenizer_digest, tokenizer_of
+from steercap.lab.datasets import DatasetFolder, Definition, Receipt, Totals, define, storage_of
+from steercap.lab.datasets import definition as definitions
+from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere, feed
+from steercap.lab.datasets.collecting.locking import locked
+from steercap.lab.datasets.collecting.pipeline import Block, blocks
+from steercap.lab.datasets.collecting.reading import CollectingModel, Reading, most_context
+from steercap.lab.datasets.collecting.samples import TokenSample, sample_of
+from steercap.lab.datasets.collecting.shards import Sharder, stopping
+from steercap.lab.datasets.collecting.sources import Corpus, Source, open_source
+from steercap.lab.datasets.collecting.windows import Bos, Cutting, Long
+from steercap.lab.datasets.storage import Storage
+
+if TYPE_CHECKING:
+    from steercap.engine.engine import Engine
+
+Batches: TypeAlias = AsyncGenerator[list[Fed], None]
+Value = TypeVar("Value")
+
+#: Bytes of rows in a shard: few files, and little that a kill loses.
+SHARD_BYTES: Final = 256 << 20
+#: Documents that are looked at to see how many make a shard.
+LOOKED_AT: Final = 256
+#: Documents of a shard at most, unless it is said: the first few may have no rows at all, and those behind them many.
+MOST_DOCUMENTS: Final = 1 << 14
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a collection is.
+
+    Args:
+        documents: read of the corpus.
+        tokens: that the model read.
+        rows: tokens that were kept.
+        bytes: of shards, written.
+        shards: that are there, those of earlier calls included.
+        share: of the corpus that was read, 0 to 1; None where nobody knows its length.
+        seconds: since the call.
+    """
+
+    documents: int
+    tokens: int
+    rows: int
+    bytes: int
+    shards: int
+    share: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A data set that is complete.
+
+    Args:
+        folder: where it is; `steercap.lab.datasets` opens it.
+        totals: what it holds.
+        skipped: items of the corpus that were no documents, with `bad="skip"`.
+        complaints: why, of the first few.
+        resumed: shards that were there before.
+        mended: of these, those that were damaged and collected again.
+        tokens: that the model read in this call.
+        seconds: of this call.
+    """
+
+    folder: str
+    totals: Totals
+    skipped: int
+    complaints: tuple[str, ...]
+    resumed: int
+    mended: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The arguments of `steercap.lab.datasets.collecting.collect`, which says what they mean."""
+
+    capture: CaptureSpec
+    tokens: Tokens | TokenSelection | TokenSample = "all"
+    context: int | None = None
+    long: Long | None = None
+    bos: Bos = "document"
+    template: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] | None = None
+    seed: int = 0
+    steering: Any = None
+    shard_bytes: int = SHARD_BYTES
+    documents_per_shard: int | None = None
+    statistics_every: int | None = None
+    concurrency: int | None = None
+    verify: bool = False
+    progress: Callable[[Progress], object] | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("shard_bytes", 1), ("documents_per_shard", 1), ("statistics_every", 0)):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            if (number := index_of(given)) is None or number < least:
+                raise InvalidSetting(f"{name}={shown(given)}; give a whole number of at least {least}")
+            object.__setattr__(self, name, number)  # NumPy's are no JSON
+
+    def reading(self, model: CollectingModel, engine: Engine) -> Reading:
+        """What is asked of the model.
+
+        Raises:
+            InvalidRequest: of the kind that says what does not fit.
+        """
+        context = most_context(engine, self.params) if self.context is None else self.context
+        long: Long = self.long or ("split" if self.params is None else "refuse")
+        cutting = Cutting(tokenizer_of(model), context, long, self.bos, self.template)
+        sample = sample_of(self.tokens)
+        return Reading(engine, self.capture, sample, cutting, self.params, self.seed, self.steering, self.concurrency)
+
+
+async def run_collection(
+    model: CollectingModel, engine: Engine, corpus: Corpus, folder: str | Path, asked: Asked
+) -> Collected:
+    """Read a corpus into a data set; see `steercap.lab.datasets.collecting.collect`."""
+    require("datasets")
+    reading = asked.reading(model, engine)
+    source = open_source(corpus)
+    storage = storage_of(folder, **asked.storage_options)
+    with locked(folder):
+        return await _Collection(model, reading, source, storage, asked).run()
+
+
+class _Collection:
+    """One call."""
+
+    def __init__(self, model: CollectingModel, reading: Reading, source: Source, storage: Any, asked: Asked) -> None:
+        self._model, self._reading, self._source, self._asked = model, reading, source, asked
+        self._storage = storage
+        self._began = time.monotonic()
+        self._read_bytes: int | None = 0
+        self._documents = self._tokens = self._rows = self._resumed = self._mended = 0
+
+    async def run(self) -> Collected:
+        """To the end, or to an error that says how far it came."""
+        with stopping(self._storage):
+            known = await asyncio.to_thread(there, self._storage)
+        if known is None:
+            batches, per_shard = await self._looked_at()
+            async with aclosing(batches):
+                folder = await self._begun(per_shard)
+                return await self._collected(folder, batches)
+        folder = await self._begun(known.documents_per_shard)
+        return await self._collected(folder, None)
+
+    async def _begun(self, per_shard: int) -> DatasetFolder:
+        with stopping(self._storage):
+            return await changed(partial(DatasetFolder.begin, self._storage, self._define(per_shard)))
+
+    async def _collected(self, folder: DatasetFolder, batches: Batches | None) -> Collected:
+        with stopping(self._storage):
+            receipts, self._resumed, self._mended = await sound_shards(folder, self._asked)
+        sharder = Sharder(folder, self._reading.points, receipts, self._asked.shard_bytes)
+        each = folder.definition.documents_per_shard
+        if batches is None:
+            batches = feed(self._source, self._reading, lambda number: number // each not in receipts)
+        await self._gather(sharder, batches)
+        with stopping(self._storage, sharder):
+            totals = await changed(folder.complete)
+        source = self._source
+        seconds = time.monotonic() - self._began
+        complaints = tuple(source.complaints)
+        return Collected(
+            str(self._storage), totals, source.skipped, complaints, self._resumed, self._mended, self._tokens, seconds
+        )
+
+    async def _gather(self, sharder: Sharder, batches: Batches) -> None:
+        try:
+            async with aclosing(blocks(self._model, self._reading, batches)) as found:
+                async for block in found:
+                    await sharder.add(block)
+                    self._count(block)
+                    self._tell(sharder)
+            await sharder.finish()
+        finally:
+            await sharder.aclose()
+
+    def _count(self, block: Block) -> None:
+        if block.ended:
+            self._documents, self._read_bytes = block.ended[-1].number + 1, block.ended[-1].bytes
+        self._tokens += sum(one.read for one in block.ended)
+        self._rows += len(block.index)
+
+    def _tell(self, sharder: Sharder) -> None:
+        if self._asked.progress is None:
+            return
+        share = None
+        if self._source.bytes and self._read_bytes is not None:
+            share = min(1.0, self._read_bytes / self._source.bytes)
+        elif self._source.count:
+            share = min(1.0, self._documents / self._source.count)
+        seconds = time.monotonic() - self._began
+        self._asked.progress(
+            Progress(self._documents, self._tokens, self._rows, sharder.bytes, sharder.written, share, seconds)
+        )
+
+    async def _looked_at(self) -> tuple[Batches, int]:
+        """All documents, of which the first few were looked at, and how many of them make a shard."""
+        batches = feed(self._source, self._reading)
+        if self._asked.documents_per_shard is not None:
+            return batches, self._asked.documents_per_shard
+        first: list[list[Fed]] = []
+        try:
+            async for batch in batches:
+                first.append(batch)
+                if sum(map(len, first)) >= LOOKED_AT:
+                    break
+        except asyncio.CancelledError as error:
+            raise cancelled_elsewhere(error) from error
+        fed = [one for batch in first for one in batch]
+        rows = sum(self._rows_of(one) for one in fed) / max(1, len(fed))
+        bytes_each = max(1.0, rows * self._reading.row_bytes)
+        return _chained(first, batches), max(1, min(MOST_DOCUMENTS, int(self._asked.shard_bytes / bytes_each)))
+
+    def _rows_of(self, fed: Fed) -> int:
+        """Rows that are asked for of a document."""
+        found = 0
+        for window, tokens in fed.windows or ():
+            if tokens is not None:
+                length = len(window.token_ids)
+                limit = self._reading.limit(length)
+                found += int(selected(tokens.ranges(length, limit), limit).sum())
+        return found
+
+    def _define(self, per_shard: int) -> Definition:
+        given, every = self._asked.documents_per_shard, self._asked.statistics_every
+        reading = self._reading
+        return define(
+            {**self._model.identity(), "tokenizer": tokenizer_digest(tokenizer_of(self._model))},
+            {point: reading.engine.schemas[point] for point in reading.points},
+            coding=reading.coding,
+            documents_per_shard=per_shard if given is None else given,
+            asked=msgspec.json.decode(msgspec.json.encode(reading.described())),
+            statistics_every=definitions.EVERY * len(reading.points) if every is None else every,
+            num_layers=reading.engine.vllm.num_layers,
+        )
+
+
+async def _chained(first: list[list[Fed]], rest: Batches) -> Batches:
+    async with aclosing(rest) as left:
+        for batch in first:
+            yield batch
+        async for batch in left:
+            yield batch
+
+
+async def definition_of(model: CollectingModel, engine: Engine, source: Source, asked: Asked) -> Definition:
+    """What a data set of some documents would say of itself."""
+    collection = _Collection(model, asked.reading(model, engine), source, None, asked)
+    batches, per_shard = await collection._looked_at()  # noqa: SLF001 -- of this module
+    async with aclosing(batches):
+        return collection._define(per_shard)  # noqa: SLF001
+
+
+def there(storage: Storage) -> Definition | None:
+    """The definition of the data set that is there, if one is.
+
+    Raises:
+        InvalidFile: it cannot be read.
+    """
+    if definitions.FILE not in storage.sizes():
+        return None
+    return definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
+
+
+async def sound_shards(folder: DatasetFolder, asked: Asked) -> tuple[dict[int, Receipt], int, int]:
+    """The shards that are there and whole; others are taken away. And how many there were, and were taken away.
+
+    Raises:
+        InvalidFile: a receipt is of another version, or of another data set.
+    """
+
+    def looked() -> tuple[dict[int, Receipt], dict[int, str]]:
+        receipts, unreadable = folder.readable_receipts()
+        content = asked.verify or folder.altered(receipts.values())
+        return receipts, unreadable | folder.wrong(receipts.values(), content=content)
+
+    def discard() -> None:
+        for number in wrong:
+            folder.discard(number)
+
+    receipts, wrong = await asyncio.to_thread(looked)
+    await changed(discard)
+    whole = {number: one for number, one in receipts.items() if number not in wrong}
+    return whole, len(receipts.keys() | wrong), len(wrong)
+
+
+async def changed(work: Callable[[], Value]) -> Value:
+    """What a call gives that changes a folder, on a thread; a cancellation is raised when it has ended.
+
+    The folder's lock is given back then, and others may write.
+    """
+    return await finished(on_thread(work, "steercap folder"))

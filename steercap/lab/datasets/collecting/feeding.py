@@ -1,0 +1,192 @@
+"""Documents read, hashed and cut into windows on a thread, a little ahead of whoever takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+from steercap.concurrency.loops import on_thread
+from steercap.core.tokens import TokenSelection
+from steercap.lab.datasets.collecting.documents import Document
+from steercap.lab.datasets.collecting.sources import Source
+from steercap.lab.datasets.collecting.windows import Cutting, Window
+
+#: Documents of a batch, and characters or tokens after which it has fewer: tokenizers take many at once.
+BATCH, BATCH_SIZE = 64, 1 << 18
+#: Batches that are ready before they are taken.
+AHEAD: Final = 2
+#: Seconds between looks at whether anybody still waits.
+LOOK_SECONDS: Final = 0.1
+
+
+class Fed(NamedTuple):
+    """One document, ready to be run.
+
+    Args:
+        number: its place in the corpus.
+        digest: SHA-256 of it.
+        windows: what the model reads of it, each with the tokens whose rows are asked for, None of them where none is;
+            None of a document that is not wanted.
+        bytes: of the corpus that were read up to its end, None where nobody knows.
+    """
+
+    number: int
+    digest: bytes
+    windows: list[tuple[Window, TokenSelection | None]] | None
+    bytes: int | None
+
+
+@dataclass
+class _End:
+    """In the place of a batch: there is no more, or why not."""
+
+    error: BaseException | None = None
+
+
+class Asking(Protocol):
+    """What decides what is read of documents: a `Reading`."""
+
+    @property
+    def cutting(self) -> Cutting:
+        """How they become windows."""
+
+    def asked(self, window: Window) -> TokenSelection | None:
+        """The tokens of a window whose rows are asked for; from any thread."""
+
+
+async def feed(
+    source: Source, asking: Asking, wanted: Callable[[int], bool] = lambda _: True
+) -> AsyncGenerator[list[Fed], None]:
+    """The documents of a source in batches, in their order.
+
+    Args:
+        source: of documents.
+        asking: what is read of them.
+        wanted: whether the document of a number is; the others are hashed alone.
+
+    Raises:
+        The errors of `Source` and of `Cutting.windows`, where their document is.
+    """
+    items = source.begin()
+    if isinstance(items, AsyncIterator):
+        async for batch in _batched_async(source, items):
+            yield await asyncio.to_thread(_fed, batch, asking, wanted)
+        return
+    feeder = _Feeder(source, items, asking, wanted)
+    on_thread(feeder.run, "steercap feeder")
+    try:
+        while (ready := await feeder.next()) is not None:
+            yield ready
+    finally:
+        feeder.ended.set()
+
+
+def cancelled_elsewhere(error: asyncio.CancelledError) -> RuntimeError:
+    """What became of something that was waited for and cancelled by somebody else: whoever waits is to be told.
+
+    Raises:
+        asyncio.CancelledError: the task that waited is itself to end.
+    """
+    if (task := asyncio.current_task()) is None or task.cancelling():
+        raise error
+    found = RuntimeError("what this collection waited for, a task of its source's, was cancelled")
+    found.__cause__ = error
+    return found
+
+
+class _Feeder:
+    """Feeds a queue from a thread of its own; made in the event loop that takes from it.
+
+    Args:
+        source, asking, wanted: as for `feed`.
+        items: of the source.
+
+    Attributes:
+        ended: whether nobody wants any more.
+    """
+
+    def __init__(self, source: Source, items: Iterator[Any], asking: Asking, wanted: Callable[[int], bool]) -> None:
+        self._source, self._items, self._asking, self._wanted = source, items, asking, wanted
+        self._ready: queue.Queue[list[Fed] | _End] = queue.Queue(AHEAD)
+        self._loop, self._came = asyncio.get_running_loop(), asyncio.Event()
+        self.ended = threading.Event()
+
+    async def next(self) -> list[Fed] | None:
+        """The next batch, None behind the last.
+
+        Raises:
+            What `feed` raises.
+        """
+        while self._ready.empty():
+            await self._came.wait()
+            self._came.clear()
+        batch = self._ready.get_nowait()
+        if not isinstance(batch, _End):
+            return batch
+        if batch.error is not None:
+            raise batch.error
+        return None
+
+    def run(self) -> None:
+        """Feed until there is no more, or nobody who wants it."""
+        end = _End()
+        try:
+            for documents in _batched(self._source, self._items):
+                if not self._put(_fed(documents, self._asking, self._wanted)):
+                    break
+        except BaseException as error:  # noqa: BLE001 -- it is theirs who wait
+            end = _End(error)
+        finally:
+            with suppress(AttributeError):  # files are closed by this, iterators of others have nothing to close
+                self._items.close()  # type: ignore[attr-defined]
+        self._put(end)
+
+    def _put(self, batch: list[Fed] | _End) -> bool:
+        while not self.ended.is_set():
+            with suppress(queue.Full):
+                self._ready.put(batch, timeout=LOOK_SECONDS)
+                with suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._came.set)
+                return True
+        return False
+
+
+def _batched(source: Source, items: Iterator[Any]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for found in items:
+        if (document := source.document(*found)) is None:
+            continue
+        batch.append(document)
+        size += len(document.content)
+        if len(batch) == BATCH or size >= BATCH_SIZE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+async def _batched_async(source: Source, items: AsyncIterator[Any]) -> AsyncIterator[list[Document]]:
+    """Batches of one: whoever makes documents as they go must not be waited for."""
+    async for found in items:
+        if (document := source.document(*found)) is not None:
+            yield [document]
+
+
+def _fed(documents: list[Document], asking: Asking, wanted: Callable[[int], bool]) -> list[Fed]:
+    chosen = [document for document in documents if wanted(document.number)]
+    cut = zip(chosen, asking.cutting.windows(chosen), strict=True)
+    windows = {one.number: [(window, asking.asked(window)) for window in found] for one, found in cut}
+    return [Fed(one.number, _digest(one), windows.get(one.number), one.bytes) for one in documents]
+
+
+def _digest(document: Document) -> bytes:
+    found = hashlib.sha256()
+    document.enter(found)
+    return found.digest()

@@ -1,0 +1,312 @@
+"""The same data set from many engines: Ray starts actors, wherever it has machines, and gives each shard to one.
+
+A shard is made of its documents and the definition alone, so it matters neither who makes it nor how often: Ray starts
+lost actors again and repeats their tasks, and shards that were there before are passed over. Documents are read here,
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from steercap.core.extras import extra, require
+from steercap.core.values import index_of, shown
+from steercap.errors import CollectionStopped, EngineFailure, InvalidSetting, RunDiffers, SteercapError, first_error
+from steercap.lab.datasets import DatasetFolder, Receipt, storage_of
+from steercap.lab.datasets.collecting.actor import CollectingActor, OpenedModel
+from steercap.lab.datasets.collecting.collection import (
+    LOOKED_AT,
+    Asked,
+    Collected,
+    Progress,
+    changed,
+    sound_shards,
+    there,
+)
+from steercap.lab.datasets.collecting.documents import Document, digests
+from steercap.lab.datasets.collecting.feeding import BATCH
+from steercap.lab.datasets.collecting.locking import locked
+from steercap.lab.datasets.collecting.shards import check_same, stopping
+from steercap.lab.datasets.collecting.sources import Corpus, Source, open_source
+from steercap.lab.datasets.definition import decode
+
+Found = TypeVar("Found")
+
+#: Seconds that actors may take to close their engines before they are killed.
+PATIENCE: Final = 20.0
+#: An actor's engine ends itself when the actor does, and with it what Ray does not know of.
+_ACTOR_ENV: Final = {"RAY_kill_child_processes_on_worker_exit": "false"}
+
+
+@dataclass(frozen=True)
+class RayActors:
+    """How a collection is spread over machines: actors of Ray's, with an engine each.
+
+    Args:
+        count: actors.
+        num_gpus, num_cpus, resources: what Ray reserves for each of them; as many GPUs as its engine has ranks.
+        address: of the cluster, as for `ray.init`; if this process is connected to one already, that one is used.
+        max_restarts: how often Ray starts an actor again that was lost; -1 for as often as that happens.
+        max_task_retries: how often a shard is begun again whose actor, or whose engine, was lost.
+        runtime_env: of the actors, as for Ray.
+
+    Raises:
+        InvalidSetting: a count below 1, or retries below -1.
+    """
+
+    count: int
+    num_gpus: float = 0
+    num_cpus: float = 1
+    resources: Mapping[str, float] = field(default_factory=dict)
+    address: str | None = None
+    max_restarts: int = -1
+    max_task_retries: int = 3
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("max_restarts", -1), ("max_task_retries", -1)):
+            given = index_of(getattr(self, name))
+            if given is None or given < least:
+                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give {least} or more")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of each actor, as Ray calls them."""
+        own = dict(self.runtime_env)
+        return {
+            "num_gpus": self.num_gpus,
+            "num_cpus": self.num_cpus,
+            "resources": dict(self.resources),
+            "max_restarts": self.max_restarts,
+            "max_task_retries": self.max_task_retries,
+            "runtime_env": {**own, "env_vars": {**_ACTOR_ENV, **own.get("env_vars", {})}},
+        }
+
+
+async def collect_on_actors(
+    opening: Callable[[], OpenedModel], corpus: Corpus, folder: str, asked: Asked, spread: RayActors
+) -> Collected:
+    """Read a corpus into a data set by many engines; see `steercap.lab.datasets.collecting.collect`.
+
+    Args:
+        opening: gives a model that is not started, on any machine.
+        corpus, folder: as for `collect`; every machine must reach the folder.
+        asked: what is collected.
+        spread: over what.
+
+    Raises:
+        MissingExtra: Ray is not installed.
+        CollectionStopped: the cluster cannot be reached, actors were lost more often than Ray was told to bear, or
+            nothing can be written.
+    """
+    require("ray")
+    where = _absolute(folder)
+    source = open_source(corpus)
+    with locked(where):
+        async with _actors(opening, where, replace(asked, progress=None), spread) as actors:
+            return await _Spread(actors, source, where, asked).run()
+
+
+def _absolute(folder: str) -> str:
+    return folder if "://" in folder else os.path.abspath(folder)  # noqa: PTH100 -- as fsspec takes it
+
+
+@asynccontextmanager
+async def _actors(
+    opening: Callable[[], OpenedModel], where: str, asked: Asked, spread: RayActors
+) -> AsyncIterator[list[Any]]:
+    """The actors, whose engines run; until this ends."""
+    with extra("ray"):
+        import ray
+    own = not ray.is_initialized()
+    if own:
+        try:
+            await asyncio.to_thread(
+                ray.init, address=spread.address, log_to_driver=False, logging_level=logging.WARNING
+            )
+        except ConnectionError as error:
+            raise CollectionStopped(
+                f"Ray: {error}; start that cluster, or give the address of another. Without an address Ray takes that "
+                "of RAY_ADDRESS, then the one that was last started on this machine, which `ray stop` makes it forget"
+            ) from error
+    actors: list[Any] = []
+    try:
+        kind = ray.remote(CollectingActor).options(**spread.options)
+        actors += [kind.remote(opening, where, asked) for _ in range(spread.count)]
+        await asyncio.gather(*(_answer(actor.start.remote()) for actor in actors))
+        yield actors
+    finally:
+        ending = [asyncio.ensure_future(_answer(actor.close.remote())) for actor in actors]
+        if ending:
+            await asyncio.wait(ending, timeout=PATIENCE)
+        for actor, end in zip(actors, ending, strict=True):
+            end.cancelled() or (end.done() and end.exception())
+            with suppress(Exception):  # it may be gone
+                ray.kill(actor)
+        if own:
+            await asyncio.to_thread(ray.shutdown)
+
+
+async def _answer(reference: Any) -> Any:
+    """What a task of Ray's gives.
+
+    Raises:
+        The task's own error, or CollectionStopped: its actor is lost for good.
+    """
+    with extra("ray"):
+        from ray.exceptions import RayActorError, RayTaskError
+
+    try:
+        return await reference
+    except RayTaskError as error:
+        cause = error.cause
+        raise cause if isinstance(cause, SteercapError) else error from None
+    except RayActorError as error:
+        raise CollectionStopped(
+            f"an actor was lost more often than max_restarts and max_task_retries allow: {error}; what is written "
+            "stays, and the same call goes on"
+        ) from error
+
+
+class _Spread:
+    """One call."""
+
+    def __init__(self, actors: Sequence[Any], source: Source, where: str, asked: Asked) -> None:
+        self._actors, self._source, self._asked = actors, source, asked
+        self._storage = storage_of(where, **asked.storage_options)
+        self._documents = _documents(source)
+        self._turn, self._began = asyncio.Lock(), time.monotonic()
+        self._known: dict[int, Receipt] = {}
+        self._made: list[Receipt] = []
+        self._number = 0
+        self._read_bytes: int | None = 0
+
+    async def run(self) -> Collected:
+        """To the end, or to an error that says how far it came."""
+        folder = await self._begun()
+        with stopping(self._storage):
+            self._known, resumed, mended = await sound_shards(folder, self._asked)
+        # A shard ends while another begins, unless it was said how much is under way.
+        depth = 2 if self._asked.concurrency is None else 1
+        try:
+            async with asyncio.TaskGroup() as group:
+                for actor in [*self._actors] * depth:
+                    group.create_task(self._work(actor, folder))
+        except BaseExceptionGroup as failed:
+            error = first_error(failed)
+            raise error from error.__cause__
+        if beyond := [number for number in self._known if number >= self._number]:
+            raise RunDiffers(
+                f"{self._storage} holds shard {beyond[0]}, and the corpus ends before it: it is another one"
+            )
+        with stopping(self._storage):
+            totals = await changed(folder.complete)
+        read, seconds = sum(one.tokens for one in self._made), time.monotonic() - self._began
+        complaints = tuple(self._source.complaints)
+        return Collected(str(self._storage), totals, self._source.skipped, complaints, resumed, mended, read, seconds)
+
+    async def _begun(self) -> DatasetFolder:
+        """The folder, begun with what an actor's engine makes of the question."""
+        with stopping(self._storage):
+            known = await asyncio.to_thread(there, self._storage)
+        each = self._asked.documents_per_shard or (known and known.documents_per_shard)
+        first: list[Document] = []
+        if each is None:
+            first = await _taken(self._documents, LOOKED_AT + BATCH)
+            self._documents = _chained(first, self._documents)
+        found = await _answer(self._actors[0].define.remote(each, _plain(first)))
+        definition = decode(found, str(self._storage))
+        with stopping(self._storage):
+            return await changed(partial(DatasetFolder.begin, self._storage, definition))
+
+    async def _work(self, actor: Any, folder: DatasetFolder) -> None:
+        """Have an actor make shards until there is no more."""
+        definition = msgspec.json.encode(folder.definition)
+        each = folder.definition.documents_per_shard
+        ask = actor.collect.options(retry_exceptions=[EngineFailure])
+        while (part := await self._next(each)) is not None:
+            number, documents = part
+            receipt = await _answer(ask.remote(definition, number, _plain(documents)))
+            self._made.append(msgspec.json.decode(receipt, type=Receipt))
+            self._tell(documents[-1])
+
+    async def _next(self, each: int) -> tuple[int, list[Document]] | None:
+        """The documents of the next shard that is not there.
+
+        Raises:
+            RunDiffers: one that is there is of other documents, or of fewer.
+        """
+        async with self._turn:
+            while documents := await _taken(self._documents, each):
+                number, self._number = self._number, self._number + 1
+                receipt = self._known.get(number)
+                if receipt is None:
+                    return number, documents
+                begun = await asyncio.to_thread(digests, documents[: receipt.documents])
+                check_same(self._storage, receipt, len(documents), begun)
+            return None
+
+    def _tell(self, last: Document) -> None:
+        if self._asked.progress is None:
+            return
+        made, source = self._made, self._source
+        documents = sum(one.documents for one in (*made, *self._known.values()))
+        share = None
+        if source.bytes and last.bytes is not None:
+            self._read_bytes = max(self._read_bytes or 0, last.bytes)
+            share = min(1.0, self._read_bytes / source.bytes)
+        elif source.count:
+            share = min(1.0, documents / source.count)
+        tokens, rows = sum(one.tokens for one in made), sum(one.rows for one in made)
+        written, shards = sum(one.bytes for one in made), len(made) + len(self._known)
+        seconds = time.monotonic() - self._began
+        self._asked.progress(Progress(documents, tokens, rows, written, shards, share, seconds))
+
+
+def _plain(documents: Sequence[Document]) -> list[tuple[str, Any, int | None]]:
+    return [(one.where, one.content, one.bytes) for one in documents]
+
+
+async def _documents(source: Source) -> AsyncIterator[Document]:
+    items = source.begin()
+    if isinstance(items, AsyncIterator):
+        async for found in items:
+            if (document := source.document(*found)) is not None:
+                yield document
+        return
+    while several := await asyncio.to_thread(_some, source, items):
+        for document in several:
+            yield document
+
+
+def _some(source: Source, items: Iterator[Any]) -> list[Document]:
+    found = (source.document(*item) for item in items)
+    return list(islice((document for document in found if document is not None), BATCH))
+
+
+async def _taken(documents: AsyncIterator[Document], most: int) -> list[Document]:
+    found: list[Document] = []
+    while len(found) < most:
+        try:
+            found.append(await anext(documents))
+        except StopAsyncIteration:
+            break
+    return found
+
+
+async def _chained(first: Sequence[Document], rest: AsyncIterator[Document]) -> AsyncIterator[Document]:
+    for document in first:
+        yield document
+    async for document in rest:
+        yield document

@@ -1,0 +1,167 @@
+"""What is read of each window, and kept of it: compiled for one open model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from uuid import uuid4
+
+from steercap.core.coding import Coding
+from steercap.core.protocols import OpenModel
+from steercap.core.spec import CaptureSpec, Point
+from steercap.core.tokens import TokenSelection
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.kernels.codecs import record_of
+from steercap.lab.datasets.collecting.samples import Selected, TokenSample, seed_of
+from steercap.lab.datasets.collecting.windows import Cutting, Window
+
+if TYPE_CHECKING:
+    from steercap.engine.engine import Engine
+
+#: Batches of vLLM's that are under way at once: one runs, one is prepared, and rows of those before are on their way,
+#: on which they may wait for a disk.
+BATCHES: Final = 16
+#: Bytes of rows that are under way at most, if one window has no more.
+UNDER_WAY_BYTES: Final = 2 << 30
+
+
+class CollectingModel(OpenModel, Protocol):
+    """An open model whose rows are collected."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+
+    def identity(self) -> dict[str, str]:
+        """See `SteerModel.identity`."""
+
+    async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
+        """See `SteerModel.read`."""
+
+    async def generate(self, prompts: Any, sampling_params: Any, *, capture: Any, steering: Any) -> Any:
+        """See `SteerModel.generate`."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is asked of an open model for each window.
+
+    Args:
+        engine: the model's.
+        spec: points, and how rows are stored; which tokens, the sample says.
+        sample: which tokens.
+        cutting: how documents become windows.
+        params: of sampling, if something is generated.
+        seed: of all sampling; each document has one of its own, from this and its number.
+        steering: what is changed.
+        concurrency: windows under way at once; None for as many as the engine has use for, within memory.
+
+    Raises:
+        InvalidSpec: something is kept that is no rows, or a probe looks where nothing is kept.
+        InvalidSetting: a context that the engine does not hold, or sampling that is not one text a document.
+        PointNotArmed, LayerOutOfRange, UnknownName: see `SteerModel.read`.
+    """
+
+    engine: Engine
+    spec: CaptureSpec
+    sample: TokenSample
+    cutting: Cutting
+    params: Mapping[str, Any] | None = None
+    seed: int = 0
+    steering: Any = None
+    concurrency: int | None = None
+    points: tuple[Point, ...] = field(init=False)
+    coding: Coding = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.spec.keeps_rows or not self.spec.gather:
+            raise InvalidSpec("collect keeps rows; leave reduce=, project=, sae= and gather=False out")
+        if isinstance(self.sample, Selected):  # the same for every window, so it is lowered once
+            object.__setattr__(self, "spec", replace(self.spec, tokens=self.sample.selection))
+        object.__setattr__(self, "points", self.engine.captured(self.spec)[0])
+        object.__setattr__(self, "coding", self.engine.coding(self.spec))
+        if self.sample.needs is not None and self.sample.needs not in self.points:
+            raise InvalidSpec(f"the probe looks at {self.sample.needs}, which is not collected; collect it too")
+        if self.concurrency is not None and (index_of(self.concurrency) or 0) < 1:
+            raise InvalidSetting(f"concurrency={shown(self.concurrency)}; give 1 or more, or leave it out")
+        if self.params is not None:
+            self._check_params(self.params)
+        if self.cutting.context > (longest := most_context(self.engine, self.params)):
+            raise InvalidSetting(
+                f"context={self.cutting.context}, and this engine has room for prompts of {longest} tokens; give less, "
+                "or start it with a larger max_model_len"
+            )
+
+    def _check_params(self, params: Mapping[str, Any]) -> None:
+        if self.engine.vllm.pools:
+            raise InvalidSetting("params= generates, and this model pools; leave it out")
+        if "seed" in params or params.get("n", 1) != 1:
+            raise InvalidSetting(
+                "params= is of one sample a document, each with a seed of its own; give seed= to collect"
+            )
+        if self.cutting.long == "split":
+            raise InvalidSetting("long='split' with params=: windows are no prompts; give long='cut' or 'refuse'")
+        self.engine.vllm.sampling(params)
+
+    def asked(self, window: Window) -> TokenSelection | None:
+        """The tokens whose rows are asked for; from any thread."""
+        return self.sample.asked(window, self.limit(len(window.token_ids)))
+
+    def limit(self, prompt_len: int) -> int:
+        """Positions that can have a row."""
+        if self.params is None:
+            return prompt_len
+        return self.engine.vllm.limit(prompt_len, self.engine.vllm.sampling(self.params))
+
+    async def run(self, model: CollectingModel, window: Window, tokens: TokenSelection) -> Any:
+        """The handle of a window that was read.
+
+        Raises:
+            The errors of `SteerModel.read` and `generate`.
+        """
+        spec = self.spec if isinstance(self.sample, Selected) else replace(self.spec, tokens=tokens)
+        prompt: dict[str, Any] = {"prompt_token_ids": window.token_ids.tolist()}
+        if self.concurrency == 1:  # what the prefix cache holds depends on what ran before, and last bits depend on it
+            prompt["cache_salt"] = uuid4().hex
+        if self.params is None:
+            return await model.read(prompt, capture=spec, steering=self.steering)
+        params = {**self.params, "seed": seed_of(self.seed, window.document), "detokenize": False}
+        _, handle = await model.generate(prompt, params, capture=spec, steering=self.steering)
+        return handle
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's rows."""
+        return sum(record_of([self.engine.schemas[point] for point in self.points], self.coding).sizes)
+
+    @property
+    def under_way(self) -> int:
+        """Tokens under way at most, if one window has no more."""
+        by_batch = BATCHES * self.engine.vllm.batch_tokens * self.engine.engines
+        return max(1, min(by_batch, UNDER_WAY_BYTES // max(1, self.row_bytes)))
+
+    def described(self) -> dict[str, Any]:
+        """What decides which rows there are, beside the model, the points and the documents; as JSON can hold it."""
+        generation = None if self.params is None else {**self.params, "seed": self.seed}
+        steering = None if self.steering is None else self.engine.lowered(self.steering).digest.hex()
+        described = {
+            "windows": self.cutting.described(),
+            "sample": self.sample.described(),
+            "generation": generation,
+            "steering": steering,
+            "before_edits": self.spec.before_edits,
+        }
+        if (calibrated := self.engine.calibrated(self.spec)) is not None:
+            described["calibration"] = calibrated.digest  # no key without one: data sets are known by all this says
+        return described
+
+
+def most_context(engine: Engine, params: Mapping[str, Any] | None) -> int:
+    """Tokens of the longest prompt that an engine has room for, with what is generated."""
+    longest = engine.vllm.max_model_len
+    if engine.vllm.pools:
+        return longest
+    generated = 1 if params is None else engine.vllm.sampling(params).max_tokens or 1
+    return max(1, longest - generated)

@@ -1,0 +1,298 @@
+"""What documents come from: files of several kinds, folders of them, data sets of Hugging Face, any iterator."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from steercap.core.values import shown
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+from steercap.lab.datasets.collecting.documents import Document, NotDocument, content_of
+from steercap.lab.datasets.collecting.readers import READERS
+from steercap.lab.datasets.collecting.readers.base import Asked, Reader, Unit
+
+#: What a corpus may be given as: a path or a pattern, several paths, or documents.
+Corpus: TypeAlias = "str | os.PathLike[str] | Sequence[os.PathLike[str]] | Iterable[Any] | AsyncIterable[Any] | Source"
+#: What becomes of an item that is no document.
+OnBad = Literal["error", "skip"]
+#: Files of `datasets.save_to_disk`: of one data set, and of several splits.
+STATE, SPLITS = "state.json", "dataset_dict.json"
+#: Splits that the names of files in a folder tell.
+KNOWN_SPLITS: Final = ("train", "test", "validation", "valid", "dev")
+#: Complaints that are kept of what was skipped.
+COMPLAINTS: Final = 5
+
+
+@dataclass
+class Source:
+    """Documents in one order.
+
+    Args:
+        name: of the corpus, for messages.
+        items: gives, from the first each time it can be, where an item is, the item or `Bad`, and the bytes of the
+            corpus up to there (None where nobody knows).
+        column: what records are looked up by, see `content_of`.
+        bad: what becomes of an item that is no document.
+        bytes: of the whole corpus on disk, None where nobody knows.
+        count: of its documents, None where nobody knows.
+        first: number of the first document.
+
+    Attributes:
+        skipped: items that were skipped.
+        complaints: why, of the first few.
+    """
+
+    name: str
+    items: Callable[[], Iterator[tuple[str, Any, int | None]] | AsyncIterator[tuple[str, Any, int | None]]]
+    column: str | None = None
+    bad: OnBad = "error"
+    bytes: int | None = None
+    count: int | None = None
+    first: int = 0
+    skipped: int = 0
+    complaints: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._number = 0
+
+    def begin(self) -> Iterator[Any] | AsyncIterator[Any]:
+        """The items from the first on; `document` makes documents of them."""
+        self._number, self.skipped, self.complaints = self.first, 0, []
+        return self.items()
+
+    def __iter__(self) -> Iterator[Document]:
+        """All documents, from the first on.
+
+        Raises:
+            InvalidFile: a file that cannot be read, or an item of one that is no document.
+            InvalidRequest: an item of an iterator that is none, or an async iterator.
+        """
+        items = self.begin()
+        if isinstance(items, AsyncIterator):
+            raise InvalidRequest(f"{self.name} is an async iterator; use `async for`")
+        return self._documents(items)
+
+    def _documents(self, items: Iterator[tuple[str, Any, int | None]]) -> Iterator[Document]:
+        for found in items:
+            if (document := self.document(*found)) is not None:
+                yield document
+
+    def document(self, where: str, item: Any, read: int | None) -> Document | None:
+        """The document of an item, None where it is skipped.
+
+        Raises:
+            InvalidFile, InvalidRequest: it is none, and such are not skipped.
+        """
+        try:
+            content = content_of(item, self.column)
+        except NotDocument as error:
+            self._complain(where, error)
+            return None
+        self._number += 1
+        return Document(self._number - 1, content, where, read)
+
+    def _complain(self, where: str, error: NotDocument) -> None:
+        if self.bad == "error":
+            kind = InvalidRequest if self.bytes is None else InvalidFile
+            raise kind(f"{where}: {error}; mend it, or give bad='skip' to leave such out, counted") from error
+        self.skipped += 1
+        if len(self.complaints) < COMPLAINTS:
+            self.complaints.append(f"{where}: {error}")
+
+
+def open_source(
+    corpus: Corpus,
+    *,
+    format: str | None = None,  # noqa: A002 -- the word for it
+    split: str | None = None,
+    column: str | None = None,
+    unit: Unit = "line",
+    bad: OnBad = "error",
+) -> Source:
+    """A corpus, ready to be read.
+
+    Args:
+        corpus: a file, a folder or a glob pattern (as str or Path); several paths in a list, in their order; or any
+            iterable or async iterable of documents: str, token ids, lists of {"role", "content"} messages, or
+            mappings that hold one of these as "text", "messages" or "tokens". A list of str is a list of texts.
+            Files are JSON lines, Parquet, Arrow or text, the first and the last also `.gz` and `.zst`. A folder may be
+            one of `datasets.save_to_disk`, or a snapshot of a data set on the hub.
+        format: of the files, "jsonl", "parquet", "arrow" or "text"; by default as their names say.
+        split: of a folder that holds several.
+        column: what holds documents in records; by default "text", "messages" or "tokens".
+        unit: what a text file is cut into: a document a "line", a "paragraph" (blank lines between them) or a "file".
+        bad: "error" for an item that is no document, or "skip" to leave such out, counted.
+
+    Raises:
+        InvalidFile: no such file, or none that can be read.
+        InvalidSetting: an argument that does not fit.
+    """
+    if isinstance(corpus, Source):
+        return corpus
+    if bad not in {"error", "skip"} or unit not in {"line", "paragraph", "file"}:
+        raise InvalidSetting(
+            f"bad={shown(bad)}, unit={shown(unit)}; give 'error' or 'skip', 'line', 'paragraph' or 'file'"
+        )
+    if (paths := _paths(corpus)) is None:
+        return _of_items(corpus, column, bad)
+    found = [one for path in paths for one in _files(path, format, split)]
+    asked, name = Asked(column, unit), ", ".join(map(str, paths))
+    counts = [reader.count(path) for path, reader in found]
+    return Source(
+        name,
+        lambda: _read(found, asked),
+        column=column,
+        bad=bad,
+        bytes=sum(path.stat().st_size for path, _ in found),
+        count=None if None in counts else sum(count for count in counts if count is not None),
+    )
+
+
+def _paths(corpus: Any) -> list[str] | None:
+    """Paths that were given, None for documents."""
+    if isinstance(corpus, (str, os.PathLike)):
+        return [os.fspath(corpus)]
+    if isinstance(corpus, (list, tuple)) and corpus and all(isinstance(one, os.PathLike) for one in corpus):
+        return [os.fspath(one) for one in corpus]
+    return None
+
+
+def _of_items(corpus: Any, column: str | None, bad: OnBad) -> Source:
+    if isinstance(corpus, AsyncIterable):
+        return Source("an async iterator", lambda: _numbered(corpus), column=column, bad=bad)
+    if isinstance(corpus, (Mapping, bytes)) or not isinstance(corpus, Iterable):
+        raise InvalidRequest(f"{shown(corpus)} is no corpus; give a path, or an iterable of documents")
+    count = len(corpus) if isinstance(corpus, Sequence) else None
+    items: Iterable[Any] = corpus
+    return Source(
+        "an iterator",
+        lambda: ((f"document {number}", item, None) for number, item in enumerate(items)),
+        column=column,
+        bad=bad,
+        count=count,
+    )
+
+
+async def _numbered(corpus: AsyncIterable[Any]) -> AsyncIterator[tuple[str, Any, int | None]]:
+    number = 0
+    async for item in corpus:
+        yield f"document {number}", item, None
+        number += 1
+
+
+def _read(files: Sequence[tuple[Path, Reader]], asked: Asked) -> Iterator[tuple[str, Any, int | None]]:
+    """What files hold, one after the other."""
+    before = 0
+    for path, reader in files:
+        item = None
+        for place, item, read in reader.items(path, asked):
+            # A value of a table is already that of its column.
+            yield f"{path}, {place}", item, before + read
+        before += path.stat().st_size
+
+
+def _files(given: str, kind: str | None, split: str | None) -> list[tuple[Path, Reader]]:
+    """The files of a path or a pattern, in the order of their names, each with its reader.
+
+    Raises:
+        InvalidFile: there is none, or none that can be read.
+    """
+    path = Path(given)
+    if path.is_dir():
+        return _of_folder(path, kind, split)
+    if path.exists():
+        return [(path, _reader(path, kind))]
+    found = sorted(Path(one) for one in glob.glob(given, recursive=True))  # noqa: PTH207 -- absolute patterns too
+    files = [one for one in found if one.is_file()]
+    if not files:
+        raise InvalidFile(f"{given}: there is no such file, and no file of such a name; give a path or a pattern")
+    return [(one, _reader(one, kind)) for one in _split(files, split, given)]
+
+
+def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[Path, Reader]]:
+    if (folder / SPLITS).is_file():
+        splits = _json(folder / SPLITS).get("splits", [])
+        if split not in splits:
+            raise InvalidFile(f"{folder} holds splits {', '.join(map(repr, splits))}; give one of them by split=")
+        return _of_folder(folder / str(split), kind, None)
+    if (folder / STATE).is_file():
+        names = [one["filename"] for one in _json(folder / STATE).get("_data_files", [])]
+        return [(folder / name, READERS["arrow"]) for name in names]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path, folder)]
+    known = [path for path in files if kind is not None or _known(path)]
+    if not known:
+        raise InvalidFile(f"{folder} holds no file of a corpus; known: {_suffixes()}")
+    found = [(path, _reader(path, kind)) for path in _split(known, split, str(folder))]
+    if len({id(reader) for _, reader in found}) > 1:
+        raise InvalidFile(
+            f"{folder} holds files of several kinds, such as {found[0][0].name} and {_another(found).name}; give a "
+            "pattern, such as '*.jsonl'"
+        )
+    return found
+
+
+def _another(found: Sequence[tuple[Path, Reader]]) -> Path:
+    return next(path for path, reader in found if reader is not found[0][1])
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _split(files: Sequence[Path], split: str | None, given: str) -> list[Path]:
+    """The files of a split, by their names and those of their folders.
+
+    Raises:
+        InvalidFile: there are several splits and none was named, or none of that name.
+    """
+    by_split = {path: next((name for name in KNOWN_SPLITS if _names(path, name)), None) for path in files}
+    if split is None:
+        names = {name for name in by_split.values() if name}
+        if len(names) > 1:
+            raise InvalidFile(f"{given} holds splits {', '.join(sorted(names))}; give one of them by split=")
+        return list(files)
+    found = [path for path in files if _names(path, split)]
+    if not found:
+        raise InvalidFile(f"{given} holds no file of split={split!r}")
+    return found
+
+
+def _names(path: Path, split: str) -> bool:
+    return any(re.search(rf"(^|[-_.]){re.escape(split)}([-_.]|$)", part) for part in (path.name, path.parent.name))
+
+
+def _reader(path: Path, kind: str | None) -> Reader:
+    """What reads a file.
+
+    Raises:
+        UnknownName: no such kind.
+        InvalidFile: its name does not say what it is.
+    """
+    if kind is not None:
+        return READERS[kind]
+    for reader in READERS.values():
+        if reader.reads(path):
+            return reader
+    raise InvalidFile(f"{path}: the name does not say what it is; known: {_suffixes()}; or give format=")
+
+
+def _known(path: Path) -> bool:
+    return any(reader.reads(path) for reader in READERS.values())
+
+
+def _suffixes() -> str:
+    return ", ".join(suffix for reader in READERS.values() for suffix in reader.suffixes)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidFile(f"{path} cannot be read: {error}") from error

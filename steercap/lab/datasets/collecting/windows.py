@@ -1,0 +1,138 @@
+"""From documents to windows: what the model reads at once, as token ids."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.prompts import templated
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSetting
+from steercap.lab.datasets.collecting.documents import Document
+
+#: What becomes of a document that is longer than the context.
+Long = Literal["split", "cut", "refuse"]
+#: Where the token goes that begins a text.
+Bos = Literal["document", "window", "none"]
+#: What these may be.
+LONG: Final = ("split", "cut", "refuse")
+BOS: Final = ("document", "window", "none")
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the model reads at once.
+
+    Args:
+        document: its number.
+        number: of the window in the document, from 0.
+        token_ids: int64 [tokens].
+        where: what to call the document in messages.
+    """
+
+    document: int
+    number: int
+    token_ids: npt.NDArray[np.int64]
+    where: str
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How documents become windows.
+
+    Args:
+        tokenizer: the model's, None for documents of token ids alone; a copy of it is used, since another thread may
+            use it at the same time.
+        context: most tokens of a window.
+        long: what becomes of a longer document: "split" into windows, "cut" off, or "refuse"d.
+        bos: where the token goes that begins a text: as the tokenizer puts it before a "document" of text, before each
+            "window" of text or token ids that lacks it, or "none".
+        template: further arguments of the chat template. A conversation that ends with the assistant's message is
+            read as it is, any other with what invites the reply.
+
+    Raises:
+        InvalidSetting: something that does not fit.
+    """
+
+    tokenizer: Any
+    context: int
+    long: Long = "split"
+    bos: Bos = "document"
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.long not in LONG or self.bos not in BOS:
+            known = " or ".join(map(repr, LONG)), " or ".join(map(repr, BOS))
+            raise InvalidSetting(f"long={shown(self.long)}, bos={shown(self.bos)}; give {known[0]}, and {known[1]}")
+        least = 2 if self.bos == "window" else 1
+        if (context := index_of(self.context)) is None or context < least:
+            raise InvalidSetting(f"context={shown(self.context)}; give {least} tokens or more")
+        if self.bos == "window" and getattr(self.tokenizer, "bos_token_id", None) is None:
+            raise InvalidSetting("bos='window', and this tokenizer has no token that begins a text; give 'none'")
+        object.__setattr__(self, "tokenizer", copy.deepcopy(self.tokenizer))
+
+    def windows(self, documents: Sequence[Document]) -> Iterator[list[Window]]:
+        """The windows of each document, none of one that is empty.
+
+        Raises:
+            InvalidPrompt: one is too long, and such are refused.
+            InvalidRequest: a conversation that the chat template refuses.
+        """
+        texts = [document.content for document in documents if isinstance(document.content, str)]
+        tokens = iter(self._tokenised(texts) if self.tokenizer is not None else ())
+        for document in documents:
+            content = document.content
+            if self.tokenizer is None and isinstance(content, (str, list)):
+                raise InvalidPrompt(f"{document.where} is text, and the model was opened without a tokenizer")
+            if isinstance(content, str):
+                ids = next(tokens)
+            elif isinstance(content, list):
+                ids = self._templated(content, document.where)
+            else:
+                ids = content
+            yield self._cut(document, ids)
+
+    def described(self) -> dict[str, Any]:
+        """What decides which tokens are read, as JSON can hold it."""
+        return {"context": self.context, "long": self.long, "bos": self.bos, "template": dict(self.template)}
+
+    def _tokenised(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
+        if not texts:
+            return []
+        given = {"add_special_tokens": self.bos != "none", "return_attention_mask": False, "verbose": False}
+        found = self.tokenizer(texts, **given)["input_ids"]
+        return [np.asarray(ids, dtype=np.int64) for ids in found]
+
+    def _templated(self, messages: list[dict[str, Any]], where: str) -> npt.NDArray[np.int64]:
+        invite = bool(messages) and messages[-1].get("role") != "assistant"
+        arguments = {"add_generation_prompt": invite, **self.template}
+        try:
+            ids, _ = templated(self.tokenizer, messages, arguments, spans=False)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{where}: {error}") from error
+        return np.asarray(ids, dtype=np.int64)
+
+    def _cut(self, document: Document, ids: npt.NDArray[np.int64]) -> list[Window]:
+        bos = self.tokenizer.bos_token_id if self.bos == "window" else None
+        if bos is not None and len(ids) and ids[0] == bos:
+            ids = ids[1:]  # it comes back with the first window
+        room = self.context - (bos is not None)
+        if len(ids) > room and self.long == "refuse":
+            raise InvalidPrompt(
+                f"{document.where} has {len(ids):,} tokens, and a window {room:,}; give long='split' or 'cut', or a "
+                "greater context"
+            )
+        stop = min(len(ids), room) if self.long == "cut" else len(ids)
+        starts = range(0, stop, room)
+        begun = np.array([] if bos is None else [bos], dtype=np.int64)
+        return [
+            Window(
+                document.number, number, np.concatenate([begun, ids[start : min(start + room, stop)]]), document.where
+            )
+            for number, start in enumerate(starts)
+        ]

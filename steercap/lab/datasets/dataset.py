@@ -1,0 +1,330 @@
+"""A data set of activations as torch reads it: rows by number, mapped from the shards, in any order."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from steercap.core.spec import Layers, Point
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+from steercap.lab.datasets.batches import ActivationBatches, Blocks, Order, ranks
+from steercap.lab.datasets.choosing import Join, Keep, Tokens, check_alike, points_of
+from steercap.lab.datasets.definition import PointFormat
+from steercap.lab.datasets.folder import DatasetFolder
+from steercap.lab.datasets.normalising import NORMALISE, Normalisation, Normalise
+from steercap.lab.datasets.opened import OpenShard
+from steercap.lab.datasets.remote import RemoteFolder
+from steercap.lab.datasets.rows import Groups, Labelled, Rows, at, groups_of
+from steercap.lab.datasets.shards import Receipt
+from steercap.lab.datasets.statistics import PointStatistics
+
+#: Shards that are mapped at once. Those behind a URL take disk here while they are, so no more are than two windows of
+#: rows need, which are shuffled among each other.
+MAPPED, MAPPED_REMOTE = 256, 4
+#: Statistics of fewer rows say little: a standard deviation is off by 7 % and more.
+FEW: Final = 100
+
+
+class ActivationDataset(Dataset["Rows | Labelled"]):
+    """Rows of a folder of activations; a map-style data set for torch, whose shards are mapped, not read.
+
+    `data[5]` is a row [*shape of the point], `data[5:9]` and `data[[5, 7]]` are rows [n, *shape]. Of several points it
+    is a dict by name, `{"resid_post[5]": ...}`, unless `join` says otherwise. Rows are in order of documents, windows
+    and positions. `batches` gives them shuffled.
+
+    Args:
+        where: the folder, or its URL.
+        layers: whose rows, as in `CaptureSpec`; of those that were collected.
+        sites: of these, one or several; None for all.
+        at: points by name or by layer and site, instead.
+        join: of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of each point by
+            itself, so that there are as many times more.
+        positions: only tokens at these positions of their window: `slice(1, None)` leaves out the first of each.
+        without_tokens: leave out the rows of these token ids.
+        keep: of an `Index`, a truth value for each row.
+        normalise: by the stored statistics of each point, which are of the rows that were looked at
+            (`statistics_every` of `collect`), whatever `positions`, `without_tokens` and `keep` say: "mean" moves rows
+            so that their mean is 0, "standard" also scales each element to a variance of 1, "norm" scales rows so that
+            their mean norm is the square root of their width.
+        dtype: of the rows; None for that of the model, and of decoded codecs float32.
+        labels: whether rows come as `Labelled`.
+        partial: take a data set that is not complete, with the shards it has.
+        storage_options: of the URL's file system.
+
+    Raises:
+        InvalidFile: no such data set, a file that is missing or truncated, or a data set that is not complete.
+        LayerOutOfRange: a point that was not collected.
+        InvalidSetting, InvalidSelection, InvalidSpec: arguments that mean nothing.
+        InvalidRequest: points of several shapes that are to be joined, or no statistics to normalise by.
+    """
+
+    def __init__(
+        self,
+        where: str | Path,
+        *,
+        layers: Layers = "all",
+        sites: str | Sequence[str] | None = None,
+        at: Any = None,
+        join: Join = "dict",
+        positions: slice | range | None = None,
+        without_tokens: Sequence[int] | int | None = None,
+        keep: Keep | None = None,
+        normalise: Normalise = "none",
+        dtype: torch.dtype | None = torch.float32,
+        labels: bool = False,
+        partial: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if join not in get_args(Join):
+            raise InvalidSetting(f"join={shown(join)}; use one of {', '.join(map(repr, get_args(Join)))}")
+        if normalise not in NORMALISE:
+            raise InvalidSetting(f"normalise={shown(normalise)}; use one of {', '.join(map(repr, NORMALISE))}")
+        self.folder = DatasetFolder.open(where, **dict(storage_options or {}))
+        self._receipts = _shards(self.folder, partial=partial)
+        self._formats = points_of(self.folder.definition, layers, sites, at)
+        if join == "mix":
+            check_alike(self._formats, "join='mix'")
+        self._tokens = Tokens.parse(positions, without_tokens, keep)
+        self._join, self._dtype, self._labels = join, dtype, labels
+        self.normalisations = self._normalisations(normalise)
+        self._mapped = MAPPED_REMOTE if self._is_remote else MAPPED
+        self._prepare()
+        counts = [self._count(number) for number in range(len(self._receipts))]
+        self._edges = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """The names of the points that are read, in order."""
+        return tuple(str(known.point) for known in self._formats)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row; of points by name, of the first's."""
+        widths = [known.decoded_width for known in self._formats]
+        return sum(widths) if self._join == "concatenate" else widths[0]
+
+    def statistics(self, point: str | None = None) -> PointStatistics:
+        """What is known of the rows of a point: of those that were looked at, whatever `positions`, `without_tokens`
+        and `keep` say; see `statistics_every` of `collect`.
+
+        Args:
+            point: its name; None where only one is read.
+
+        Raises:
+            InvalidRequest: several points are read and none is named, or there are no statistics.
+        """
+        if point is None and len(self._formats) > 1:
+            raise InvalidRequest(f"several points are read; name one of {', '.join(self.points)}")
+        if point is not None and point not in self.points:
+            raise InvalidRequest(f"{shown(point)} is not read here; name one of {', '.join(self.points)}")
+        known = self._formats[0 if point is None else self.points.index(point)]
+        return self._statistics([known])[known.point]
+
+    def __len__(self) -> int:
+        return int(self._edges[-1]) * self._each
+
+    def __getitem__(self, which: Any) -> Rows | Labelled:
+        """A row by its number, or rows by a slice or by several numbers; negative ones count from the end.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if isinstance(which, slice):
+            return self.gather(np.arange(*which.indices(len(self)), dtype=np.int64))
+        if (index := index_of(which)) is not None:
+            found: Rows | Labelled = at(self.gather(self._checked(np.array([index]))), 0)
+            return found
+        return self.gather(self._checked(np.asarray(which)))
+
+    def __getitems__(self, which: list[int]) -> list[Rows | Labelled]:
+        """What a DataLoader asks for: rows by their numbers, read together."""
+        found = self.gather(self._checked(np.asarray(which)))
+        return [at(found, place) for place in range(len(which))]
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        buffer: int = 1 << 16,
+        seed: int = 0,
+        epochs: int = 1,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> ActivationBatches:
+        """Rows in batches, shuffled, each once an epoch; an iterable data set for torch.
+
+        Blocks of neighbouring rows come in a random order, and rows are shuffled among as many blocks as `buffer` rows
+        make, so that disks read in sequence. The order follows from the seed, the epoch and these arguments; with a
+        DataLoader it is the same for any number of workers, and ranks take turns at the batches.
+
+        Args:
+            batch_size: rows of a batch.
+            shuffle: otherwise rows come in their order.
+            buffer: rows that are shuffled among each other.
+            seed: of the order, at least 0.
+            epochs: how many times each row comes; each in another order.
+            drop_last: leave out batches at the end of an epoch that are short, or that not every rank would have.
+            rank, world_size: which of the batches are meant, every `world_size`-th from `rank` on; None for those of
+                torch.distributed, where that is initialised.
+
+        Raises:
+            InvalidSetting: a number that is too small.
+        """
+        order = Order.checked(batch_size, shuffle, buffer, seed, epochs, drop_last, *ranks(rank, world_size))
+        self._have_room(order.buffer)
+        # What is fetched is fetched whole.
+        return ActivationBatches(self, Blocks.of(self._edges * self._each, whole=self._is_remote), order)
+
+    def gather(self, numbers: NDArray[np.int64]) -> Rows | Labelled:
+        """Rows by their numbers, in that order.
+
+        Args:
+            numbers: each from 0 to `len(self) - 1`: int64 [n].
+        """
+        if self._join == "mix":
+            return self._mixed(*np.divmod(numbers, self._each))
+        groups = groups_of(numbers, self._edges)
+        found = {str(k.point): self._rows(place, groups, len(numbers)) for place, k in enumerate(self._formats)}
+        rows = self._joined(found)
+        if not self._labels:
+            return rows
+        return self._labelled(rows, groups, np.zeros_like(numbers))
+
+    def foresee(self, start: int, stop: int) -> None:
+        """Have the system read rows [start, stop) ahead, into its cache, where they are on this machine."""
+        if self._is_remote:
+            return
+        first, last = start // self._each, -(-stop // self._each)
+        number = int(np.searchsorted(self._edges, first, side="right")) - 1
+        shard, base = self._shard(number), int(self._edges[number])
+        places = shard.places(np.array([first, max(first, min(last, int(self._edges[number + 1])) - 1)]) - base)
+        for point in range(len(self._formats)):
+            shard.foresee(point, int(places[0]), int(places[1]) + 1)
+
+    # Within
+
+    @property
+    def _each(self) -> int:
+        """Rows that a token has, as this numbers them."""
+        return len(self._formats) if self._join == "mix" else 1
+
+    def _prepare(self) -> None:
+        self._shard = lru_cache(self._mapped)(self._opened)
+
+    @property
+    def _is_remote(self) -> bool:
+        return isinstance(self.folder.storage, RemoteFolder)
+
+    def _have_room(self, rows: int) -> None:
+        """Have as many shards mapped at once as two windows of so many rows need."""
+        shards = MAPPED_REMOTE + 2 * rows * len(self._receipts) // max(1, len(self))
+        if self._is_remote and shards > self._mapped:
+            self._mapped = shards
+            self._prepare()
+
+    def _opened(self, number: int) -> OpenShard:
+        return OpenShard(self.folder.storage, self._receipts[number], self._formats, self._tokens)
+
+    def _count(self, number: int) -> int:
+        return self._receipts[number].rows if self._tokens.all else len(self._opened(number))
+
+    def _statistics(self, formats: Sequence[PointFormat]) -> dict[Point, PointStatistics]:
+        points = [known.point for known in formats]
+        return self.folder.merged(points, self._receipts if self.folder.totals() is None else None)
+
+    def _normalisations(self, kind: Normalise) -> dict[str, Normalisation]:
+        """How rows of each point are normalised, by its name; {} where they are not."""
+        if kind == "none":
+            return {}
+        statistics = self._statistics(self._formats)
+        seen = min(int(one.count) for one in statistics.values())
+        if 0 < seen < FEW and self.folder.definition.statistics_every > 1:
+            warnings.warn(
+                f"normalise={kind!r} goes by {seen} rows of {self.folder.storage}, those that were looked at; collect "
+                "it with statistics_every=1 to have all of them looked at",
+                stacklevel=3,
+            )
+        return {str(point): Normalisation.of(kind, found) for point, found in statistics.items()}
+
+    def _rows(self, point: int, groups: Groups, count: int) -> torch.Tensor:
+        """Rows of one point, in the order they were asked for."""
+        known = self._formats[point]
+        found = torch.empty((count, *known.shape), dtype=self._dtype or known.dtype)
+        for number, numbers, where in groups:
+            shard = self._shard(number)
+            rows = shard.rows(point, shard.places(numbers))
+            if normalise := self.normalisations.get(str(known.point)):
+                rows = normalise(rows.flatten(1)).view_as(rows)
+            found.index_copy_(0, where, rows.to(found.dtype))
+        return found
+
+    def _joined(self, found: dict[str, torch.Tensor]) -> Rows:
+        if len(found) == 1:
+            return next(iter(found.values()))
+        return found if self._join == "dict" else torch.cat([rows.flatten(1) for rows in found.values()], dim=1)
+
+    def _mixed(self, tokens: NDArray[np.int64], points: NDArray[np.int64]) -> Rows | Labelled:
+        rows = torch.empty((len(tokens), *self._formats[0].shape), dtype=self._dtype or self._formats[0].dtype)
+        for point in np.unique(points):
+            (where,) = np.nonzero(points == point)
+            groups = groups_of(tokens[where], self._edges)
+            rows.index_copy_(0, torch.from_numpy(where), self._rows(int(point), groups, len(where)).to(rows.dtype))
+        return self._labelled(rows, groups_of(tokens, self._edges), points) if self._labels else rows
+
+    def _labelled(self, rows: Rows, groups: Groups, points: NDArray[np.int64]) -> Labelled:
+        names = ("document", "window", "position", "token")
+        columns = {name: torch.empty(len(points), dtype=torch.int64) for name in names}
+        for number, numbers, where in groups:
+            shard = self._shard(number)
+            index = shard.index[shard.places(numbers)]
+            for name, column in columns.items():
+                column.index_copy_(0, where, torch.from_numpy(getattr(index, name)).long())
+        return Labelled(rows, **columns, point=torch.from_numpy(points))
+
+    def _checked(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
+        if numbers.dtype == np.bool_ and numbers.shape == (len(self),):
+            numbers = np.flatnonzero(numbers)
+        if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and len(numbers)):
+            raise IndexError(f"rows are asked for by a number, a slice or a line of numbers, not by {shown(numbers)}")
+        if len(outside := numbers[(numbers < -len(self)) | (numbers >= len(self))]):
+            raise IndexError(f"row {outside[0]} of {len(self)}")
+        found = numbers.astype(np.int64)
+        return np.where(found < 0, found + len(self), found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers of a DataLoader, which map shards by themselves."""
+        return {name: value for name, value in self.__dict__.items() if name != "_shard"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    def __repr__(self) -> str:
+        return f"ActivationDataset({str(self.folder.storage)!r}: {len(self):,} rows of {', '.join(self.points)})"
+
+
+def _shards(folder: DatasetFolder, *, partial: bool) -> list[Receipt]:
+    """The shards to read, in order."""
+    receipts = list(folder.sound().values())
+    totals = folder.totals()
+    if totals is None and not partial:
+        raise InvalidFile(
+            f"{folder.storage} is not complete: it has {len(receipts)} shards and no dataset.json; go on collecting "
+            "it, or take what is there with partial=True"
+        )
+    if totals is not None and (len(receipts), sum(one.rows for one in receipts)) != (totals.shards, totals.rows):
+        raise InvalidFile(
+            f"{folder.storage} has {len(receipts)} shards, and dataset.json says {totals.shards}; copy it again"
+        )
+    return receipts

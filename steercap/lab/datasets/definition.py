@@ -1,0 +1,284 @@
+"""What a data set is a data set of: `definition.json`, which a run must find to go on, and what follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import msgspec
+import torch
+
+from steercap.core.coding import RAW, Coding
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
+from steercap.core.values import shown
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+from steercap.files.folder import FolderKind
+from steercap.kernels.codecs import ENCODINGS
+from steercap.kernels.codecs.base import Codec, dtype_of
+from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, named_parameters, parts_of
+
+VERSION: Final = 1
+FILE: Final = "definition.json"
+#: Of so many rows one is looked at for statistics, where nothing else is said: codecs are decoded for it.
+EVERY: Final = 8
+
+
+class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the rows of one point are kept.
+
+    Args:
+        layer, site: the point.
+        schema: of its tensor in the model.
+        coding: the codec; `RAW` keeps rows as they were.
+
+    Raises:
+        ValueError: rows that cannot be kept so.
+    """
+
+    layer: int
+    site: str
+    schema: PointSchema
+    coding: Coding = RAW
+
+    def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
+        known = self.coding == RAW or isinstance(ENCODINGS.get(self.coding.encoding), Codec)
+        sized = bool(self.schema.shape) and min(self.schema.shape) > 0 and self.schema.shards > 0
+        if not known or not sized or not isinstance(getattr(torch, self.schema.dtype, None), torch.dtype):
+            raise ValueError(f"{self.point} cannot be kept as {self.coding} of {self.schema}")
+
+    @property
+    def point(self) -> Point:
+        """The point."""
+        return Point(self.layer, self.site)
+
+    @property
+    def end(self) -> str:
+        """How the names of its tensors end, behind that of the part: ".resid_post.5"."""
+        return end_of(self.point)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a row that is decoded."""
+        return _shape(self)
+
+    @property
+    def decoded_width(self) -> int:
+        """Elements of a row that is decoded; of random projections, how many numbers are kept."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a row that is decoded: the model's, or float32."""
+        return dtype_of(self.schema) if self.coding == RAW else torch.float32
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Names of what all its rows have in common, in each shard: float32 [width]; see `encodings.base.Codec`."""
+        codec = ENCODINGS[self.coding.encoding]
+        return codec.constants if isinstance(codec, Codec) else ()
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """What a shard has of it, by part, with shapes without the axis of the rows."""
+        return _tensors(self)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in a shard."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.tensors.values())
+
+    @property
+    def coded(self) -> tuple[str, Mapping[str, int]]:
+        """The codec's name, and its parameters by theirs."""
+        return named_parameters(self.coding)
+
+    def whole(self, parts: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> Whole:
+        """Rows of such parts, as they are kept."""
+        if self.coding == RAW:
+            return parts["rows"]
+        return CodedRows(self.coding, self.schema, parts, constants=constants)
+
+    def rows_of(
+        self, parts: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Rows of such parts, decoded: [rows, *shape]."""
+        given = constants or {name: torch.zeros(self.schema.width) for name in self.constants}
+        found = self.whole(parts, given)
+        return found.decoded() if isinstance(found, CodedRows) else found
+
+    def check(self, piece: Whole) -> None:
+        """Check that rows are kept as this says.
+
+        Raises:
+            InvalidRequest: of another codec, schema, shape or dtype, or a shard of rows.
+        """
+        parts = parts_of(piece)
+        coding = piece.coding if isinstance(piece, CodedRows) else RAW
+        found = {name: (tuple(part.shape[1:]), part.dtype) for name, part in parts.items()}
+        if coding != self.coding or found != self.tensors or len({len(part) for part in parts.values()}) != 1:
+            raise InvalidRequest(
+                f"{self.point} came as {coding}, {found}; the definition of the data set says {self.coding}, "
+                f"{self.tensors}"
+            )
+
+    def nothing(self) -> dict[str, torch.Tensor]:
+        """The parts of no rows, as a shard has them."""
+        if self.coding == RAW:
+            return {"rows": torch.empty((0, *self.schema.shape), dtype=dtype_of(self.schema))}
+        codec = ENCODINGS[self.coding.encoding]
+        assert isinstance(codec, Codec)
+        stored = torch.empty((0, codec.row_bytes(self.schema, self.coding)), dtype=torch.uint8)
+        parts = codec.parts(stored, self.schema, self.coding)
+        if self.schema.shards == 1:
+            return parts
+        return {name: torch.stack([part] * self.schema.shards, dim=1) for name, part in parts.items()}
+
+
+@lru_cache(maxsize=1024)
+def _shape(known: PointFormat) -> tuple[int, ...]:
+    return tuple(known.rows_of(known.nothing()).shape[1:])
+
+
+@lru_cache(maxsize=1024)
+def _tensors(known: PointFormat) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    return MappingProxyType({name: (tuple(part.shape[1:]), part.dtype) for name, part in known.nothing().items()})
+
+
+class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What decides a data set's rows, besides its documents.
+
+    Args:
+        version: of the format.
+        kind: of the folder.
+        model: what identifies it, see `runs.fingerprint.identity`; "name" at least.
+        points: what is kept of each token, in order.
+        documents_per_shard: shard k holds documents [k D, (k + 1) D).
+        asked: what else decides which rows are kept, by name, as JSON can hold it: token sample, context, windows,
+            generation.
+        statistics_every: of so many rows one is looked at for statistics; 0 for none.
+        num_layers: of the model; 0 where that is not known, and layers cannot be counted from the last.
+
+    Raises:
+        ValueError: of another version, without points, or with impossible numbers.
+    """
+
+    version: int
+    kind: Literal["activations"]
+    model: dict[str, str]
+    points: tuple[PointFormat, ...]
+    documents_per_shard: int
+    asked: dict[str, Any] = {}
+    statistics_every: int = EVERY
+    num_layers: int = 0
+
+    def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
+        names = [point.point for point in self.points]
+        if not names or len(set(names)) < len(names):
+            raise ValueError("it has no point, or one twice")
+        if self.documents_per_shard < 1 or self.statistics_every < 0:
+            raise ValueError("documents_per_shard is at least 1, and statistics_every at least 0")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all it says, in hexadecimal: what shards are known by."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's rows at all points."""
+        return sum(point.row_bytes for point in self.points)
+
+    def format_of(self, point: Point) -> PointFormat:
+        """How the rows of a point are kept.
+
+        Raises:
+            KeyError: it has no such point.
+        """
+        return {known.point: known for known in self.points}[point]
+
+
+def define(
+    model: Mapping[str, str],
+    points: Mapping[Point, PointSchema],
+    *,
+    coding: Coding = RAW,
+    documents_per_shard: int,
+    asked: Mapping[str, Any] | None = None,
+    statistics_every: int = EVERY,
+    num_layers: int = 0,
+) -> Definition:
+    """A definition of this version, all points in one codec.
+
+    Args:
+        model: what identifies it.
+        points: with their schemas, in order.
+        coding: of all of them.
+        documents_per_shard: at least 1.
+        asked: what else decides which rows are kept.
+        statistics_every: of so many rows one is looked at; 0 for none.
+        num_layers: of the model; 0 if unknown.
+
+    Raises:
+        InvalidSetting: it cannot be so.
+    """
+    try:
+        formats = tuple(PointFormat(*point, schema, coding) for point, schema in points.items())
+        return Definition(
+            VERSION,
+            "activations",
+            dict(model),
+            formats,
+            documents_per_shard,
+            dict(asked or {}),
+            statistics_every,
+            num_layers,
+        )
+    except ValueError as error:
+        raise InvalidSetting(f"no data set can be like that: {error}") from error
+
+
+def decode(content: bytes, path: str) -> Definition:
+    """What a folder says of itself.
+
+    Raises:
+        InvalidFile: it cannot be read, or is of another version.
+    """
+    try:
+        said = msgspec.json.decode(content)
+        if not isinstance(said, dict) or said.get("kind") != "activations":
+            raise InvalidFile(f"{path} is not the definition of a data set of activations; choose another folder")
+        if said.get("version") != VERSION:
+            raise InvalidFile(
+                f"{path} is of format version {shown(said.get('version'))}; this steercap reads version {VERSION}: "
+                "upgrade steercap to read newer data sets"
+            )
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"{path} cannot be read: {error}; choose another folder") from error
+    return DATASET.decode(content, path)
+
+
+def _differing(found: Definition, wanted: Definition) -> list[str]:
+    what = [_other(f"model {name}", found.model.get(name), said) for name, said in wanted.model.items()]
+    what.append(_other("points", _points(found), _points(wanted)))
+    what.append(_other("documents_per_shard", found.documents_per_shard, wanted.documents_per_shard))
+    what.append(_other("statistics_every", found.statistics_every, wanted.statistics_every))
+    names = dict.fromkeys((*found.asked, *wanted.asked))
+    plain = msgspec.json.decode(msgspec.json.encode(wanted.asked))  # as it would have been read: tuples are lists
+    what += [_other(name, found.asked.get(name), plain.get(name)) for name in names]
+    return [line for line in what if line]
+
+
+def _points(definition: Definition) -> str:
+    return ", ".join(f"{point.point} of {point.schema} as {point.coding}" for point in definition.points)
+
+
+def _other(name: str, found: Any, wanted: Any) -> str:
+    return "" if found == wanted else f"{name} is {shown(found)}, not {shown(wanted)}"
+
+
+#: Folders of activations.
+DATASET: Final = FolderKind(FILE, Definition, "data set of activations", _differing)

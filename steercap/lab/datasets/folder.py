@@ -1,0 +1,423 @@
+"""A data set's folder: begun with a definition, filled shard by shard in any order, completed when all are there."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from steercap.core.spec import Point
+from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
+from steercap.lab.datasets import definition as definitions
+from steercap.lab.datasets.definition import DATASET, VERSION, Definition
+from steercap.lab.datasets.remote import storage_of
+from steercap.lab.datasets.shards import FOLDER, RECEIPT, STATISTICS, Receipt, Shard, name_of, write_shard
+from steercap.lab.datasets.statistics import PointStatistics, named_tensors, no_rows, read_named
+from steercap.lab.datasets.storage import Storage
+from steercap.lab.datasets.tables import encoded_points, holds_points
+from steercap.lab.datasets.tensors import encoded
+
+TOTALS: Final = "dataset.json"
+MERGED: Final = "statistics.safetensors"
+POINTS: Final = "points.parquet"
+#: What to do about a file that is not the one that was written.
+AGAIN: Final = "copy it again, or collect it again"
+#: What decoding raises of a file that was cut off or changed.
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+Document = TypeVar("Document", "Totals", Receipt)
+
+
+class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a complete data set holds: the file `dataset.json`.
+
+    Args:
+        version: of the format.
+        shards, documents: how many.
+        tokens: that the model read.
+        rows: tokens whose rows were kept.
+        bytes: of the files of all shards.
+        sha256: over the receipts of all shards, in order, which have the SHA-256 of their files; two data sets with the
+            same are the same.
+    """
+
+    version: int
+    shards: int
+    documents: int
+    tokens: int
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class DatasetFolder:
+    """A folder of activations; made by `begin` or `open`. Methods may be called from any thread.
+
+    Args:
+        storage: where its files are.
+        definition: what it says of itself.
+    """
+
+    def __init__(self, storage: Storage, definition: Definition) -> None:
+        self.storage, self.definition = storage, definition
+        self._completing, self._without_totals = threading.Lock(), False
+
+    def __reduce__(self) -> tuple[type[DatasetFolder], tuple[Storage, Definition]]:
+        """For workers of a DataLoader: a lock is of one process."""
+        return DatasetFolder, (self.storage, self.definition)
+
+    @staticmethod
+    def begin(where: str | Path | Storage, definition: Definition, **options: Any) -> DatasetFolder:
+        """A folder for a run: made if it is not there, swept, and compared with what it was begun with.
+
+        Args:
+            where: a folder, or a URL with "://".
+            definition: of the run.
+            options: of the URL's file system.
+
+        Raises:
+            RunDiffers: it holds another run, or other files.
+            InvalidFile: its definition cannot be read, or is of another version.
+        """
+        storage = storage_of(where, **options)
+        there = storage.sizes()
+        if definitions.FILE in there:
+            found = definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
+            DATASET.check(found, lambda _: definition, str(storage))
+            storage.sweep()
+            return DatasetFolder(storage, found)
+        if foreign := sorted(name for name in there if not name.startswith(".")):
+            raise RunDiffers(f"{storage} holds {foreign[0]!r}, and is no data set of activations; give another folder")
+        storage.sweep()
+        storage.write(definitions.FILE, [msgspec.json.format(msgspec.json.encode(definition))])
+        return DatasetFolder(storage, definition)
+
+    @staticmethod
+    def open(where: str | Path | Storage, **options: Any) -> DatasetFolder:
+        """A folder that a run began; nothing is changed.
+
+        Args:
+            where, options: as for `begin`.
+
+        Raises:
+            InvalidFile: there is none, it cannot be read, or is of another version.
+        """
+        storage = storage_of(where, **options)
+        found = definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
+        return DatasetFolder(storage, found)
+
+    # Shards
+
+    def write(self, shard: Shard) -> Receipt:
+        """Write a shard; see `write_shard`. A data set is not complete from then on until `complete`."""
+        self._remove_totals()
+        return write_shard(self.storage, self.definition, shard)
+
+    def receipts(self) -> dict[int, Receipt]:
+        """The shards that are there, by number, ascending; their files are not looked at, see `wrong`.
+
+        Raises:
+            InvalidFile: a receipt cannot be read, or is of another data set.
+        """
+        found, unreadable = self.readable_receipts()
+        for why in unreadable.values():
+            raise InvalidFile(why)
+        return found
+
+    def readable_receipts(self) -> tuple[dict[int, Receipt], dict[int, str]]:
+        """What `receipts` gives, and why others cannot be read, by number: they were cut off or changed.
+
+        Raises:
+            InvalidFile: a receipt is of another version, of another data set or of no shard.
+        """
+        names = sorted(name for name in self.storage.sizes(FOLDER) if name.endswith(RECEIPT) and name[0] != ".")
+        found: dict[int, Receipt] = {}
+        unreadable: dict[int, str] = {}
+        for name in (f"{FOLDER}/{name}" for name in names):
+            try:
+                receipt = self._receipt(name)
+            except UNREADABLE as error:
+                unreadable[self._number_of(name)] = _unreadable(self.storage.path(name), error)
+            else:
+                found[receipt.number] = receipt
+        return dict(sorted(found.items())), unreadable
+
+    def wrong(self, receipts: Iterable[Receipt], *, content: bool = False) -> dict[int, str]:
+        """What is wrong with shards, by number, in words that name the file; {} if nothing is.
+
+        Args:
+            receipts: of the shards.
+            content: whether to compare SHA-256 too, which reads everything; else sizes alone.
+        """
+        sizes = self.storage.sizes(FOLDER)
+        found = {receipt.number: self._wrong(receipt, sizes, content=content) for receipt in receipts}
+        return {number: why for number, why in found.items() if why}
+
+    def sound(self, *, content: bool = False) -> dict[int, Receipt]:
+        """The shards that are there.
+
+        Args:
+            content: whether to compare SHA-256 too, and not sizes alone.
+
+        Raises:
+            InvalidFile: a file of one is missing, truncated or changed, or a receipt cannot be read.
+        """
+        receipts = self.receipts()
+        for why in self.wrong(receipts.values(), content=content).values():
+            raise InvalidFile(why)
+        return receipts
+
+    def discard(self, number: int) -> None:
+        """Take a shard away, receipt first, so that it is written again; a data set is then not complete."""
+        self._remove_totals()
+        self.storage.remove(name_of(number, RECEIPT))
+
+    def _remove_totals(self) -> None:
+        """Before any receipt changes; once, since each removal is a request to an object store."""
+        with self._completing:
+            if not self._without_totals:
+                self.storage.remove(TOTALS)
+                self._without_totals = True
+
+    # The whole
+
+    def totals(self) -> Totals | None:
+        """What it holds if it is complete, else None.
+
+        Raises:
+            InvalidFile: it cannot be read.
+        """
+        if TOTALS not in self.storage.sizes():
+            return None
+        return _decode(self.storage.read(TOTALS), Totals, self.storage.path(TOTALS))
+
+    def altered(self, receipts: Iterable[Receipt]) -> bool:
+        """Whether a complete data set says other things of its shards than their receipts do.
+
+        Args:
+            receipts: of all that there are, in order; where one is missing, it is known what is wrong.
+        """
+        known = list(receipts)
+        try:
+            totals = self.totals()
+        except InvalidFile:
+            return True
+        return totals is not None and totals.shards == len(known) and totals != self._sum(known)
+
+    def complete(self) -> Totals:
+        """Say that all shards are there: statistics are merged, and `dataset.json` written last.
+
+        Raises:
+            InvalidRequest: shards are missing between those that are there, or one but the last has too few documents.
+            InvalidFile: a file is missing or truncated.
+        """
+        receipts = list(self.sound().values())
+        self._check_whole(receipts)
+        totals = self._sum(receipts)
+        header = msgspec.json.encode({"kind": "activations", "version": VERSION, "definition": self.definition.digest})
+        if self.definition.statistics_every:
+            tensors = {name: [tensor] for name, tensor in self._merged(receipts).items()}
+            self.storage.write(MERGED, encoded(tensors, {"steercap": header.decode()}))
+        self.storage.write(POINTS, [encoded_points(self.definition.points)])
+        with self._completing:
+            self._without_totals = False
+            self.storage.write(TOTALS, [msgspec.json.format(msgspec.json.encode(totals))])
+        return totals
+
+    def statistics(self, point: Point) -> PointStatistics:
+        """What is known of the rows of a point of a complete data set.
+
+        Raises:
+            InvalidRequest, InvalidFile: as for `merged`.
+        """
+        return self.merged([point])[point]
+
+    def merged(
+        self, points: Iterable[Point], receipts: Sequence[Receipt] | None = None
+    ) -> dict[Point, PointStatistics]:
+        """What is known of the rows of points; each file is read once, whatever the number of points.
+
+        Args:
+            points: of the definition's.
+            receipts: of the shards whose rows are meant, in their order; None for all of a complete data set.
+
+        Raises:
+            InvalidRequest: the data set was collected without statistics, or is not complete.
+            InvalidFile: they cannot be read.
+        """
+        if not self.definition.statistics_every:
+            raise InvalidRequest(f"{self.storage} was collected without statistics; collect it with statistics_every=")
+        wanted = list(points)
+        if receipts is None:
+            if self.totals() is None:
+                raise InvalidRequest(f"{self.storage} is not complete, and has no statistics of all its rows yet")
+            return self._read(MERGED, wanted)
+        files = (self._read(name_of(receipt.number, STATISTICS), wanted) for receipt in receipts)
+        found = next(files, None)
+        if found is None:
+            return {point: no_rows(self.definition.format_of(point).decoded_width) for point in wanted}
+        for more in files:
+            found = {point: found[point].merged(more[point]) for point in wanted}
+        return found
+
+    def wrong_whole(self, receipts: Sequence[Receipt]) -> str:
+        """What is wrong with the files of a complete data set that no receipt names, in words; "" if nothing is.
+
+        They follow from the shards, which must be sound, and are compared with what follows.
+
+        Args:
+            receipts: of all shards, in order.
+        """
+        try:
+            if not holds_points(self.storage.read(POINTS), self.definition.points):
+                return f"{self.storage.path(POINTS)} names other tensors than the definition does; {AGAIN}"
+            if not self.definition.statistics_every:
+                return ""
+            found, wanted = self._tensors(MERGED), self._merged(receipts)
+        except InvalidFile as error:
+            return str(error)
+        if found.keys() != wanted.keys() or not all(_alike(found[name], wanted[name]) for name in wanted):
+            return f"{self.storage.path(MERGED)} does not hold the statistics of the shards; {AGAIN}"
+        return ""
+
+    def _merged(self, receipts: Sequence[Receipt]) -> dict[str, torch.Tensor]:
+        """The statistics of all points, by the names of their tensors."""
+        found = self.merged((known.point for known in self.definition.points), receipts)
+        tensors: dict[str, torch.Tensor] = {}
+        for known in self.definition.points:
+            tensors |= named_tensors(known.end, found[known.point])
+        return tensors
+
+    def _read(self, name: str, points: Iterable[Point]) -> dict[Point, PointStatistics]:
+        """Statistics of points from a file of them."""
+        tensors = self._tensors(name)
+        try:
+            return {point: read_named(self.definition.format_of(point).end, tensors) for point in points}
+        except KeyError as error:
+            raise InvalidFile(f"{self.storage.path(name)} lacks {error}; collect the data set again") from error
+
+    def _tensors(self, name: str) -> Mapping[str, torch.Tensor]:
+        try:
+            return load(self.storage.read(name))
+        except SafetensorError as error:
+            raise InvalidFile(
+                f"{self.storage.path(name)} cannot be read: {error}; collect the data set again"
+            ) from error
+
+    def _receipt(self, name: str) -> Receipt:
+        receipt = _understood(self.storage.read(name), Receipt, self.storage.path(name))
+        if receipt.definition != self.definition.digest or name_of(receipt.number, RECEIPT) != name:
+            raise InvalidFile(
+                f"{self.storage.path(name)} is the receipt of another data set, or of another shard; remove it"
+            )
+        return receipt
+
+    def _number_of(self, name: str) -> int:
+        """The shard that a receipt is of, by its name."""
+        stem = name.removeprefix(f"{FOLDER}/").removesuffix(RECEIPT)
+        if not stem.isdecimal() or name_of(int(stem), RECEIPT) != name:
+            raise InvalidFile(f"{self.storage.path(name)} is the receipt of no shard; remove it")
+        return int(stem)
+
+    def _wrong(self, receipt: Receipt, sizes: Mapping[str, int], *, content: bool) -> str:
+        for name, file in receipt.names.items():
+            path, size = self.storage.path(name), sizes.get(name.removeprefix(f"{FOLDER}/"))
+            if size is None:
+                return f"{path} is missing; {AGAIN}"
+            if size != file.bytes:
+                return f"{path} has {size:,} bytes, and its receipt says {file.bytes:,}; {AGAIN}"
+            if content and (found := self.storage.sha256(name)) != file.sha256:
+                return f"{path} has SHA-256 {found}, and its receipt says {file.sha256}; {AGAIN}"
+        return ""
+
+    def _check_whole(self, receipts: list[Receipt]) -> None:
+        numbers = [receipt.number for receipt in receipts]
+        if missing := sorted(set(range(len(numbers))) - set(numbers)):
+            raise InvalidRequest(f"{self.storage} lacks shard {missing[0]}; collect it before it is complete")
+        for receipt in receipts[:-1]:
+            if receipt.documents != self.definition.documents_per_shard:
+                raise InvalidRequest(
+                    f"shard {receipt.number} of {self.storage} is short of documents, and not the last"
+                )
+
+    def _sum(self, receipts: list[Receipt]) -> Totals:
+        digest = hashlib.sha256()
+        for receipt in receipts:
+            digest.update(msgspec.json.encode(receipt))
+        return Totals(
+            VERSION,
+            len(receipts),
+            receipts[-1].stop if receipts else 0,
+            sum(receipt.tokens for receipt in receipts),
+            sum(receipt.rows for receipt in receipts),
+            sum(receipt.bytes for receipt in receipts),
+            digest.hexdigest(),
+        )
+
+
+def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals | None:
+    """Check every file of a data set against its receipt.
+
+    Args:
+        where: its folder, or its URL.
+        content: whether to compare SHA-256, which reads everything; else sizes alone.
+        options: of the URL's file system.
+
+    Returns:
+        What it holds if it is complete, None if it is not.
+
+    Raises:
+        InvalidFile: a file is missing, truncated or changed, or shards are other than the data set says; it is named.
+    """
+    folder = DatasetFolder.open(where, **options)
+    receipts = list(folder.sound(content=content).values())
+    totals = folder.totals()
+    if totals is not None and totals != folder._sum(receipts):  # noqa: SLF001 -- a function of this class
+        raise InvalidFile(f"{folder.storage.path(TOTALS)} says {totals}, and the shards are others; collect it again")
+    if totals is not None and content and (why := folder.wrong_whole(receipts)):
+        raise InvalidFile(why)
+    return totals
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors are the same bit for bit."""
+    kinds = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return kinds and one.numpy().tobytes() == other.numpy().tobytes()
+
+
+def _decode(content: bytes, kind: type[Document], path: str) -> Document:
+    """A document of this version.
+
+    Raises:
+        InvalidFile: it cannot be read, or is of another version.
+    """
+    try:
+        return _understood(content, kind, path)
+    except UNREADABLE as error:
+        raise InvalidFile(_unreadable(path, error)) from error
+
+
+def _understood(content: bytes, kind: type[Document], path: str) -> Document:
+    """A document of this version.
+
+    Raises:
+        InvalidFile: it is of another version.
+        One of UNREADABLE: it cannot be read.
+    """
+    said = msgspec.json.decode(content)
+    version = said.get("version") if isinstance(said, dict) else None
+    if isinstance(version, int) and version != VERSION:  # another version may say other things
+        raise InvalidFile(f"{path} is of format version {version}; this steercap reads version {VERSION}; upgrade it")
+    return msgspec.convert(said, kind)
+
+
+def _unreadable(path: str, error: Exception) -> str:
+    return f"{path} cannot be read: {error}; {AGAIN}"

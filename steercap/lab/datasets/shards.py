@@ -1,0 +1,242 @@
+"""One shard: its rows, index and statistics, and the receipt that makes it count.
+
+The receipt is written last, so a shard is there if and only if its receipt is. Files without one are debris of a
+writer that was killed; who writes the shard again replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from steercap.core.spec import Point
+from steercap.errors import InvalidRequest
+from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
+from steercap.lab.datasets.definition import VERSION, Definition, PointFormat
+from steercap.lab.datasets.statistics import drawn, named_tensors, statistics_of
+from steercap.lab.datasets.storage import Buffer, FileReceipt, Storage
+from steercap.lab.datasets.tables import Index, encoded_index
+from steercap.lab.datasets.tensors import encoded
+
+FOLDER: Final = "shards"
+ROWS, INDEX, STATISTICS, RECEIPT = ".safetensors", ".parquet", ".statistics.safetensors", ".json"
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A shard in memory, on its way to a folder.
+
+    Args:
+        number: of the shard; documents [number × D, (number + 1) × D) are its own, D being the definition's.
+        documents: how many it has; fewer than D in the last shard alone.
+        documents_sha256: of its documents, in hexadecimal, as whoever reads the source hashes them.
+        tokens: that the model read, kept or not.
+        index: which tokens the rows are of, in order of documents, windows and positions.
+        rows: of each point of the definition, [rows, ...], or `CodedRows`; or pieces of them one after another, which
+            are written without being put together.
+
+    Raises:
+        InvalidRequest: fewer or more rows of a point than the index has.
+    """
+
+    number: int
+    documents: int
+    documents_sha256: str
+    tokens: int
+    index: Index
+    rows: Mapping[Point, Whole | Sequence[Whole]]
+
+    def __post_init__(self) -> None:
+        for point in self.rows:
+            if (found := sum(len(piece) for piece in self.pieces(point))) != len(self.index):
+                raise InvalidRequest(
+                    f"{found} rows of {point}, and {len(self.index)} in the index of shard {self.number}"
+                )
+
+    def pieces(self, point: Point) -> Sequence[Whole]:
+        """The rows of a point, one after another."""
+        rows = self.rows[point]
+        return (rows,) if isinstance(rows, (torch.Tensor, CodedRows)) else rows
+
+
+class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of a shard that was written: the file `shards/<number>.json`.
+
+    Args:
+        version: of the format.
+        number: of the shard.
+        definition: SHA-256 of the definition it belongs to, in hexadecimal.
+        first, stop: its documents, [first, stop).
+        tokens: that the model read.
+        rows: tokens whose rows were kept.
+        documents_sha256: of its documents.
+        files: its files by how their names end: ".safetensors", ".parquet", ".statistics.safetensors".
+
+    Raises:
+        ValueError: without rows or index, or with impossible numbers.
+    """
+
+    version: int
+    number: int
+    definition: str
+    first: int
+    stop: int
+    tokens: int
+    rows: int
+    documents_sha256: str
+    files: dict[str, FileReceipt]
+
+    def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
+        if not {ROWS, INDEX} <= set(self.files) <= {ROWS, INDEX, STATISTICS}:
+            raise ValueError("its files are not those of a shard")
+        if min(self.number, self.first, self.tokens, self.rows) < 0 or self.stop <= self.first:
+            raise ValueError("it has less than no rows, tokens or documents")
+
+    @property
+    def documents(self) -> int:
+        """How many it has."""
+        return self.stop - self.first
+
+    @property
+    def names(self) -> dict[str, FileReceipt]:
+        """Its files by name within the folder; the receipt itself aside."""
+        return {name_of(self.number, end): file for end, file in self.files.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def name_of(number: int, end: str) -> str:
+    """The name of a shard's file within the folder."""
+    return f"{FOLDER}/{number:06}{end}"
+
+
+def write_shard(storage: Storage, definition: Definition, shard: Shard) -> Receipt:
+    """Write a shard; its receipt comes last. It may run in any thread, for several shards at once.
+
+    The same shard gives the same files, so it does not matter who writes it, or how often.
+
+    Args:
+        storage: of the folder.
+        definition: of the data set.
+        shard: rows are neither changed nor copied.
+
+    Raises:
+        InvalidRequest: rows that are not kept as the definition says, or an impossible index.
+        OSError: something cannot be written, such as on a full disk; the shard is then not there.
+    """
+    _check(definition, shard)
+    storage.remove(name_of(shard.number, RECEIPT))  # of a shard that is written again, or it would count half-way
+    files = {
+        ROWS: storage.write(name_of(shard.number, ROWS), _rows(definition, shard)),
+        INDEX: storage.write(name_of(shard.number, INDEX), [encoded_index(shard.index)]),
+    }
+    if definition.statistics_every:
+        files[STATISTICS] = storage.write(name_of(shard.number, STATISTICS), _statistics(definition, shard))
+    first = shard.number * definition.documents_per_shard
+    stop = first + shard.documents
+    receipt = Receipt(
+        VERSION,
+        shard.number,
+        definition.digest,
+        first,
+        stop,
+        shard.tokens,
+        len(shard.index),
+        shard.documents_sha256,
+        files,
+    )
+    storage.write(name_of(shard.number, RECEIPT), [msgspec.json.format(msgspec.json.encode(receipt))])
+    return receipt
+
+
+def _rows(definition: Definition, shard: Shard) -> Iterator[Buffer]:
+    tensors = {
+        f"{part}{known.end}": pieces
+        for known in definition.points
+        for part, pieces in _parts(known, shard.pieces(known.point)).items()
+    }
+    return encoded(tensors, {"steercap": _header(definition, shard.number)})
+
+
+def _parts(known: PointFormat, pieces: Sequence[Whole]) -> dict[str, Sequence[torch.Tensor]]:
+    by_piece = [parts_of(piece) for piece in pieces] or [known.nothing()]
+    found: dict[str, Sequence[torch.Tensor]] = {name: [parts[name] for parts in by_piece] for name in by_piece[0]}
+    return found | {name: [constant] for name, constant in _constants(known, pieces).items()}
+
+
+def _constants(known: PointFormat, pieces: Sequence[Whole]) -> Mapping[str, torch.Tensor]:
+    first = pieces[0] if pieces else None
+    return (
+        first.constants
+        if isinstance(first, CodedRows)
+        else {name: torch.zeros(known.schema.width) for name in known.constants}
+    )
+
+
+def _statistics(definition: Definition, shard: Shard) -> Iterator[Buffer]:
+    tensors: dict[str, Sequence[torch.Tensor]] = {}
+    chosen = drawn(len(shard.index), definition.statistics_every, shard.number)  # the same at all points
+    for known in definition.points:
+        found = statistics_of(shard.pieces(known.point), known.decoded_width, chosen)
+        tensors |= {name: [tensor] for name, tensor in named_tensors(known.end, found).items()}
+    return encoded(tensors, {"steercap": _header(definition, shard.number)})
+
+
+def _header(definition: Definition, number: int) -> str:
+    return msgspec.json.encode(
+        {"kind": "activations", "version": VERSION, "definition": definition.digest, "shard": number}
+    ).decode()
+
+
+def _check(definition: Definition, shard: Shard) -> None:
+    if not shard.number >= 0 or not 1 <= shard.documents <= definition.documents_per_shard:
+        raise InvalidRequest(
+            f"shard {shard.number} of {shard.documents} documents; shards count from 0, and have 1 to "
+            f"{definition.documents_per_shard} documents"
+        )
+    wanted = {known.point for known in definition.points}
+    if set(shard.rows) != wanted:
+        raise InvalidRequest(
+            f"rows of {sorted(map(str, shard.rows))}, and the definition has {sorted(map(str, wanted))}"
+        )
+    for known in definition.points:
+        for piece in shard.pieces(known.point):
+            known.check(piece)
+        _check_constants(known, shard.pieces(known.point))
+    _check_order(definition, shard)
+
+
+def _check_constants(known: PointFormat, pieces: Sequence[Whole]) -> None:
+    given = [piece.constants for piece in pieces if isinstance(piece, CodedRows)]
+    for name in known.constants:
+        if not all(one[name] is given[0][name] or torch.equal(one[name], given[0][name]) for one in given):
+            raise InvalidRequest(
+                f"rows of {known.point} were coded with several {name!r}; give those of one calibration"
+            )
+
+
+def _check_order(definition: Definition, shard: Shard) -> None:
+    """Rows are of the shard's own documents, each token once and in order."""
+    index, first = shard.index, shard.number * definition.documents_per_shard
+    if not len(index):
+        return
+    if not first <= index.document.min() <= index.document.max() < first + shard.documents:
+        raise InvalidRequest(f"shard {shard.number} has rows of documents that are not its own")
+    document, window, position = (np.diff(column) for column in (index.document, index.window, index.position))
+    ascending: NDArray[np.bool_] = (document > 0) | (
+        (document == 0) & ((window > 0) | ((window == 0) & (position > 0)))
+    )
+    if not ascending.all():
+        at = int(np.argmin(ascending)) + 1
+        raise InvalidRequest(
+            f"row {at} of shard {shard.number} is not behind the one before, by document, window and position"
+        )

@@ -1,0 +1,302 @@
+"""What is known of the rows of a point without reading them all: moments of each element, norms, sparsity.
+
+Per shard, merged in the order of the shards in float64, so that the same shards give the same bits. Deviations of
+elements are rounded to float32 before they are added.
+Shape legend: `rows` = rows that were looked at, `width` = elements of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Integer
+from numpy.typing import NDArray
+
+from steercap.core.mixing import mixed, mixed_all
+from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
+from steercap.lab.datasets.tensors import as_numpy
+
+#: Elements that are looked at together, by NumPy: it keeps to the thread that it is called in, and lets others run.
+BLOCK_ELEMENTS: Final = 1 << 20
+#: An element is small if it is below this part of its row's root mean square.
+SMALL: Final = 0.01
+#: The least number of float32 above 0.
+LEAST: Final = np.finfo(np.float32).smallest_subnormal
+#: Rows of norms below this have deviations whose squares are finite in float32.
+GREAT: Final = 2.0**60
+#: Norms are counted in classes of 2^(1/8), 9 % wide, from 2^-32 up to 2^32; what lies outside is in the outermost.
+CLASSES_AN_OCTAVE: Final = 8
+OCTAVES: Final = 64
+
+
+@dataclass(frozen=True, eq=False)
+class PointStatistics:
+    """Of the rows of one point that were looked at. Of projections, of the numbers that are kept.
+
+    Args:
+        count: rows that were looked at and are finite: int64 [].
+        nonfinite: rows with NaN or infinity, which count nowhere else: int64 [].
+        mean: of each element: float64 [width].
+        variance: of each element, divided by `count`: float64 [width].
+        norm_mean, norm_min, norm_max: of the Euclidean norms of rows: float64 []; infinite minimum of no rows.
+        norm_counts: rows by their norm; class i is from 2^((i - 256) / 8), see `norm_quantile`: int64 [512].
+        zeros: share of elements that are 0: float64 [].
+        small: share of elements below `SMALL` of their row's root mean square, zeros included: float64 [].
+    """
+
+    count: Integer[torch.Tensor, ""]
+    nonfinite: Integer[torch.Tensor, ""]
+    mean: Float[torch.Tensor, " width"]
+    variance: Float[torch.Tensor, " width"]
+    norm_mean: Float[torch.Tensor, ""]
+    norm_min: Float[torch.Tensor, ""]
+    norm_max: Float[torch.Tensor, ""]
+    norm_counts: Integer[torch.Tensor, " classes"]
+    zeros: Float[torch.Tensor, ""]
+    small: Float[torch.Tensor, ""]
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return len(self.mean)
+
+    @property
+    def standard_deviation(self) -> Float[torch.Tensor, " width"]:
+        """Of each element: float64 [width]."""
+        return self.variance.sqrt()
+
+    def norm_quantile(self, share: float) -> float:
+        """A norm that so great a share of rows does not exceed, within 9 %; 0 of no rows.
+
+        Args:
+            share: from 0 to 1.
+        """
+        if not int(self.count):
+            return 0.0
+        below = self.norm_counts.cumsum(0) >= share * int(self.count)
+        upper = int(below.to(torch.int8).argmax()) + 1
+        last = upper == len(self.norm_counts)  # which has no upper end
+        norm = math.inf if last else 2 ** (upper / CLASSES_AN_OCTAVE - OCTAVES / 2)
+        return float(min(max(norm, float(self.norm_min)), float(self.norm_max)))
+
+    def merged(self, other: PointStatistics) -> PointStatistics:
+        """Of both.
+
+        Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances
+        (1979).
+        """
+        mine, theirs = int(self.count), int(other.count)
+        total = max(mine + theirs, 1)
+        share = theirs / total
+        apart = other.mean - self.mean
+        spread = self.variance * (1 - share) + other.variance * share + apart.square() * (share * (1 - share))
+        empty = not mine and not theirs
+        return PointStatistics(
+            self.count + other.count,
+            self.nonfinite + other.nonfinite,
+            self.mean + apart * share,
+            self.variance if empty else spread,
+            self.norm_mean + (other.norm_mean - self.norm_mean) * share,
+            torch.minimum(self.norm_min, other.norm_min),
+            torch.maximum(self.norm_max, other.norm_max),
+            self.norm_counts + other.norm_counts,
+            self.zeros + (other.zeros - self.zeros) * share,
+            self.small + (other.small - self.small) * share,
+        )
+
+
+def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64] | None = None) -> PointStatistics:
+    """Statistics of rows that come in pieces.
+
+    Args:
+        pieces: [rows, ...] each, or in a codec; those are decoded.
+        width: elements of a row.
+        chosen: the rows that are looked at, by their numbers over all pieces, ascending, see `drawn`; None for all.
+    """
+    running = _Running(width)
+    looked_at = pieces if chosen is None else _of(pieces, chosen)
+    for block in _blocks(looked_at, max(1, BLOCK_ELEMENTS // width)):
+        running.add(block)
+    return running.statistics()
+
+
+def drawn(rows: int, every: int, seed: int) -> NDArray[np.int64] | None:
+    """The numbers of one row in `every`, and of one at least, ascending: int64 [chosen]; None for all.
+
+    Drawn and not counted off: windows of one length would have rows of the same positions looked at, and the first row
+    of a window is like no other.
+
+    Args:
+        rows: how many there are.
+        every: 1 for all of them.
+        seed: another one draws others.
+    """
+    if every == 1:
+        return None
+    numbers = mixed_all(np.uint64(mixed(seed)) ^ np.arange(rows, dtype=np.uint64))
+    chosen = np.flatnonzero(numbers % np.uint64(every) == 0)
+    return np.array([numbers.argmin()]) if rows and not len(chosen) else chosen
+
+
+def no_rows(width: int) -> PointStatistics:
+    """Statistics of no row."""
+    zero, none = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+    line = torch.zeros(width, dtype=torch.float64)
+    counts = torch.zeros(CLASSES_AN_OCTAVE * OCTAVES, dtype=torch.int64)
+    return PointStatistics(none, none, line, line, zero, zero + math.inf, zero, counts, zero, zero)
+
+
+def _of(pieces: Sequence[Whole], chosen: NDArray[np.int64]) -> Iterator[Whole]:
+    """The rows of pieces that are looked at."""
+    ends = np.cumsum([0, *map(len, pieces)])
+    edges = np.searchsorted(chosen, ends)
+    for number, piece in enumerate(pieces):
+        mine = chosen[edges[number] : edges[number + 1]]
+        if len(mine):
+            yield piece[torch.from_numpy(mine - ends[number])]
+
+
+def _blocks(pieces: Iterable[Whole], size: int) -> Iterator[NDArray[np.float32]]:
+    """Blocks of so many rows, the last with what is left: they do not depend on how rows came in pieces."""
+    waiting: deque[Whole] = deque()
+    held = 0
+    for piece in pieces:
+        if len(piece):
+            waiting.append(piece)
+            held += len(piece)
+        while held >= size:
+            yield _taken(waiting, size)
+            held -= size
+    if held:
+        yield _taken(waiting, held)
+
+
+def _taken(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
+    """The first rows of pieces, which are taken away."""
+    found: list[Whole] = []
+    while count:
+        piece = waiting.popleft()
+        if len(piece) > count:
+            waiting.appendleft(piece[count:])
+            piece = piece[:count]
+        found.append(piece)
+        count -= len(piece)
+    return _plain(_together(found))
+
+
+def _together(pieces: Sequence[Whole]) -> Whole:
+    """Pieces as one; codes are put together before they are decoded, once instead of piece by piece."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if not isinstance(first, CodedRows):
+        return _joined([parts_of(piece)["rows"] for piece in pieces])
+    parts = {name: _joined([parts_of(piece)[name] for piece in pieces]) for name in first.parts}
+    return replace(first, parts=parts)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors along their first axis, by NumPy."""
+    return torch.from_numpy(np.concatenate([as_numpy(one) for one in tensors])).view(tensors[0].dtype)
+
+
+def _plain(rows: Whole) -> NDArray[np.float32]:
+    """Rows, decoded, as float32 [rows, width]."""
+    whole = rows.decoded() if isinstance(rows, CodedRows) else rows
+    flat = whole.flatten(1)
+    if flat.dtype == torch.bfloat16:  # the upper half of a float32
+        return (as_numpy(flat).astype(np.uint32) << 16).view(np.float32)
+    return flat.numpy().astype(np.float32, copy=False)
+
+
+class _Running:
+    """Sums over blocks. Elements are summed as they lie about the mean of the first block, so that rows far from the
+    origin keep their variance.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.count = self.nonfinite = self.zeros = self.small = 0
+        self.about: NDArray[np.float32] | None = None
+        self.sums = np.zeros((2, width))
+        self.norms, self.least, self.greatest = 0.0, math.inf, 0.0
+        self.classes = np.zeros(CLASSES_AN_OCTAVE * OCTAVES, dtype=np.int64)
+
+    def add(self, rows: NDArray[np.float32]) -> None:
+        """Take in rows, [rows, width]."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+            if not math.isfinite(norms.sum()):
+                good = np.isfinite(rows).all(axis=1)
+                self.nonfinite += len(rows) - int(good.sum())
+                rows, norms = rows[good], norms[good]
+            if len(rows):
+                self._add(rows, norms)
+
+    def _add(self, rows: NDArray[np.float32], norms: NDArray[np.float64]) -> None:
+        self.count += len(rows)
+        self._add_norms(norms)
+        limits = (norms * (SMALL / math.sqrt(self.width))).astype(np.float32)[:, None]
+        limits = np.maximum(limits, LEAST)  # zeros are small in any row
+        self.zeros += rows.size - int(np.count_nonzero(rows))
+        self.small += int(np.count_nonzero(np.abs(rows) < limits))
+        if self.about is None:
+            self.about = rows.mean(axis=0, dtype=np.float64).astype(np.float32)
+        # Differences of the greatest numbers, and squares of great ones, are infinite in float32.
+        apart = rows - (self.about if self.greatest < GREAT else self.about.astype(np.float64))
+        self.sums[0] += apart.sum(axis=0, dtype=np.float64)
+        self.sums[1] += np.square(apart, out=apart).sum(axis=0, dtype=np.float64)
+
+    def _add_norms(self, norms: NDArray[np.float64]) -> None:
+        self.norms += float(norms.sum())
+        self.least, self.greatest = min(self.least, float(norms.min())), max(self.greatest, float(norms.max()))
+        numbers = np.floor((np.log2(norms) + OCTAVES / 2) * CLASSES_AN_OCTAVE).clip(0, len(self.classes) - 1)
+        self.classes += np.bincount(numbers.astype(np.int64), minlength=len(self.classes))
+
+    def statistics(self) -> PointStatistics:
+        """Of all rows so far."""
+        if not self.count:
+            return replace(no_rows(self.width), nonfinite=torch.tensor(self.nonfinite))
+        assert self.about is not None
+        apart, squares = self.sums / self.count
+        elements = self.count * self.width
+        return PointStatistics(
+            torch.tensor(self.count),
+            torch.tensor(self.nonfinite),
+            torch.from_numpy(self.about + apart),
+            torch.from_numpy((squares - apart**2).clip(min=0)),
+            _number(self.norms / self.count),
+            _number(self.least),
+            _number(self.greatest),
+            torch.from_numpy(self.classes),
+            _number(self.zeros / elements),
+            _number(self.small / elements),
+        )
+
+
+def _number(value: float) -> Float[torch.Tensor, ""]:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def named_tensors(end: str, found: PointStatistics) -> dict[str, torch.Tensor]:
+    """The tensors of a file, by their names there: "mean" and the end of the point's name."""
+    return {f"{name}{end}": tensor for name, tensor in _tensors(found).items()}
+
+
+def read_named(end: str, tensors: Mapping[str, torch.Tensor]) -> PointStatistics:
+    """What `named_tensors` gave.
+
+    Raises:
+        KeyError: one is missing.
+    """
+    return PointStatistics(**{field.name: tensors[f"{field.name}{end}"] for field in fields(PointStatistics)})
+
+
+def _tensors(found: PointStatistics) -> dict[str, torch.Tensor]:
+    return {field.name: getattr(found, field.name) for field in fields(found)}

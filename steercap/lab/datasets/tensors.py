@@ -1,0 +1,94 @@
+"""A safetensors file as it is written while its rows are still in pieces, so that they are never copied together.
+
+Format: https://huggingface.co/docs/safetensors; tensors lie in the order of the library's own files, greatest elements
+first, then by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from steercap.lab.datasets.storage import Buffer
+
+#: The names of dtypes in the header.
+DTYPES: Final[Mapping[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+#: How dtypes that NumPy has no name for are viewed.
+BITS: Final[Mapping[torch.dtype, torch.dtype]] = {
+    torch.bfloat16: torch.uint16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+#: Bytes that the data begin at a multiple of.
+ALIGN: Final = 8
+
+
+def encoded(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> Iterator[Buffer]:
+    """The bytes of a safetensors file.
+
+    Args:
+        tensors: each in pieces along its first axis, one at least, on the CPU, all of one dtype and row shape; a number
+            in one.
+        metadata: texts by name, for the header.
+
+    Yields:
+        The header, then each piece, in its own memory where it is contiguous.
+    """
+    ordered = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    end = 0
+    for name in ordered:
+        start, end = end, end + sum(piece.nbytes for piece in tensors[name])
+        header[name] = {
+            "dtype": DTYPES[tensors[name][0].dtype],
+            "shape": _shape(tensors[name]),
+            "data_offsets": [start, end],
+        }
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % ALIGN)
+    yield len(text).to_bytes(8, "little") + text
+    for name in ordered:
+        yield from (_bytes_of(piece) for piece in tensors[name] if piece.numel())
+
+
+def _shape(pieces: Sequence[torch.Tensor]) -> list[int]:
+    first = pieces[0]
+    if not first.dim():
+        return []
+    return [sum(len(piece) for piece in pieces), *first.shape[1:]]
+
+
+def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    """A tensor's own memory; of dtypes that NumPy has no name for, as integers of as many bytes."""
+    seen = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
+    found: NDArray[Any] = seen.numpy(force=seen.requires_grad)
+    return found
+
+
+def _bytes_of(piece: torch.Tensor) -> memoryview:
+    """Its bytes. NumPy's way, for each of torch's operations gives Python's lock away, and waits for it again."""
+    array = np.ascontiguousarray(as_numpy(piece))
+    if array.size == 1:  # counts as contiguous whatever its stride, and is then not viewed as bytes
+        return memoryview(array.tobytes())
+    return array.reshape(-1).view(np.uint8).data

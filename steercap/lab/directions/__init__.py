@@ -1,0 +1,22 @@
+"""From texts to directions: rows that a model has for them, and what differs between two kinds of rows."""
+
+from steercap.lab.directions.calibrating import calibrate
+from steercap.lab.directions.contrast import Contrast, directions_of, separability
+from steercap.lab.directions.extraction import Exchange, Rows, extract, mean_rows
+from steercap.lab.directions.methods import METHODS
+from steercap.lab.directions.suggestion import Suggestion, chance_band, suggested_layer
+
+__all__ = [
+    "METHODS",
+    "Contrast",
+    "Exchange",
+    "Rows",
+    "Suggestion",
+    "calibrate",
+    "chance_band",
+    "directions_of",
+    "extract",
+    "mean_rows",
+    "separability",
+    "suggested_layer",
+]

@@ -1,0 +1,222 @@
+"""Rows of two kinds, and the direction from one to the other: found in some of them, tried on the rest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+
+from steercap.core.extras import require
+from steercap.core.values import number_of, parts_of, shown, warn
+from steercap.errors import InvalidSpec, InvalidVector
+from steercap.lab.directions.methods import METHODS
+from steercap.steering.directions import DirectionSet, Provenance
+from steercap.steering.layers import LayerVectors
+
+
+@dataclass(frozen=True, eq=False)
+class Contrast:
+    """Rows of texts that show something, and of texts that do not.
+
+    Args:
+        positive, negative: float32 [texts, layers, hidden].
+        positive_groups, negative_groups: what each text belongs to, such as its question: texts of one group are held
+            out together, and are paired, in their order, for methods that compare pairs.
+    """
+
+    positive: Float[torch.Tensor, "p layers hidden"]
+    negative: Float[torch.Tensor, "n layers hidden"]
+    positive_groups: Sequence[Hashable]
+    negative_groups: Sequence[Hashable]
+
+    def __post_init__(self) -> None:
+        for kind in ("positive", "negative"):
+            rows, groups = getattr(self, kind), _groups(getattr(self, f"{kind}_groups"), kind)
+            object.__setattr__(self, f"{kind}_groups", groups)
+            if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
+                raise InvalidSpec(
+                    f"Contrast: {kind}={shown(rows)}; give a floating-point tensor [texts, layers, hidden]"
+                )
+            if rows.dim() != 3 or len(rows) != len(groups) or not len(rows):
+                raise InvalidSpec(
+                    f"Contrast: {kind} rows {tuple(rows.shape)} in {len(groups)} groups; expected "
+                    "[texts, layers, hidden], one text at least, and a group for each"
+                )
+
+        if self.positive.shape[1:] != self.negative.shape[1:]:
+            raise InvalidSpec(
+                f"Contrast: positive rows are {tuple(self.positive.shape)}, negative ones "
+                f"{tuple(self.negative.shape)}; both must be of the same layers and width"
+            )
+
+    def split(self, held_out: float, seed: int) -> tuple[Contrast, Contrast | None]:
+        """Texts to find a direction with, and texts to try it on: whole groups, drawn by the seed.
+
+        Args:
+            held_out: share of the groups that both kinds have, in [0, 1); 0 holds none out.
+            seed: of the draw.
+
+        Raises:
+            InvalidSpec: too few groups for both parts.
+        """
+        share = number_of(held_out)
+        if share is None or not 0 <= share < 1:
+            raise InvalidSpec(f"held_out={shown(held_out)}; give a share of the groups, from 0 to less than 1")
+        if not share:
+            return self, None
+        theirs = set(self.negative_groups)
+        common = [group for group in dict.fromkeys(self.positive_groups) if group in theirs]
+        count = max(1, round(share * len(common)))
+        if len(common) < 2:
+            raise InvalidSpec(f"{len(common)} groups have texts of both kinds; to hold some out, at least 2 are needed")
+        out = set(random.Random(seed).sample(common, min(count, len(common) - 1)))  # noqa: S311 -- a split, no secret
+        return self._where(lambda group: group not in out), self._where(lambda group: group in out)
+
+    def pairs(self) -> Contrast:
+        """Texts that have one of the other kind in their group, in the same order in both kinds."""
+        places: list[tuple[int, int]] = []
+        waiting: dict[Hashable, list[int]] = {}
+        for place, group in enumerate(self.negative_groups):
+            waiting.setdefault(group, []).append(place)
+        for place, group in enumerate(self.positive_groups):
+            if waiting.get(group):
+                places.append((place, waiting[group].pop(0)))
+        if not places:
+            raise InvalidSpec("no group has texts of both kinds, so there are no pairs to compare")
+        ours, theirs = zip(*places, strict=True)
+        return self._at(ours, theirs)
+
+    def _where(self, wanted: Any) -> Contrast:
+        return self._at(
+            [place for place, group in enumerate(self.positive_groups) if wanted(group)],
+            [place for place, group in enumerate(self.negative_groups) if wanted(group)],
+        )
+
+    def _at(self, ours: Sequence[int], theirs: Sequence[int]) -> Contrast:
+        return Contrast(
+            self.positive[list(ours)],
+            self.negative[list(theirs)],
+            [self.positive_groups[place] for place in ours],
+            [self.negative_groups[place] for place in theirs],
+        )
+
+
+def check_groups(
+    positive: Sequence[Hashable], negative: Sequence[Hashable], *, method: str, held_out: float, seed: int = 0
+) -> None:
+    """Check that a direction can be found between texts of these groups, before any of them is read.
+
+    Args:
+        positive, negative: the group of each text.
+        method, held_out, seed: as for `extract`.
+
+    Raises:
+        UnknownName: a method that does not exist.
+        MissingExtra: a method whose libraries are not installed.
+        InvalidSpec: no texts, too few groups to hold any out, or no pairs for a method that needs them.
+    """
+    how = METHODS[method]
+    require(*how.extras)
+    ours, theirs = (torch.zeros(len(groups), 1, 1) for groups in (positive, negative))
+    seen, _ = Contrast(ours, theirs, positive, negative).split(held_out, seed)
+    if how.paired:
+        seen.pairs()
+
+
+def _groups(given: Any, kind: str) -> list[Hashable]:
+    found = parts_of(given, f"Contrast: {kind}_groups")
+    if found is None or not all(isinstance(group, Hashable) for group in found):
+        raise InvalidSpec(f"Contrast: {kind}_groups={shown(given)}; give a list of text or numbers, one for each text")
+    return found
+
+
+def directions_of(
+    name: str,
+    contrast: Contrast,
+    layers: Sequence[int],
+    *,
+    method: str = "difference",
+    site: str = "resid_post",
+    held_out: float = 0.25,
+    seed: int = 0,
+) -> DirectionSet:
+    """A direction from rows, and how well it tells rows apart that it was not made from.
+
+    Args:
+        name: what the direction means.
+        contrast: the rows.
+        layers: what their second axis is.
+        method, site, held_out, seed: as for `extract`.
+
+    Raises:
+        UnknownName: a method that does not exist.
+        InvalidSpec: too few groups to hold any out, or no pairs for a method that needs them.
+        InvalidVector: rows that are NaN or inf.
+    """
+    how = METHODS[method]
+    if len(layers) != contrast.positive.shape[1]:
+        raise InvalidSpec(f"layers={shown(layers)} for rows of {contrast.positive.shape[1]} layers; give one each")
+    for rows in (contrast.positive, contrast.negative):
+        if not rows.isfinite().all():
+            raise InvalidVector("Contrast: some rows are NaN or inf; look at where they were captured")
+    seen, unseen = contrast.split(held_out, seed)
+    used = seen.pairs() if how.paired else seen
+    if left := len(seen.positive) + len(seen.negative) - len(used.positive) - len(used.negative):
+        warn(
+            f"{name}: method={method!r} compares pairs, and leaves out {left} of {len(seen.positive)} positive and "
+            f"{len(seen.negative)} negative texts, which have no partner of the other kind in their group; give as "
+            "many of each, groups= and negative_groups=, or method='difference'"
+        )
+    vectors = {
+        layer: how.direction(used.positive[:, at].double(), used.negative[:, at].double(), seed)
+        for at, layer in enumerate(layers)
+    }
+    found = LayerVectors(vectors, name=name, site=site)
+    every = torch.cat([contrast.positive, contrast.negative]).double()
+    norms = every.norm(dim=-1).mean(0).tolist()
+    provenance = Provenance(
+        method=method,
+        seed=seed,
+        rows={name: (len(used.positive), len(used.negative))},
+        held_out={name: (len(unseen.positive), len(unseen.negative)) if unseen else (0, 0)},
+        auc={name: separability(found, unseen, layers)} if unseen else {},
+        row_norms={name: dict(zip(layers, norms, strict=True))},
+    )
+    return DirectionSet({name: found}, provenance)
+
+
+def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int]) -> dict[int, float]:
+    """Area under the ROC curve of the rows' projections on each layer's vector: 1 tells all apart, 0.5 is chance.
+
+    Args:
+        vectors: one for each of `layers` at least.
+        contrast: rows that the vectors were not made from.
+        layers: what the second axis of the rows is.
+    """
+    found = {}
+    for at, layer in enumerate(layers):
+        along = vectors[layer].double()
+        found[layer] = area(contrast.positive[:, at].double() @ along, contrast.negative[:, at].double() @ along)
+    return found
+
+
+def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"]) -> float:
+    """Area under the ROC curve: how often a positive number is above a negative one, equal ones counted half.
+
+    Source: Hanley and McNeil (1982), The meaning and use of the area under a receiver operating characteristic curve.
+
+    Args:
+        positive, negative: numbers of each kind, one at least.
+
+    Raises:
+        InvalidVector: NaN or infinity.
+    """
+    if not (positive.isfinite().all() and negative.isfinite().all()):
+        raise InvalidVector("rows that are to be told apart hold NaN or infinity; leave out the text that overflows")
+    ordered = negative.sort().values
+    below, up_to = (torch.searchsorted(ordered, positive.contiguous(), right=right).sum() for right in (False, True))
+    return float(below + up_to) / (2 * len(positive) * len(negative))

@@ -1,0 +1,304 @@
+"""From texts to directions: a model reads them, its workers reduce each text to one row, a method does the rest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Float
+
+from steercap.concurrency.bounded import each_of
+from steercap.core.prompts import repeating, special_asked, warn_of_doubled
+from steercap.core.protocols import ReadingModel
+from steercap.core.spec import CaptureSpec, Layers, Reduction
+from steercap.core.tokenizing import tokens_of
+from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec
+from steercap.files.fingerprint import model_name
+from steercap.lab.directions.contrast import Contrast, check_groups, directions_of
+from steercap.steering.directions import DirectionSet, Provenance
+from steercap.steering.layers import LayerVectors
+
+#: Texts of one call, and calls under way: enough to fill vLLM's batch, few enough that their rows need little room.
+CALL_TEXTS: Final = 64
+CALLS: Final = 4
+
+
+class Exchange(NamedTuple):
+    """A prompt and its answer; its rows are those of the answer.
+
+    Args:
+        prompt: a str, token ids, or a conversation of {"role", "content"} dicts, put through the chat template.
+        response: a str, or the token ids that were generated.
+    """
+
+    prompt: Any
+    response: str | Sequence[int]
+
+
+#: What rows are read of: text, token ids, or an exchange.
+Text: TypeAlias = "str | Sequence[int] | Exchange"
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One row per text and layer.
+
+    Args:
+        values: float32 [texts, layers, hidden].
+        layers: the layers.
+        prompts: SHA-256 of the token ids of each text.
+        bytes_moved: what came from the workers.
+    """
+
+    values: Float[torch.Tensor, "texts layers hidden"]
+    layers: tuple[int, ...]
+    prompts: tuple[bytes, ...]
+    bytes_moved: int
+
+
+async def extract(
+    model: ReadingModel,
+    positive: Sequence[Text],
+    negative: Sequence[Text],
+    *,
+    name: str,
+    method: str = "difference",
+    layers: Layers = "all",
+    site: str = "resid_post",
+    tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+    reduce: Reduction | None = "mean",
+    groups: Sequence[Hashable] | None = None,
+    negative_groups: Sequence[Hashable] | None = None,
+    held_out: float = 0.25,
+    seed: int = 0,
+    add_special_tokens: bool | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> DirectionSet:
+    """Find the direction in which texts that show something differ from texts that do not.
+
+    Args:
+        model: an open model.
+        positive, negative: str, token ids, or `Exchange(prompt, response)`, whose rows are the response's.
+        name: what the direction means.
+        method: "difference" of means, "pca" of paired differences, or a logistic "probe"; see `METHODS`.
+        layers, site: where.
+        tokens: which tokens' rows of a text that is not an Exchange. By default all but the first, whose row in most
+            models is an attention sink: a hundred times as long as the others, it would dominate a mean.
+        reduce: how a text's rows become one, in the workers, so that one row per text and layer is moved. None moves
+            all of them and takes their mean here.
+        groups: what each positive text belongs to, such as its question; by default its place in the list. Groups are
+            held out, and paired, as a whole.
+        negative_groups: the same for the negative texts; `groups` by default.
+        held_out: share of the groups that the direction is not made from but tested on: `provenance.auc`.
+        seed: of the split, and of methods that use random numbers.
+        add_special_tokens: as for `SteerModel.generate`; False for rendered chats, which have theirs.
+        progress: called with the number of texts read so far.
+
+    Returns:
+        A set of one direction: added once, it moves the mean of the negative texts to that of the positive ones,
+        along its own direction.
+
+    Raises:
+        InvalidSpec: no texts, or too few to hold any out.
+        UnknownName: a method that does not exist.
+        MissingExtra: a method whose libraries are not installed.
+        The errors of `SteerModel.generate`.
+    """
+    check_texts(positive, negative)
+    ours = tuple(groups) if groups is not None else tuple(range(len(positive)))
+    if negative_groups is not None:
+        theirs = tuple(negative_groups)
+    else:
+        theirs = ours if groups is not None else tuple(range(len(negative)))
+    check_groups(ours, theirs, method=method, held_out=held_out, seed=seed)
+    rows = await mean_rows(
+        model,
+        [*positive, *negative],
+        layers=layers,
+        site=site,
+        tokens=tokens,
+        reduce=reduce,
+        add_special_tokens=add_special_tokens,
+        progress=progress,
+    )
+    contrast = Contrast(rows.values[: len(positive)], rows.values[len(positive) :], ours, theirs)
+    found = directions_of(name, contrast, rows.layers, method=method, site=site, held_out=held_out, seed=seed)
+    exchanged = all(isinstance(text, Exchange) for text in (*positive, *negative))
+    return labelled(
+        found,
+        model,
+        prompts={name: digest_of(rows.prompts)},
+        tokens="response" if exchanged else str(TokenSelection.parse(tokens)),
+        reduce=reduce or "mean",
+    )
+
+
+async def mean_rows(
+    model: ReadingModel,
+    texts: Sequence[Text],
+    *,
+    layers: Layers = "all",
+    site: str = "resid_post",
+    tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+    reduce: Reduction | None = "mean",
+    add_special_tokens: bool | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Rows:
+    """Have the model read texts, and fetch one row per text and layer.
+
+    Args:
+        model, layers, site, tokens, reduce, add_special_tokens, progress: as for `extract`.
+        texts: what is read, in full batches.
+
+    Raises:
+        InvalidSpec: no texts.
+        The errors of `SteerModel.generate`.
+    """
+    check_texts(texts)
+    if not texts:
+        raise InvalidSpec("no texts to read; give at least one")
+    selection = TokenSelection.parse(tokens)
+    asked = await asked_of(model, texts, selection, special_asked(add_special_tokens))
+    finished = 0
+    captured: set[int] = set()  # of all layers, those that have the site
+
+    async def read(part: Sequence[tuple[list[int], TokenSelection]]) -> tuple[torch.Tensor, int]:
+        nonlocal finished
+        specs = [
+            CaptureSpec(layers=layers, sites=site, tokens=wanted, reduce=reduce, codec="raw") for _, wanted in part
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids, _ in part]
+        handles = await model.read(prompts, capture=specs, steering=None)
+        await model.fetch_captures_batch(handles)
+        moved = sum(rows.nbytes for handle in handles for rows in handle.captures.values())
+        finished += len(part)
+        if progress is not None:
+            progress(finished)
+        captured.update(point.layer for point in handles[0].points)
+        return torch.stack([_row(handle.captures) for handle in handles]), moved
+
+    parts = [asked[first : first + CALL_TEXTS] for first in range(0, len(asked), CALL_TEXTS)]
+    found = await each_of(parts, read, CALLS)
+    return Rows(
+        torch.cat([rows for rows, _ in found]),
+        tuple(sorted(captured)),
+        tuple(sha_of(ids) for ids, _ in asked),
+        sum(moved for _, moved in found),
+    )
+
+
+def check_texts(*several: Sequence[Text]) -> None:
+    """Check that these are texts: one by itself would be read letter by letter.
+
+    Raises:
+        InvalidSpec: they are no sequence of texts.
+    """
+    for texts in several:
+        if isinstance(texts, (str, bytes, Exchange)) or not isinstance(texts, Sequence):
+            raise InvalidSpec(f"texts={shown(texts)}; give several in a list: str, token ids, or Exchange")
+
+
+def labelled(found: DirectionSet, model: ReadingModel, **known: Any) -> DirectionSet:
+    """Directions that say which model they are of, and what else is known of their origin.
+
+    Args:
+        found: as `directions_of` gives them.
+        model: whose rows they were made from.
+        known: further fields of `Provenance`.
+    """
+    known |= model.origin
+    vectors = {
+        name: LayerVectors(one.vectors, name=name, model=model_name(model.model), site=one.site)
+        for name, one in found.items()
+    }
+    provenance = {field: getattr(found.provenance, field) for field in Provenance.__dataclass_fields__}
+    return DirectionSet(vectors, Provenance(**{**provenance, **known}))
+
+
+def digest_of(prompts: Sequence[bytes]) -> str:
+    """SHA-256 over the digests of texts, in hexadecimal."""
+    return hashlib.sha256(b"".join(prompts)).hexdigest()
+
+
+def sha_of(ids: Sequence[int]) -> bytes:
+    """SHA-256 of the token ids of a text."""
+    return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).digest()
+
+
+async def asked_of(
+    model: ReadingModel, texts: Sequence[Text], selection: TokenSelection, special: bool | None = None
+) -> list[tuple[list[int], TokenSelection]]:
+    """Find what the model reads of texts, and which rows of each are wanted.
+
+    Args:
+        model: that reads.
+        texts: what it reads.
+        selection: the rows of a text that is not an Exchange.
+        special: whether a str gets the tokens that the tokenizer puts around a prompt; None is True, and warns of texts
+            that have them already.
+
+    Raises:
+        InvalidSpec: an exchange with an empty response, or no text at all.
+    """
+
+    async def one_of(text: Text) -> tuple[list[int], list[int]]:
+        parts = [
+            await model.token_ids(part, add_special_tokens=first and special is not False)
+            for part, first in _parts_of(text)
+        ]
+        return parts[0], _joined(text, parts)
+
+    found = await each_of(texts, one_of, CALL_TEXTS)
+    if special is None and (suspects := repeating(_prompts(texts, [first for first, _ in found]))):
+        warn_of_doubled(suspects, await model.token_ids(""))
+    return [
+        (ids, TokenSelection.parse(slice(len(first), None)) if isinstance(text, Exchange) else selection)
+        for text, (first, ids) in zip(texts, found, strict=True)
+    ]
+
+
+def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -> list[list[int]]:
+    """Find the token ids of texts, of an exchange those of prompt and response.
+
+    Args:
+        tokenizer: the model's.
+        texts: what it tokenises.
+        special: as for `asked_of`; None warns of texts that have them already.
+
+    Raises:
+        InvalidSpec: an exchange with an empty response, or no text at all.
+    """
+    parts = [
+        [tokens_of(tokenizer, part, special=first and special is not False) for part, first in _parts_of(text)]
+        for text in texts
+    ]
+    if special is None and (suspects := repeating(_prompts(texts, [first for first, *_ in parts]))):
+        warn_of_doubled(suspects, tokens_of(tokenizer, "", special=True))
+    return [_joined(text, both) for text, both in zip(texts, parts, strict=True)]
+
+
+def _parts_of(text: Text) -> list[tuple[Any, bool]]:
+    """Split a text into the parts that are tokenised by themselves, each with whether it is the first."""
+    return [(text.prompt, True), (text.response, False)] if isinstance(text, Exchange) else [(text, True)]
+
+
+def _prompts(texts: Sequence[Text], firsts: Sequence[list[int]]) -> Iterator[tuple[Any, list[int]]]:
+    """Texts, of exchanges their prompts, each with its token ids."""
+    for text, ids in zip(texts, firsts, strict=True):
+        yield text.prompt if isinstance(text, Exchange) else text, ids
+
+
+def _joined(text: Text, parts: Sequence[list[int]]) -> list[int]:
+    if isinstance(text, Exchange) and not parts[1]:
+        raise InvalidSpec(f"{text!r} has an empty response, which has no rows")
+    return [token for part in parts for token in part]
+
+
+def _row(captures: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+    """One row per layer, of heads one after another: float32 [layers, width]."""
+    return torch.stack([rows.float().mean(0).flatten() for rows in captures.values()])

@@ -1,0 +1,24 @@
+"""PCA of differences: the direction in which paired rows differ most, whatever the sign of each difference."""
+
+from __future__ import annotations
+
+import torch
+
+from steercap.lab.directions.methods.base import Method, carrying
+
+
+class Pca(Method):
+    """First principal component of the paired differences, not centred: their mean is what is looked for.
+
+    Source: Zou et al., Representation Engineering; they draw the sign of each difference at random, which comes to
+    leaving the mean in.
+    """
+
+    paired = True
+
+    def direction(self, positive: torch.Tensor, negative: torch.Tensor, seed: int) -> torch.Tensor:  # noqa: ARG002 -- nothing is drawn
+        _, _, components = torch.linalg.svd(positive - negative, full_matrices=False)
+        return carrying(components[0], positive, negative)
+
+
+MEMBER = Pca()

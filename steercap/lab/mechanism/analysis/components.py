@@ -1,0 +1,209 @@
+"""What many vectors have in common: principal components, how much each explains, and who lies at either end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSpec
+from steercap.lab.mechanism.analysis.given import Vectors, matrix, named, origin, random_units
+from steercap.lab.mechanism.analysis.tables import table_of
+from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """Components of some vectors, float64.
+
+    Args:
+        variances: along each, [components]: sums of squares over the number of vectors.
+        axes: the components, unit, [components, hidden].
+        scores: of each vector, [names, components].
+    """
+
+    variances: Array
+    axes: Array
+    scores: Array
+
+
+def scree(
+    vectors: Vectors,
+    layer: int,
+    *,
+    centred: bool = True,
+    unit: bool = False,
+    random: int = 100,
+    seed: int = 0,
+) -> pa.Table:
+    """How much of the variance each principal component explains, beside that of random vectors of the same norms.
+
+    Args:
+        vectors: as for `cosines`, two at least.
+        layer: theirs.
+        centred: whether their mean is subtracted first; without, the first component is much like the mean.
+        unit: whether all are brought to length 1 first, so that long ones do not count for more.
+        random: sets of random vectors to compare with, each as long as the one it stands for.
+        seed: of the draw.
+
+    Returns:
+        Columns `component` (from 1), `variance` (in squared units of the stream), `explained` (share of the sum),
+        `random_mean`, `random_low`, `random_high` (of the share that random vectors' component of the same number
+        has: the mean, and what 2.5 % and 97.5 % of the sets are below).
+
+    Raises:
+        InvalidSpec: fewer than two vectors.
+        The errors of `cosines`.
+    """
+    directions = named(vectors)
+    given = _rows(directions, layer, unit=unit)
+    found = _components(given, centred=centred)
+    shares = _random_shares(given, random, seed, centred=centred)[:, : len(found.variances)]
+    low, high = np.percentile(shares, [2.5, 97.5], axis=0)
+    columns = {
+        "component": np.arange(1, len(found.variances) + 1),
+        "variance": found.variances,
+        "explained": found.variances / found.variances.sum(),
+        "random_mean": np.mean(shares, axis=0),
+        "random_low": low,
+        "random_high": high,
+    }
+    made = {"layer": layer, "centred": centred, "unit": unit, "random": random, "seed": seed, "vectors": len(given)}
+    return table_of(columns, **origin(directions, **made))
+
+
+def scores(vectors: Vectors, layer: int, *, count: int = 2, centred: bool = True, unit: bool = False) -> pa.Table:
+    """Where each vector lies on the first principal components; the names at their ends say what these are.
+
+    A component has no sign of its own: here the vector that lies furthest from the middle is on the positive side.
+
+    Args:
+        vectors, layer, centred, unit: as for `scree`.
+        count: of components.
+
+    Returns:
+        Columns `component` (from 1), `place` (0 is the lowest score), `name`, `score` (in units of the stream), and
+        `explained`, of the component; the rows of a component from the lowest to the highest.
+
+    Raises:
+        InvalidSpec: more components than there are.
+        The errors of `scree`.
+    """
+    directions = named(vectors)
+    found = _components(_rows(directions, layer, unit=unit), centred=centred)
+    number, names = _count(count, found), list(directions)
+    order = [np.argsort(found.scores[:, one], kind="stable") for one in range(number)]
+    explained = found.variances / found.variances.sum()
+    columns: dict[str, Any] = {
+        "component": np.repeat(np.arange(1, number + 1), len(names)),
+        "place": np.tile(np.arange(len(names)), number),
+        "name": [names[place] for places in order for place in places],
+        "score": np.concatenate([found.scores[places, one] for one, places in enumerate(order)]),
+        "explained": np.repeat(explained[:number], len(names)),
+    }
+    return table_of(columns, **origin(directions, layer=layer, centred=centred, unit=unit))
+
+
+def ends(vectors: Vectors, layer: int, *, count: int = 2, top: int = 3, **how: bool) -> pa.Table:
+    """The names at either end of each component: `scores`, without the middle.
+
+    Args:
+        vectors, layer, count: as for `scores`.
+        top: names of each end.
+        **how: `centred` and `unit`, as for `scores`.
+
+    Returns:
+        The columns of `scores` and `end`, "low" or "high", from the outermost inwards.
+
+    Raises:
+        InvalidSpec: `top` is not above 0.
+        The errors of `scores`.
+    """
+    wanted = index_of(top)
+    if wanted is None or wanted < 1:
+        raise InvalidSpec(f"top={shown(top)}; give a number of names, above 0")
+    table = scores(vectors, layer, count=count, **how)
+    rows = table.to_pylist()
+    size = len(named(vectors))
+    kept = []
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
+        kept += [{**row, "end": "low"} for row in part[: min(wanted, size // 2)]]
+        kept += [{**row, "end": "high"} for row in part[::-1][: min(wanted, (size + 1) // 2)]]
+    columns = {name: [row[name] for row in kept] for name in ("component", "end", "name", "score", "explained")}
+    made = origin(named(vectors), layer=layer, top=wanted, **how)
+    return table_of(columns, **made)
+
+
+def principal(vectors: Vectors, *, count: int = 1, centred: bool = True, unit: bool = False) -> DirectionSet:
+    """The first principal components themselves, at every layer: unit vectors named "PC1", "PC2", ...
+
+    Signs are those of `scores`, layer by layer, so they may turn from one layer to the next.
+
+    Args:
+        vectors, centred, unit: as for `scree`.
+        count: of components.
+
+    Raises:
+        InvalidSpec: more components than there are.
+        The errors of `scree`.
+    """
+    directions = named(vectors)
+    each = {layer: _components(_rows(directions, layer, unit=unit), centred=centred) for layer in directions.layers}
+    number = min(_count(count, found) for found in each.values())
+    return DirectionSet(
+        {
+            f"PC{one + 1}": LayerVectors(
+                {layer: torch.from_numpy(found.axes[one]) for layer, found in each.items()},
+                model=directions.model,
+                site=directions.site,
+            )
+            for one in range(number)
+        }
+    )
+
+
+def _rows(directions: DirectionSet, layer: int, *, unit: bool) -> Array:
+    if len(directions) < 2:
+        raise InvalidSpec(f"{list(directions)}: components are of two vectors at least")
+    found: Array = matrix(directions, layer).double().numpy()
+    return found / np.linalg.norm(found, axis=1, keepdims=True) if unit else found
+
+
+def _components(rows: Array, *, centred: bool) -> _Found:
+    """Components with the sign that puts the outermost vector on the positive side, those without variance left out."""
+    middle = rows - rows.mean(axis=0) if centred else rows
+    left, sizes, axes = np.linalg.svd(middle, full_matrices=False)
+    kept = sizes > sizes[0] * max(middle.shape) * np.finfo(np.float64).eps
+    found = (left * sizes)[:, kept]
+    if not found.size:
+        raise InvalidSpec("all vectors are the same, so there is no variance to explain")
+    signs = np.sign(found[np.abs(found).argmax(axis=0), np.arange(found.shape[1])])
+    return _Found(sizes[kept] ** 2 / len(rows), axes[kept] * signs[:, None], found * signs)
+
+
+def _random_shares(rows: Array, random: int, seed: int, *, centred: bool) -> Array:
+    """What each component of sets of random vectors, each as long as its row, explains: [random, names]."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    drawn = random_units(random * len(rows), rows.shape[1], seed).double().numpy().reshape(random, *rows.shape) * norms
+    middle = drawn - drawn.mean(axis=1, keepdims=True) if centred else drawn
+    variances = np.linalg.eigvalsh(middle @ middle.swapaxes(1, 2))[:, ::-1].clip(min=0)
+    shares: Array = variances / variances.sum(axis=1, keepdims=True)
+    return shares
+
+
+def _count(count: object, found: _Found) -> int:
+    number = index_of(count)
+    if number is None or not 1 <= number <= len(found.variances):
+        raise InvalidSpec(f"count={shown(count)}; these vectors have {len(found.variances)} components")
+    return number

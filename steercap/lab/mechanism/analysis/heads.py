@@ -1,0 +1,261 @@
+"""What a vector touches in attention: heads that look by it, look for it, copy it, and what they make of it.
+
+By weights alone (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits). The gains of norms are folded
+in; their scales, which are the row's own, are left out: they multiply all numbers of a block alike. Rotary embedding is
+left out: scores are those of a query and a key at one position. Biases are left out: they add the same to every vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+
+from steercap.core.spec import Layers
+from steercap.core.texts import texts_of
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSpec
+from steercap.lab.mechanism.analysis.given import Vectors, in_stream, matrix, origin, random_units, readers, units
+from steercap.lab.mechanism.analysis.tables import once, table_of
+from steercap.lab.mechanism.analysis.tokens import z_of
+from steercap.lab.mechanism.weights.blocks import AttentionWeights
+from steercap.lab.mechanism.weights.model import ModelWeights
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Random vectors that numbers without a closed form are compared with; a standard deviation of them is 2 % off.
+RANDOM = 1000
+
+
+def head_reads(
+    vectors: Vectors,
+    weights: ModelWeights,
+    layer: int,
+    *,
+    layers: Layers | None = None,
+    random: int = RANDOM,
+    seed: int = 0,
+) -> pa.Table:
+    """How strongly each head's queries, keys and values read a vector.
+
+    Args:
+        vectors: in the basis of the stream.
+        weights: of their model.
+        layer: of the vectors.
+        layers: whose heads; by default all that read what is added at that point.
+        random: random vectors of the same norm, uniform on the sphere.
+        seed: of these.
+
+    Returns:
+        Columns `name`, `layer`, `part` ("q", "k", "v"), `head` (of "k" and "v" a head of keys, which several query
+        heads may share), `strength` (length of what the part makes of the vector, over the vector's), `z` (in standard
+        deviations of the strengths of random vectors, from their mean).
+
+    Raises:
+        InvalidSpec: vectors of another width or basis, no layer that reads them, or fewer than 2 random ones.
+        UnsupportedModel, LayerOutOfRange: as for `ModelWeights.attention`.
+    """
+    directions, given, drawn = _sets(vectors, weights, layer, random, seed)
+    rows: list[dict[str, Any]] = []
+    for at in readers(weights, directions.site, layer, "attention", layers):
+        attention = weights.attention(at)
+        for part, read in (("q", attention.query), ("k", attention.key), ("v", attention.value)):
+            strengths, known = (torch.einsum("kdh,nh->nkd", read.weight, one).norm(dim=2) for one in (given, drawn))
+            scores = _standard(strengths, known)
+            rows += _by_head(directions, at, strength=strengths, z=scores, part=part)
+    made = origin(directions, at=layer, random=random, seed=seed)
+    return _table(rows, ("name", "layer", "part", "head", "strength", "z"), made)
+
+
+def qk_circuit(
+    vectors: Vectors,
+    weights: ModelWeights,
+    layer: int,
+    *,
+    layers: Layers | None = None,
+    random: int = RANDOM,
+    seed: int = 0,
+) -> pa.Table:
+    """How much each head's attention score rises where one vector is in the query's row and another in the key's.
+
+    The score is the product of what the head's queries make of the first vector with what its keys make of the second,
+    both of length 1, before it is scaled by 1/√head_dim or the like.
+
+    Args:
+        vectors, weights, layer, layers, random, seed: as for `head_reads`.
+
+    Returns:
+        Columns `query`, `key` (names: every ordered pair, each with itself included), `layer`, `head`, `score`, `z`:
+        the score's distance from the mean of random pairs, in their standard deviations. Null: pairs of random unit
+        vectors whose cosine is that of the two given ones, so 1 where query and key are the same, -1 of opposite ones.
+
+    Raises:
+        The errors of `head_reads`.
+    """
+    directions, given, drawn = _sets(vectors, weights, layer, random, seed)
+    across = random_units(random, weights.width, seed + 1)
+    across -= (across * drawn).sum(1, keepdim=True) * drawn
+    across /= across.norm(dim=1, keepdim=True)
+    cosines = (given @ given.T).clamp(-1, 1)[:, :, None]
+    sines = (1 - cosines.square()).sqrt()
+    names, rows = list(directions), []
+    for at in readers(weights, directions.site, layer, "attention", layers):
+        attention = weights.attention(at)
+        scores = torch.einsum("ahd,bhd->abh", _queries(attention, given), _keys(attention, given))
+        asked = _queries(attention, drawn)
+        alike, apart = ((asked * _keys(attention, keys)).sum(2).double() for keys in (drawn, across))
+        both = ((alike - alike.mean(0)) * (apart - apart.mean(0))).sum(0) / (random - 1)
+        mean = cosines * alike.mean(0) + sines * apart.mean(0)
+        spread = (cosines**2 * alike.var(0) + sines**2 * apart.var(0) + 2 * cosines * sines * both).clamp(min=0).sqrt()
+        z = torch.where(spread > 0, (scores - mean) / spread, 0.0)
+        rows += [
+            {"query": query, "key": key, "layer": at, "head": head, "score": score, "z": z_score}
+            for (one, query), (other, key) in product(enumerate(names), repeat=2)
+            for head, (score, z_score) in enumerate(
+                zip(scores[one, other].tolist(), z[one, other].tolist(), strict=True)
+            )
+        ]
+    made = origin(directions, at=layer, random=random, seed=seed)
+    return _table(rows, ("query", "key", "layer", "head", "score", "z"), made)
+
+
+def ov_circuit(
+    vectors: Vectors,
+    weights: ModelWeights,
+    layer: int,
+    *,
+    layers: Layers | None = None,
+    random: int = RANDOM,
+    seed: int = 0,
+) -> pa.Table:
+    """What each head writes where it attends to a row that holds a vector: how much, and how much of it is the vector.
+
+    Args:
+        vectors, weights, layer, layers, random, seed: as for `head_reads`.
+
+    Returns:
+        Columns `name`, `layer`, `head`, `strength` (length of what is written, over the vector's), `strength_z`,
+        `copied` (what is written along the vector itself, over the vector's length: above 0 the head copies it, below
+        it takes it away), `copied_z`, `cosine` (of what is written with the vector). Each z is in standard deviations
+        from the mean of random vectors, which of heads that copy everything is above 0.
+
+    Raises:
+        The errors of `head_reads`.
+    """
+    directions, given, drawn = _sets(vectors, weights, layer, random, seed)
+    rows: list[dict[str, Any]] = []
+    for at in readers(weights, directions.site, layer, "attention", layers):
+        attention = weights.attention(at)
+        (strength, copied), known = _written(attention, given), _written(attention, drawn)
+        rows += _by_head(
+            directions,
+            at,
+            strength=strength,
+            strength_z=_standard(strength, known[0]),
+            copied=copied,
+            copied_z=_standard(copied, known[1]),
+            cosine=copied / strength.clamp(min=torch.finfo(torch.float32).tiny),
+        )
+    columns = ("name", "layer", "head", "strength", "strength_z", "copied", "copied_z", "cosine")
+    return _table(rows, columns, origin(directions, at=layer, random=random, seed=seed))
+
+
+def ov_tokens(
+    vectors: Vectors, weights: ModelWeights, layer: int, heads: Sequence[tuple[int, int]], *, top: int = 10
+) -> pa.Table:
+    """The tokens whose logits a head raises most where it attends to a row that holds a vector, directly.
+
+    Args:
+        vectors, weights, layer: as for `head_reads`.
+        heads: (layer, head) of each.
+        top: tokens of each.
+
+    Returns:
+        Columns `name`, `layer`, `head`, `place`, `token_id`, `token`, `logit` (as `vector_lens` counts it, of what the
+        head writes), `z` (in standard deviations of what random vectors of the same norm make of that token through
+        that head, in closed form).
+
+    Raises:
+        InvalidSpec: heads that are not pairs of indices the model has, or `top` that does not fit.
+        The errors of `head_reads` and `vector_lens`.
+    """
+    directions = in_stream(vectors, weights)
+    given, head_unembeds = matrix(directions, layer), weights.unembedding
+    if index_of(top) is None or not 1 <= top <= head_unembeds.vocabulary:
+        raise InvalidSpec(f"top={shown(top)}; give a number of tokens, from 1 to {head_unembeds.vocabulary:,}")
+    rows: list[dict[str, Any]] = []
+    for at, head in heads:
+        attention = weights.attention(at)
+        if index_of(head) is None or not 0 <= head < attention.heads:
+            raise InvalidSpec(f"head {shown(head)} of layer {at}; there are heads 0 to {attention.heads - 1}")
+        values = attention.value.weight[head // attention.group]
+        through = head_unembeds.read(attention.output[head].T).T  # [vocabulary, head_dim]
+        logits = given @ values.T @ through.T
+        lengths = ((through @ (values @ values.T)) * through).sum(1).clamp(min=0).sqrt()
+        scores = z_of(logits, lengths, given)
+        best = logits.topk(top, dim=1).indices
+        for number, name in enumerate(directions):
+            rows += [
+                {"name": name, "layer": at, "head": head, "place": place, "token_id": token,
+                 "logit": float(logits[number, token]), "z": float(scores[number, token])}
+                for place, token in enumerate(best[number].tolist())
+            ]  # fmt: skip
+    for row, text in zip(rows, texts_of(weights.tokenizer, [row["token_id"] for row in rows]), strict=True):
+        row["token"] = text
+    made = origin(directions, at=layer, compared=head_unembeds.vocabulary, once=once(head_unembeds.vocabulary))
+    return _table(rows, ("name", "layer", "head", "place", "token_id", "token", "logit", "z"), made)
+
+
+def _sets(
+    vectors: Vectors, weights: ModelWeights, layer: int, random: int, seed: int
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Vectors with their names, the same at length 1, and random ones."""
+    directions = in_stream(vectors, weights)
+    return directions, units(directions, layer), random_units(random, weights.width, seed)
+
+
+def _queries(attention: AttentionWeights, rows: torch.Tensor) -> Float[torch.Tensor, "rows heads head_dim"]:
+    return torch.einsum("kdh,nh->nkd", attention.query.weight, rows)
+
+
+def _keys(attention: AttentionWeights, rows: torch.Tensor) -> Float[torch.Tensor, "rows heads head_dim"]:
+    """What the key of each query head makes of rows."""
+    return torch.einsum("kdh,nh->nkd", attention.key.weight, rows).repeat_interleave(attention.group, dim=1)
+
+
+def _written(attention: AttentionWeights, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of unit rows, how long what each head writes is, and how far it reaches along the row: [rows, heads] each."""
+    values = torch.einsum("kdh,nh->nkd", attention.value.weight, rows).repeat_interleave(attention.group, dim=1)
+    products = torch.einsum("khd,khe->kde", attention.output, attention.output)
+    strength = (torch.einsum("nkd,kde->nke", values, products) * values).sum(2).clamp(min=0).sqrt()
+    return strength, (torch.einsum("nh,khd->nkd", rows, attention.output) * values).sum(2)
+
+
+def _standard(found: Float[torch.Tensor, "names heads"], known: Float[torch.Tensor, "random heads"]) -> torch.Tensor:
+    """Distance from the mean of random vectors in their standard deviations; 0 where these do not vary."""
+    spread = known.std(dim=0)
+    return torch.where(spread > 0, (found - known.mean(dim=0)) / spread, 0.0)
+
+
+def _by_head(directions: Any, layer: int, part: str = "", **columns: torch.Tensor) -> list[dict[str, Any]]:
+    """A row for each name and head; columns are [names, heads]."""
+    first = next(iter(columns.values()))
+    return [
+        {"name": name, "layer": layer, "part": part, "head": head}
+        | {column: float(values[number, head]) for column, values in columns.items()}
+        for number, name in enumerate(directions)
+        for head in range(first.shape[1])
+    ]
+
+
+def _table(rows: list[dict[str, Any]], columns: tuple[str, ...], made: dict[str, Any]) -> pa.Table:
+    found = {name: [row[name] for row in rows] for name in columns}
+    for column, key in (("z", "compared"), ("copied_z", "compared")):
+        if column in found and key not in made:
+            heads = len({(row["layer"], row["head"]) for row in rows})
+            made = {**made, key: heads, "once": once(heads)}
+    return table_of(found, **made)

@@ -1,0 +1,129 @@
+"""What a vector touches in feed-forward blocks: neurons that read it, and neurons that write it.
+
+By weights alone, up to the scale of norms, as in `steercap.lab.mechanism.analysis.heads`. Both are scalar products, so
+that what a random vector gives is known in closed form, and every number is a z-score without drawing any.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+
+from steercap.core.spec import Layers
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSpec
+from steercap.lab.mechanism.analysis.given import Vectors, in_stream, origin, readers, units, writers
+from steercap.lab.mechanism.analysis.tables import once, table_of
+from steercap.lab.mechanism.weights.model import ModelWeights
+from steercap.steering.directions import DirectionSet
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def neuron_reads(
+    vectors: Vectors, weights: ModelWeights, layer: int, *, layers: Layers | None = None, top: int | None = 20
+) -> pa.Table:
+    """The neurons whose gates or inputs read a vector most, either way.
+
+    Args:
+        vectors: in the basis of the stream.
+        weights: of their model.
+        layer: of the vectors.
+        layers: whose neurons; by default all that read what is added at that point.
+        top: neurons of each vector and part, over all layers, by |z|; None for all.
+
+    Returns:
+        Columns `name`, `part` ("gate" and "up", or "in" where neurons have no gate), `layer`, `neuron`, `read` (what it
+        makes of the vector, over the vector's length, up to the norm's scale), `constant` (what it has without a row),
+        `z`: √hidden · cos(vector, what the neuron reads), standard normal for random vectors.
+
+    Raises:
+        InvalidSpec: vectors of another width or basis, no layer that reads them, or `top` below 1.
+        UnsupportedModel, LayerOutOfRange: as for `ModelWeights.neurons`.
+    """
+    directions = in_stream(vectors, weights)
+    given, found = units(directions, layer), _Found(directions, top)
+    for at in readers(weights, directions.site, layer, "mlp", layers):
+        for part, read in weights.neurons(at).reading.items():
+            found.add(at, part, read.weight, given, read.constant)
+    return found.table(("name", "part", "layer", "neuron", "read", "constant", "z"), at=layer)
+
+
+def neuron_writes(
+    vectors: Vectors, weights: ModelWeights, layer: int, *, layers: Layers | None = None, top: int | None = 20
+) -> pa.Table:
+    """The neurons that write along a vector most, either way, once they are active.
+
+    Args:
+        vectors, weights, layer, top: as for `neuron_reads`.
+        layers: whose neurons; by default all that have written to the rows of that point.
+
+    Returns:
+        Columns `name`, `layer`, `neuron`, `written` (what an activation of 1 adds along the vector, in units of the
+        stream), `cosine` (of what it adds with the vector), `z`: √hidden · cosine.
+
+    Raises:
+        The errors of `neuron_reads`.
+    """
+    directions = in_stream(vectors, weights)
+    given, found = units(directions, layer), _Found(directions, top)
+    for at in writers(weights, directions.site, layer, "mlp", layers):
+        found.add(at, "down", weights.neurons(at).down, given, None)
+    return found.table(("name", "layer", "neuron", "written", "cosine", "z"), at=layer)
+
+
+class _Found:
+    """Neurons of several layers, of which the greatest are kept."""
+
+    def __init__(self, directions: DirectionSet, top: int | None) -> None:
+        number = index_of(top)
+        if top is not None and (number is None or number < 1):
+            raise InvalidSpec(f"top={shown(top)}; give a number of neurons above 0, or None for all")
+        self._directions, self._top = directions, number
+        self._rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self._compared: dict[str, int] = {}
+
+    def add(
+        self,
+        layer: int,
+        part: str,
+        weight: Float[torch.Tensor, "neurons hidden"],
+        given: Float[torch.Tensor, "names hidden"],
+        constant: Float[torch.Tensor, " neurons"] | None,
+    ) -> None:
+        """The neurons of one layer."""
+        products, lengths = given @ weight.T, weight.norm(dim=1)
+        cosines = torch.where(lengths > 0, products / lengths, 0.0)
+        count = len(weight) if self._top is None else min(self._top, len(weight))
+        best = cosines.abs().topk(count, dim=1).indices
+        self._compared[part] = self._compared.get(part, 0) + len(weight)
+        for number, name in enumerate(self._directions):
+            self._rows.setdefault((name, part), []).extend(
+                {
+                    "name": name,
+                    "part": part,
+                    "layer": layer,
+                    "neuron": neuron,
+                    "read": float(products[number, neuron]),
+                    "written": float(products[number, neuron]),
+                    "constant": 0.0 if constant is None else float(constant[neuron]),
+                    "cosine": float(cosines[number, neuron]),
+                    "z": float(cosines[number, neuron]) * math.sqrt(weight.shape[1]),
+                }
+                for neuron in best[number].tolist()
+            )
+
+    def table(self, columns: tuple[str, ...], *, at: int) -> pa.Table:
+        """What is kept, by |z|."""
+        kept = [
+            row
+            for rows in self._rows.values()
+            for row in sorted(rows, key=lambda row: -abs(row["z"]))[: self._top or len(rows)]
+        ]
+        compared = max(self._compared.values())
+        made = origin(self._directions, at=at, compared=compared, once=once(compared))
+        return table_of({name: [row[name] for row in kept] for name in columns}, **made)

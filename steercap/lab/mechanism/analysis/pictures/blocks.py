@@ -1,0 +1,157 @@
+"""What vectors touch: heads as a map of layers × heads, neurons as points over the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from steercap.core.extras import extra
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec
+from steercap.lab.mechanism.analysis.pictures.base import (
+    CHANCE,
+    COLOURS,
+    DIVERGING,
+    INK,
+    PAGE,
+    Picture,
+    bare,
+    limit,
+    only,
+    place_names,
+    written,
+)
+from steercap.lab.mechanism.analysis.tables import about, rows_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Inches of a cell; heads that are named in a map.
+CELL, NAMED = 0.12, 3
+#: Columns that hold a name of the vectors, by table.
+NAMES = ("name", "query")
+#: What is drawn by default, the first that a table has.
+VALUES = ("copied_z", "z")
+SAID = {"copied_z": "copied, z", "strength_z": "strength, z", "z": "z"}
+
+
+def plot_heads(
+    table: pa.Table, path: str | Path, *, value: str | None = None, part: str | None = None, key: str | None = None
+) -> Path:
+    """Layers × heads, a panel for each vector: red above what random vectors give, blue below; the outermost are named.
+
+    Args:
+        table: of `ov_circuit`, `qk_circuit` or `head_reads`.
+        path: the file; its ending says the format.
+        value: the column that is drawn; "copied_z" or "z" by default.
+        part: of `head_reads`, "q", "k" or "v".
+        key: of `qk_circuit`, the vector in the key's row; each query's own by default.
+
+    Raises:
+        InvalidSpec: another table, a column it does not have, or `head_reads` and no part.
+    """
+    maker = "ov_circuit, qk_circuit or head_reads"
+    rows = rows_of(table, "layer", "head", maker=maker)
+    column = value or next((one for one in VALUES if one in rows[0]), "")
+    label = next((one for one in NAMES if one in rows[0]), "")
+    if not label or not isinstance(rows[0].get(column), float):
+        raise InvalidSpec(f"value={shown(value)}; this picture takes a table of {maker}, and a column of numbers")
+    if "part" in rows[0]:
+        chosen = only(rows, "part", part)
+        rows = [row for row in rows if row["part"] == chosen]
+    if label == "query":
+        rows = [row for row in rows if row["key"] == (key or row["query"])]
+    names = list(dict.fromkeys(row[label] for row in rows))
+    if not names:
+        raise InvalidSpec(f"key={shown(key)}; the table has no such vector")
+    layers, heads = sorted({row["layer"] for row in rows}), 1 + max(row["head"] for row in rows)
+    maps = {name: _map([row for row in rows if row[label] == name], layers, heads, column) for name in names}
+    _draw_maps(maps, layers, Path(path), SAID.get(column, column))
+    return Path(path)
+
+
+def _map(rows: Sequence[dict[str, Any]], layers: Sequence[int], heads: int, column: str) -> Any:
+    found = np.full((len(layers), heads), np.nan)
+    for row in rows:
+        found[layers.index(row["layer"]), row["head"]] = row[column]
+    return found
+
+
+def _draw_maps(maps: dict[str, Any], layers: Sequence[int], path: Path, said: str) -> None:
+    most, (down, across) = limit(list(maps.values())), next(iter(maps.values())).shape
+    width = max(CELL * across, 1.25)
+    with Picture(path, min((width + 0.35) * len(maps) + 0.9, PAGE), max(CELL * down, 1.4) + 0.9) as figure:
+        panels = figure.subplots(1, len(maps), squeeze=False, sharey=True)[0]
+        for axes, (name, values) in zip(panels, maps.items(), strict=True):
+            style = {"vmin": -most, "vmax": most, "aspect": "auto", "interpolation": "nearest", "origin": "lower"}
+            image = axes.imshow(values, cmap=DIVERGING, **style)
+            axes.set(title=written(name), xlabel=f"head\n{_mark(axes, values, layers)}")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.tick_params(length=2)
+        step = max(len(layers) // 10, 1)
+        panels[0].set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+        panels[0].set_ylabel("layer")
+        bar = figure.colorbar(image, ax=list(panels), shrink=0.8, pad=0.02)
+        bar.set_label(said)
+        bar.outline.set_linewidth(0.4)
+
+
+def _mark(axes: Any, values: Any, layers: Sequence[int]) -> str:
+    """Frame the outermost heads; their names, layer.head, the outermost first."""
+    with extra("analysis"):
+        from matplotlib.patches import Rectangle
+
+    outermost = np.argsort(-np.nan_to_num(np.abs(values)).ravel())[:NAMED]
+    places = [np.unravel_index(place, values.shape) for place in outermost]
+    for row, head in places:
+        frame: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9, "clip_on": False, "zorder": 3}
+        axes.add_patch(Rectangle((head - 0.5, row - 0.5), 1, 1, **frame))
+    return ", ".join(f"{layers[row]}.{head}" for row, head in places)
+
+
+def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 4) -> Path:
+    """The neurons that read or write each vector most, over the layers; the dashed lines are chance.
+
+    Args:
+        table: of `neuron_reads` or `neuron_writes`.
+        path: the file; its ending says the format.
+        named: the outermost neurons of each vector, which are named layer.neuron.
+
+    Raises:
+        InvalidSpec: another table.
+    """
+    rows = rows_of(table, "name", "layer", "neuron", "z", maker="neuron_reads or neuron_writes")
+    names, chance = list(dict.fromkeys(row["name"] for row in rows)), about(table)["once"]
+    parts = list(dict.fromkeys(row.get("part", "down") for row in rows))
+    most = 1.2 * max(limit([row["z"] for row in rows]), chance)
+    with Picture(path, min(PAGE, 2.1 * len(names) + 0.9), 2.2) as figure:
+        panels = figure.subplots(1, len(names), squeeze=False, sharey=True, sharex=True)[0]
+        for axes, name in zip(panels, names, strict=True):
+            own = [row for row in rows if row["name"] == name]
+            for number, part in enumerate(parts):
+                some = [row for row in own if row.get("part", "down") == part]
+                style = {"s": 8, "color": COLOURS[number], "linewidth": 0, "alpha": 0.85, "label": part}
+                axes.scatter([row["layer"] for row in some], [row["z"] for row in some], **style)
+            for sign in (-1, 1):
+                axes.axhline(sign * chance, color=CHANCE, linewidth=0.7, linestyle="--", zorder=0)
+            axes.set(title=written(name), xlabel="layer", ylim=(-most, most))
+            axes.margins(x=0.08)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            bare(axes)
+        panels[0].set_ylabel("z")
+        if len(parts) > 1:
+            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", handletextpad=0.1)
+        for axes, name in zip(panels, names, strict=True):
+            _name(axes, [row for row in rows if row["name"] == name], named)
+    return Path(path)
+
+
+def _name(axes: Any, rows: Sequence[dict[str, Any]], count: int) -> None:
+    """Name the outermost neurons, layer.neuron, each once."""
+    points: dict[str, tuple[int, float]] = {}
+    for row in sorted(rows, key=lambda row: -abs(row["z"])):
+        points.setdefault(f"{row['layer']}.{row['neuron']}", (row["layer"], row["z"]))
+    place_names(axes, list(points)[:count], list(points.values())[:count], size=5.5)

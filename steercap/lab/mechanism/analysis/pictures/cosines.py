@@ -1,0 +1,134 @@
+"""How vectors lie to each other: a matrix of cosines beside its tree, and methods layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from steercap.errors import InvalidSpec
+from steercap.lab.mechanism.analysis.pictures.base import (
+    CHANCE,
+    COLOURS,
+    DIVERGING,
+    INK,
+    PAGE,
+    Picture,
+    bare,
+    only,
+    written,
+)
+from steercap.lab.mechanism.analysis.tables import about, rows_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Of `method_similarity`, what is drawn: column, its name in the legend, and how.
+LINES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+    ("cosine", "same rows", {"color": COLOURS[0], "linewidth": 1.2}),
+    ("apart", "different halves", {"color": COLOURS[1], "linewidth": 1.2}),
+    ("ceiling", "ceiling of halves", {"color": COLOURS[1], "linewidth": 0.9, "linestyle": ":"}),
+    ("shuffled", "same rows, labels shuffled", {"color": CHANCE, "linewidth": 1.0}),
+)
+#: Most names whose cosines are written into their cells.
+WRITTEN = 12
+
+
+def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = None, layer: int | None = None) -> Path:
+    """A matrix of cosines: red alike, blue opposite, white orthogonal; with a tree, in its order and beside it.
+
+    Args:
+        table: of `cosines`.
+        path: the file; its ending says the format.
+        tree: of `merges`, of the same vectors.
+        layer: which, if the table has several; the tree's by default.
+
+    Raises:
+        InvalidSpec: another table, several layers and none named, or a tree of other vectors.
+    """
+    rows = rows_of(table, "layer", "first", "second", "cosine", maker="cosines")
+    known = None if tree is None else about(tree)
+    at = only(rows, "layer", known["layer"] if known is not None and layer is None else layer)
+    kept = {(row["first"], row["second"]): row["cosine"] for row in rows if row["layer"] == at}
+    names = list(dict.fromkeys(first for first, _ in kept))
+    if known is not None:
+        if sorted(known["order"]) != sorted(names):
+            raise InvalidSpec(f"the tree is of {known['order']}, and the cosines are of {names}")
+        names = known["order"]
+    values = np.array([[kept[one, other] for other in names] for one in names])
+    side = min(max(0.24 * len(names), 1.6), PAGE - 2.2)
+    beside = 0.0 if tree is None else 0.8
+    with Picture(path, side + beside + 1.9, side + 1.1) as figure:
+        ratios = [beside, side] if tree is not None else [side]
+        *left, axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+        image = axes.imshow(values, cmap=DIVERGING, vmin=-1, vmax=1, interpolation="nearest", aspect="auto")
+        _name(axes, names)
+        if len(names) <= WRITTEN:
+            _write(axes, values)
+        if tree is not None:
+            _draw_tree(left[0], rows_of(tree, "left", "right", "distance", maker="merges"), names)
+            axes.yaxis.tick_right()
+        bar = figure.colorbar(image, ax=axes, shrink=0.7, pad=0.03)
+        bar.set_label(f"cosine, layer {at}")
+        bar.outline.set_linewidth(0.4)
+    return Path(path)
+
+
+def _name(axes: Any, names: Sequence[str]) -> None:
+    shown = [written(name) for name in names]
+    size = 7 if len(names) <= 30 else 4.5
+    axes.set_xticks(range(len(names)), shown, rotation=90, fontsize=size)
+    axes.set_yticks(range(len(names)), shown, fontsize=size)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _write(axes: Any, values: Any) -> None:
+    for (row, column), value in np.ndenumerate(values):
+        shade = "white" if abs(value) > 0.6 else INK
+        axes.text(column, row, f"{value:.2f}".replace("0.", "."), ha="center", va="center", fontsize=5.5, color=shade)
+
+
+def _draw_tree(axes: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """The merges, leaves at the right in the order of the names."""
+    places: dict[str, tuple[float, float]] = {name: (0.0, place) for place, name in enumerate(names)}
+    for row in rows:
+        (near, upper), (far, lower) = places[row["left"]], places[row["right"]]
+        at = row["distance"]
+        axes.plot([near, at, at, far], [upper, upper, lower, lower], color=INK, linewidth=0.7, clip_on=False)
+        places[f"#{row['step']}"] = (at, (upper + lower) / 2)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.invert_xaxis()
+    axes.set_xlabel("1 − cosine")
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def plot_methods(table: pa.Table, path: str | Path) -> Path:
+    """Cosines of every two methods, layer by layer, with what the data allow and what nothing gives.
+
+    Args:
+        table: of `method_similarity`.
+        path: the file; its ending says the format.
+
+    Raises:
+        InvalidSpec: another table.
+    """
+    columns = ("layer", "first", "second", "cosine", "apart", "ceiling", "shuffled", "chance")
+    rows = rows_of(table, *columns, maker="method_similarity")
+    pairs = list(dict.fromkeys((row["first"], row["second"]) for row in rows))
+    with Picture(path, min(PAGE, 2.1 * len(pairs) + 1.2), 2.1) as figure:
+        panels = figure.subplots(1, len(pairs), squeeze=False, sharey=True)[0]
+        for axes, pair in zip(panels, pairs, strict=True):
+            own = sorted((row for row in rows if (row["first"], row["second"]) == pair), key=lambda row: row["layer"])
+            for column, said, style in LINES:
+                axes.plot([row["layer"] for row in own], [row[column] for row in own], label=said, **style)
+            axes.axhline(rows[0]["chance"], color=CHANCE, linewidth=0.6, linestyle="--", label="random directions")
+            axes.set(title=" and ".join(map(written, pair)), xlabel="layer")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            bare(axes)
+        panels[0].set(ylabel="cosine", ylim=(min(0.0, *(row["cosine"] for row in rows)) - 0.03, 1.03))
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
+    return Path(path)

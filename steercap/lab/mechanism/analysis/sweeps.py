@@ -1,0 +1,212 @@
+"""Where a vector matters: what adding it changes, layer by layer, and token by token, in an open model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from steercap.core.spec import Layers
+from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import index_of, number_of, shown
+from steercap.errors import InvalidSpec
+from steercap.lab.directions.extraction import Text, ids_of
+from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, named, origin
+from steercap.lab.mechanism.analysis.tables import table_of
+from steercap.lab.mechanism.patching.metrics import Metric
+from steercap.lab.mechanism.patching.pairs import Pair, decoded, texts_of
+from steercap.lab.mechanism.patching.points import positions_of
+from steercap.lab.mechanism.patching.running import CONCURRENT, Runs
+from steercap.lab.studies.sweeps.controls import random_like
+from steercap.steering.edits.add import Add
+from steercap.steering.layers import LayerVectors
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from steercap.model import SteerModel
+
+COLUMNS = ("name", "control", "layer", "prompt", "position", "token", "value", "base", "difference")
+
+
+class _Run(NamedTuple):
+    """One run with a vector added: which, at which layer, and to which tokens."""
+
+    name: str
+    control: str
+    vectors: LayerVectors
+    layer: int
+    positions: tuple[int, ...]
+
+
+async def layer_sweep(
+    model: SteerModel,
+    vectors: Vectors,
+    prompts: Text | Sequence[Text],
+    *,
+    metric: Metric,
+    scale: float = 1.0,
+    relative: bool = False,
+    layers: Layers | None = None,
+    tokens: Tokens | TokenSelection = "prompt",
+    random: int = 8,
+    seed: int = 0,
+    concurrent: int = CONCURRENT,
+    progress: Callable[[int, int], None] | None = None,
+) -> pa.Table:
+    """The effect of adding the vector of each layer at that layer, in a run of its own, beside random vectors as long.
+
+    All runs share the engine's batches; a run in which the vector was not added raises. For measures of whole answers,
+    sweep layers with `steercap.lab.studies.sweeps.run_sweep`.
+
+    Args:
+        model: an open model, with taps at the vectors' points.
+        vectors: a DirectionSet, or several LayerVectors alike.
+        prompts: one or several: str, token ids, or `Exchange`.
+        metric: the number of a run, of the token after the prompt: as for `steercap.lab.mechanism.patching.patch`.
+        scale, relative: as in `steercap.Add`.
+        layers: some of the vectors' layers; all by default.
+        tokens: to which tokens of the prompt it is added, all in one run.
+        random: random vectors for each vector and layer, 0 for none.
+        seed: of these.
+        concurrent: runs under way at once.
+        progress: called with the number of runs that are done, and of all.
+
+    Returns:
+        Columns `name`, `control` ("" for the vector, "random-03" for the fourth random one), `layer`, `prompt`,
+        `position` and `token` (null and ""), `value`, `base` (without it), `difference`: a row for each run.
+
+    Raises:
+        InvalidSpec: vectors, a scale, prompts or a metric that do not fit.
+        PointNotArmed: the engine has no tap there.
+        The errors of `SteerModel.generate`, SteeringNotApplied among them.
+    """
+    sweep = _Sweep(vectors, scale, layers, tokens, random, relative=relative, seed=seed, together=True)
+    return await sweep.run(model, prompts, metric, concurrent, progress)
+
+
+async def position_sweep(
+    model: SteerModel,
+    vectors: Vectors,
+    prompts: Text | Sequence[Text],
+    *,
+    metric: Metric,
+    scale: float = 1.0,
+    relative: bool = False,
+    layers: Layers | None = None,
+    tokens: Tokens | TokenSelection = "prompt",
+    random: int = 0,
+    seed: int = 0,
+    concurrent: int = CONCURRENT,
+    progress: Callable[[int, int], None] | None = None,
+) -> pa.Table:
+    """The effect of adding the vector of each layer at that layer to one token alone, each token in a run of its own.
+
+    Args:
+        model, vectors, prompts, metric, scale, relative, layers, tokens, random, seed, concurrent, progress: as for
+            `layer_sweep`.
+
+    Returns:
+        As `layer_sweep`, `position` and `token` filled in.
+
+    Raises:
+        The errors of `layer_sweep`.
+    """
+    sweep = _Sweep(vectors, scale, layers, tokens, random, relative=relative, seed=seed, together=False)
+    return await sweep.run(model, prompts, metric, concurrent, progress)
+
+
+class _Sweep:
+    """Which vectors are added, where and how, and what they are compared with.
+
+    Raises:
+        InvalidSpec: no number, or fewer than no random vectors.
+        The errors of `named` and `chosen_layers`.
+    """
+
+    def __init__(
+        self,
+        vectors: Vectors,
+        scale: object,
+        layers: Layers | None,
+        tokens: Tokens | TokenSelection,
+        random: object,
+        *,
+        relative: bool,
+        seed: int,
+        together: bool,
+    ) -> None:
+        number, count = number_of(scale), index_of(random)
+        if number is None or not math.isfinite(number) or not number:
+            raise InvalidSpec(f"scale={shown(scale)}; give a finite number that is not 0")
+        if count is None or count < 0:
+            raise InvalidSpec(f"random={shown(random)}; give a number of random vectors, 0 for none")
+        self._directions, self._selection = named(vectors), TokenSelection.parse(tokens)
+        self._layers = chosen_layers(self._directions, layers)
+        self._scale, self._random, self._seed = number, count, seed
+        self._relative, self._together = relative, together
+
+    async def run(
+        self,
+        model: SteerModel,
+        prompts: Text | Sequence[Text],
+        metric: Metric,
+        concurrent: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> pa.Table:
+        """Every run of every prompt, as a table."""
+        ids = [tuple(one) for one in ids_of(model.tokenizer, texts_of(prompts, "prompts"))]
+        pairs = [Pair(number, one, one, decoded(model.tokenizer, one)) for number, one in enumerate(ids)]
+        asked = [list(self._asked(pair)) for pair in pairs]
+        runs = Runs(model, metric, len(pairs), concurrent, progress)
+        runs.total = sum(map(len, asked))
+
+        async def one_prompt(pair: Pair) -> list[dict[str, Any]]:
+            base = await runs.value(pair.number, pair.base)
+
+            async def one(run: _Run) -> dict[str, Any]:
+                value = await runs.value(pair.number, pair.base, self._edit(run))
+                return self._row(run, pair, value, base)
+
+            return await runs.each_change(asked[pair.number], one)
+
+        rows = [row for found in await runs.each_pair(pairs, one_prompt) for row in found]
+        made = {"scale": self._scale, "relative": self._relative, "random": self._random, "seed": self._seed}
+        about = origin(self._directions, **made, tokens=str(self._selection))
+        return table_of({name: [row[name] for row in rows] for name in COLUMNS}, **about)
+
+    def _asked(self, pair: Pair) -> Iterator[_Run]:
+        """The runs of one prompt."""
+        positions = positions_of(self._selection, len(pair.base))
+        groups = [tuple(positions)] if self._together else [(position,) for position in positions]
+        for name, vectors in self._directions.items():
+            random = [random_like(vectors, draw, self._seed, self._layers) for draw in range(self._random)]
+            for draw, one in enumerate([vectors, *random]):
+                control = f"random-{draw - 1:02}" if draw else ""
+                for layer, group in product(self._layers, groups):
+                    yield _Run(name, control, one, layer, group)
+
+    def _edit(self, run: _Run) -> SteeringSpec:
+        scope: dict[str, Any] = {
+            "layer": run.layer,
+            "site": self._directions.site,
+            "tokens": list(run.positions),
+            "relative": self._relative,
+        }
+        return SteeringSpec([Add(run.vectors[run.layer], self._scale, **scope)])
+
+    def _row(self, run: _Run, pair: Pair, value: float, base: float) -> dict[str, Any]:
+        position = None if self._together else run.positions[0]
+        return {
+            "name": run.name,
+            "control": run.control,
+            "layer": run.layer,
+            "prompt": pair.number,
+            "position": position,
+            "token": "" if position is None else pair.tokens[position],
+            "value": value,
+            "base": base,
+            "difference": value - base,
+        }

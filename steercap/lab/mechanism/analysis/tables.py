@@ -1,0 +1,123 @@
+"""Tables of this room: pyarrow's, each with what it was made of in its schema, and what a picture needs of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, Final
+
+from steercap.core.extras import extra
+from steercap.errors import InvalidFile, InvalidSpec
+from steercap.files.base import write_whole
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: Where in the schema's metadata the rest of what is known of a table lies.
+KEY: Final = b"steercap"
+#: Rows that are shown of a table.
+ROWS: Final = 20
+
+
+def table_of(columns: Mapping[str, Sequence[Any]], **about: Any) -> pa.Table:
+    """A table.
+
+    Args:
+        columns: by name, all of one length: lists or NumPy arrays.
+        **about: what it was made of, in plain values.
+    """
+    with extra("analysis"):
+        import pyarrow as pa
+
+    return pa.table(dict(columns)).replace_schema_metadata({KEY: json.dumps(about).encode()})
+
+
+def about(table: pa.Table) -> dict[str, Any]:
+    """Read what an analysis table was made of: model, site, layer, how many random vectors, and the like.
+
+    Args:
+        table: of any function here; also after it was filtered, sorted, or written to Parquet and read.
+
+    Raises:
+        InvalidSpec: it is none of these.
+    """
+    known = (getattr(getattr(table, "schema", None), "metadata", None) or {}).get(KEY)
+    if known is None:
+        raise InvalidSpec(
+            "this is no table of steercap.lab.mechanism.analysis: its schema does not say what it was made of"
+        )
+    found: dict[str, Any] = json.loads(known)
+    return found
+
+
+def rows_of(table: pa.Table, *columns: str, maker: str) -> list[dict[str, Any]]:
+    """The rows of a table, for a picture.
+
+    Args:
+        table: given by a user.
+        columns: that it must have.
+        maker: the function that makes such tables.
+
+    Raises:
+        InvalidSpec: it lacks a column, or has no rows.
+    """
+    names = list(getattr(table, "column_names", ()))
+    if missing := [column for column in columns if column not in names]:
+        raise InvalidSpec(f"this picture takes a table of {maker}, and the one given lacks {', '.join(missing)}")
+    if not table.num_rows:
+        raise InvalidSpec(f"this picture takes a table of {maker}, and the one given has no rows")
+    found: list[dict[str, Any]] = table.to_pylist()
+    return found
+
+
+def save_table(table: pa.Table, path: str | Path) -> Path:
+    """Write a table to one file, which appears whole or not at all.
+
+    Args:
+        table: any; Parquet keeps what it was made of, CSV does not.
+        path: the file, `.parquet` or `.csv`.
+
+    Raises:
+        InvalidFile: the name ends in something else.
+    """
+    with extra("analysis"):
+        from pyarrow import csv, parquet
+
+    writers = {".parquet": parquet.write_table, ".csv": csv.write_csv}
+    if Path(path).suffix not in writers:
+        raise InvalidFile(f"{path} must end in one of {', '.join(writers)}, which says the format")
+    with write_whole(Path(path)) as scratch:
+        writers[Path(path).suffix](table, scratch)
+    return Path(path)
+
+
+def as_text(table: pa.Table, rows: int = ROWS) -> str:
+    """The first rows of a table in aligned columns, numbers to four digits: for `print`, without pandas.
+
+    Args:
+        table: any.
+        rows: most of them.
+    """
+    some = table.slice(0, rows)
+    cells = [[_shown(value) for value in some.column(name).to_pylist()] for name in table.column_names]
+    widths = [max(map(len, (name, *column))) for name, column in zip(table.column_names, cells, strict=True)]
+    lines = zip(*([name, *column] for name, column in zip(table.column_names, cells, strict=True)), strict=True)
+    text = "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+    return text if table.num_rows <= rows else f"{text}\n… {table.num_rows - rows:,} more rows"
+
+
+def once(compared: int) -> float:
+    """The |z| that a random vector exceeds once among so many numbers, on average.
+
+    Args:
+        compared: numbers, each standard normal.
+    """
+    return NormalDist().inv_cdf(1 - 0.5 / max(compared, 2))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return repr(value)[1:-1] if isinstance(value, str) else str(value)

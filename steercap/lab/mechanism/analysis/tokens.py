@@ -1,0 +1,167 @@
+"""What a vector says: the tokens whose logits it raises and lowers, and those whose rows lie nearest to it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+import torch
+from jaxtyping import Float
+
+from steercap.core.spec import Layers
+from steercap.core.texts import texts_of
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSpec
+from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, in_stream, matrix, origin, units
+from steercap.lab.mechanism.analysis.tables import once, table_of
+from steercap.lab.mechanism.weights.model import ModelWeights
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: What is done to a vector before the unembedding reads it.
+Norm: TypeAlias = Literal["folded", "applied", "none"]
+#: Whose rows a vector is compared with.
+Rows: TypeAlias = Literal["unembedding", "embedding"]
+#: What tokens are put in order by.
+By: TypeAlias = Literal["logit", "z"]
+ENDS: Final = ("raised", "lowered")
+
+
+def vector_lens(
+    vectors: Vectors,
+    weights: ModelWeights,
+    *,
+    layers: Layers | None = None,
+    top: int = 10,
+    norm: Norm = "folded",
+    by: By = "logit",
+) -> pa.Table:
+    """The tokens whose logits a vector raises and lowers most, read by the model's final norm and unembedding.
+
+    Args:
+        vectors: in the basis of the stream.
+        weights: of their model.
+        layers: some of their layers; all by default.
+        top: tokens of either end.
+        norm: what becomes of the final norm. "folded": its gain, and its centring if it has one; its scale, which is
+            the row's and the same for all tokens, is left out, so logits are those of a row of root mean square 1.
+            "applied": the norm itself, as if the vector were a whole row, with the constants and soft-capping of the
+            model: of a captured row, the logit lens. "none": the unembedding alone.
+        by: what tokens are put in order by: "logit", as the model would; or "z", so that tokens whose logit moves far
+            under any vector do not come first.
+
+    Returns:
+        Columns `name`, `layer`, `end` ("raised" or "lowered"), `place`, `token_id`, `token`, `logit`, `z`: the logit
+        in standard deviations of what random vectors of the same norm give to that token, by the closed form
+        √hidden · cos(vector, what the token's logit reads). With norm="applied" logits are not linear, so `z` is that
+        of the folded vector.
+
+    Raises:
+        InvalidSpec: vectors of another width or basis, another word for `norm` or `by`, or `top` that does not fit.
+        UnsupportedModel: a final norm that cannot be folded.
+        The errors of `cosines`.
+    """
+    directions = in_stream(vectors, weights)
+    for said, given_word, words in (("norm", norm, get_args(Norm)), ("by", by, get_args(By))):
+        if given_word not in words:
+            raise InvalidSpec(f"{said}={shown(given_word)}; give one of {', '.join(words)}")
+    head = weights.unembedding
+    count = _top(top, head.vocabulary)
+    rows: list[dict[str, Any]] = []
+    for layer in chosen_layers(directions, layers):
+        given = matrix(directions, layer)
+        folded = head.read(given)
+        logits = {"folded": folded, "applied": head.logits(given), "none": given @ head.weight.T}[norm]
+        lengths = head.weight.norm(dim=1) if norm == "none" else head.reading_lengths
+        scores = z_of(logits if norm == "none" else folded, lengths, given)
+        for at, name in enumerate(directions):
+            for end, sign in zip(ENDS, (1, -1), strict=True):
+                best = ((scores if by == "z" else logits)[at] * sign).topk(count).indices.tolist()
+                rows += [
+                    {"name": name, "layer": layer, "end": end, "place": place, "token_id": token,
+                     "logit": float(logits[at, token]), "z": float(scores[at, token])}
+                    for place, token in enumerate(best)
+                ]  # fmt: skip
+    made = origin(directions, norm=norm, by=by, compared=head.vocabulary, once=once(head.vocabulary))
+    return _with_texts(rows, weights, ("name", "layer", "end", "place", "token_id", "token", "logit", "z"), made)
+
+
+def nearest_tokens(
+    vectors: Vectors,
+    weights: ModelWeights,
+    *,
+    layers: Layers | None = None,
+    top: int = 10,
+    of: Rows = "unembedding",
+) -> pa.Table:
+    """The tokens whose rows of the unembedding, or of the embedding, have the greatest cosine with a vector.
+
+    No norm is folded in: this is geometry, and `vector_lens` is what the model would say.
+
+    Args:
+        vectors, weights, layers, top: as for `vector_lens`; `top` of the greatest cosines.
+        of: "unembedding" or "embedding".
+
+    Returns:
+        Columns `name`, `layer`, `place`, `token_id`, `token`, `cosine`, `z`: √hidden · cosine, standard normal for
+        random vectors.
+
+    Raises:
+        InvalidSpec: as for `vector_lens`.
+        UnsupportedModel, InvalidFile: as for `Unembedding.load`.
+    """
+    directions = in_stream(vectors, weights)
+    if of not in get_args(Rows):
+        raise InvalidSpec(f"of={shown(of)}; give one of {', '.join(get_args(Rows))}")
+    table = weights.unembedding.weight if of == "unembedding" else weights.embedding
+    count = _top(top, len(table))
+    lengths = table.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)  # of unused tokens, rows may be zero
+    rows: list[dict[str, Any]] = []
+    for layer in chosen_layers(directions, layers):
+        found = (units(directions, layer) @ table.T / lengths).topk(count, dim=1)
+        for name, values, tokens in zip(directions, found.values.tolist(), found.indices.tolist(), strict=True):
+            rows += [
+                {"name": name, "layer": layer, "place": place, "token_id": token, "cosine": value,
+                 "z": value * math.sqrt(directions.width)}
+                for place, (value, token) in enumerate(zip(values, tokens, strict=True))
+            ]  # fmt: skip
+    made = origin(directions, of=of, compared=len(table), once=once(len(table)))
+    return _with_texts(rows, weights, ("name", "layer", "place", "token_id", "token", "cosine", "z"), made)
+
+
+def z_of(
+    values: Float[torch.Tensor, "names readers"],
+    lengths: Float[torch.Tensor, " readers"],
+    vectors: Float[torch.Tensor, "names hidden"],
+) -> Float[torch.Tensor, "names readers"]:
+    """Scalar products in standard deviations of those that random vectors of the same norm have: float32.
+
+    A random vector is uniform on the sphere, so its product with a reader of length l has mean 0 and standard deviation
+    l · norm / √hidden, exactly; for widths that are not tiny it is normal.
+
+    Args:
+        values: products of vectors with readers.
+        lengths: of the readers.
+        vectors: whose.
+    """
+    spread = lengths * vectors.norm(dim=1, keepdim=True) / math.sqrt(vectors.shape[1])
+    return torch.where(spread > 0, values / spread, 0.0)
+
+
+def _top(top: object, most: int) -> int:
+    count = index_of(top)
+    if count is None or not 1 <= count <= most:
+        raise InvalidSpec(f"top={shown(top)}; give a number of tokens, from 1 to {most:,}")
+    return count
+
+
+def _with_texts(
+    rows: list[dict[str, Any]], weights: ModelWeights, columns: tuple[str, ...], made: dict[str, Any]
+) -> pa.Table:
+    """A table of rows, tokens with their texts."""
+    distinct = sorted({row["token_id"] for row in rows})
+    known = dict(zip(distinct, texts_of(weights.tokenizer, distinct), strict=True))
+    for row in rows:
+        row["token"] = known[row["token_id"]]
+    return table_of({name: [row[name] for row in rows] for name in columns}, **made)

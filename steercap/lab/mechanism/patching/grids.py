@@ -1,0 +1,67 @@
+"""Every cell of some grids in every pair of prompts: what patching and ablation have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from steercap.lab.mechanism.patching.pairs import Pair
+from steercap.lab.mechanism.patching.points import Cell, Grid, Places
+from steercap.lab.mechanism.patching.results import Effects, PatchEffect, effect_of
+from steercap.lab.mechanism.patching.running import Runs, replaced
+from steercap.steering.spec import SteeringSpec
+
+
+class Given(NamedTuple):
+    """What is put into the cells of one grid in one pair.
+
+    Args:
+        value: the metric of the run that rows come from; None if they come from none.
+        rows: of a cell, a flat row for each of its positions.
+    """
+
+    value: float | None
+    rows: Callable[[Cell], torch.Tensor]
+
+
+async def over_grids(
+    runs: Runs,
+    pairs: Sequence[Pair],
+    places: Sequence[Places],
+    positions: Callable[[Pair, Grid], Sequence[int]],
+    given: Callable[[Pair, Places, Sequence[int]], Awaitable[Given]],
+) -> Effects:
+    """Put rows into every cell, in a run of its own.
+
+    Args:
+        runs: what runs them.
+        pairs: the prompts.
+        places: the grids.
+        positions: of a grid's tokens, in the prompt of a pair that is changed.
+        given: what is put there, found when it is the pair's turn, and held until its runs are done.
+
+    Raises:
+        InvalidSpec, InvalidSelection: a grid that does not fit a prompt; before anything runs.
+    """
+    asked = [(pair, [(place, positions(pair, place.grid)) for place in places]) for pair in pairs]
+    runs.total = sum(place.count(len(at)) for _, each in asked for place, at in each)
+
+    async def one_grid(pair: Pair, place: Places, at: Sequence[int], base: float) -> list[PatchEffect]:
+        value, rows = await given(pair, place, at)
+
+        async def one_cell(cell: Cell) -> PatchEffect:
+            change = SteeringSpec([replaced(runs.model, cell, rows(cell))])
+            found = await runs.value(pair.number, pair.base, change)
+            return effect_of(pair, cell, value=found, base=base, source=value)
+
+        return await runs.each_change(place.cells(at), one_cell)
+
+    async def one_pair(asked: tuple[Pair, list[tuple[Places, Sequence[int]]]]) -> list[PatchEffect]:
+        pair, each = asked
+        base = await runs.value(pair.number, pair.base)
+        return [effect for place, at in each for effect in await one_grid(pair, place, at, base)]
+
+    found = await runs.each_pair(asked, one_pair)
+    return Effects([effect for effects in found for effect in effects], [pair.tokens for pair in pairs])

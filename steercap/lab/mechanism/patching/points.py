@@ -1,0 +1,199 @@
+"""Where rows are put in place: a grid of layers, sites, heads and positions, and its cells, one run each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from steercap.core.schema import PointSchema
+from steercap.core.spec import CaptureSpec, Layers, Point, parse_layers, parse_sites
+from steercap.core.tokens import Tokens, TokenSelection, selected
+from steercap.core.values import flag_of, index_of, parts_of, shown
+from steercap.errors import InvalidSpec
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+#: What stands for all heads.
+ALL = "all"
+
+
+class Cell(NamedTuple):
+    """One run's change.
+
+    Args:
+        point: where.
+        head: which head of the row, None for the whole row.
+        positions: at which tokens of the run that is changed, ascending.
+    """
+
+    point: Point
+    head: int | None
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Places to patch, each in a run of its own: layers × sites × heads × positions.
+
+    Args:
+        layers: as in `CaptureSpec`; each layer alone.
+        sites: one name or several; each site alone.
+        tokens: which tokens of the prompt, as in `CaptureSpec`; each token alone.
+        heads: None for whole rows, or heads of `q`, `k`, `v` and `z`, each alone: an index, several, or "all".
+        together: change all the tokens in one run, rather than each in its own.
+
+    Raises:
+        InvalidSpec, InvalidSelection: something of another type.
+    """
+
+    layers: Layers = "all"
+    sites: str | Sequence[str] = ("resid_post",)
+    tokens: Tokens | TokenSelection = "prompt"
+    heads: int | Sequence[int] | str | None = None
+    together: bool = False
+
+    def __post_init__(self) -> None:
+        keep = object.__setattr__
+        keep(self, "layers", parse_layers(self.layers))
+        keep(self, "sites", parse_sites(self.sites))
+        keep(self, "tokens", TokenSelection.parse(self.tokens))
+        keep(self, "heads", _heads(self.heads))
+        together = flag_of(self.together)
+        if together is None:
+            raise InvalidSpec(f"Grid: together={shown(self.together)}; give True or False")
+        keep(self, "together", together)
+
+    def capture(self, tokens: Tokens | TokenSelection = "prompt") -> CaptureSpec:
+        """What keeps the rows of some tokens at the grid's points, as they are."""
+        return CaptureSpec(layers=self.layers, sites=self.sites, tokens=tokens, codec="raw")
+
+    @property
+    def selection(self) -> TokenSelection:
+        """The tokens, parsed."""
+        assert isinstance(self.tokens, TokenSelection)
+        return self.tokens
+
+    def heads_of(self, point: Point, schema: PointSchema) -> Sequence[int | None]:
+        """The heads to patch at a point; one None for whole rows.
+
+        Raises:
+            InvalidSpec: its rows have no heads, or not so many.
+        """
+        if self.heads is None:
+            return (None,)
+        count = head_count(point, schema)
+        if self.heads == ALL:
+            return range(count)
+        assert isinstance(self.heads, tuple)
+        if wrong := [head for head in self.heads if not -count <= head < count]:
+            raise InvalidSpec(f"Grid: head {wrong[0]}: rows at {point} have {count} heads, 0 to {count - 1}")
+        return [head % count for head in self.heads]
+
+
+@dataclass(frozen=True)
+class Places:
+    """A grid in a model: its points with their heads.
+
+    Args:
+        grid: the grid.
+        points: its points, layer by layer.
+        heads: of each point, the heads to patch.
+    """
+
+    grid: Grid
+    points: tuple[Point, ...]
+    heads: Mapping[Point, Sequence[int | None]]
+
+    def cells(self, positions: Sequence[int]) -> Iterator[Cell]:
+        """Every run's change, site by site, layer by layer.
+
+        Args:
+            positions: that the grid's tokens are in one prompt.
+        """
+        groups = [tuple(positions)] if self.grid.together else [(position,) for position in positions]
+        for site in self.grid.sites:
+            for point in self.points:
+                if point.site == site:
+                    for head, group in product(self.heads[point], groups):
+                        yield Cell(point, head, group)
+
+    def count(self, positions: int) -> int:
+        """How many cells there are in a prompt where the grid's tokens have so many positions."""
+        return sum(map(len, self.heads.values())) * (1 if self.grid.together else positions)
+
+
+def places_of(model: SteerModel, points: Any) -> list[Places]:
+    """Grids, checked against a model.
+
+    Args:
+        model: an open model.
+        points: a Grid, or several.
+
+    Raises:
+        InvalidSpec: something else, or heads that the rows do not have.
+        LayerOutOfRange, UnknownName, PointNotArmed: a point without a tap.
+    """
+    grids = [points] if isinstance(points, Grid) else list(parts_of(points, "points") or [])
+    if not grids or not all(isinstance(grid, Grid) for grid in grids):
+        raise InvalidSpec(f"points={shown(points)}; give a steercap.lab.mechanism.patching.Grid, or a list of them")
+    found = []
+    for grid in grids:
+        armed = model.check_capture(grid.capture())
+        for point in armed:
+            check_writable(point, model.points[point])
+        heads = {point: grid.heads_of(point, model.points[point]) for point in armed}
+        found.append(Places(grid, armed, heads))
+    return found
+
+
+def positions_of(selection: TokenSelection, length: int) -> list[int]:
+    """Positions selected in a prompt of so many tokens, ascending.
+
+    Raises:
+        InvalidSelection, EmptySelection: it does not fit the prompt.
+    """
+    chosen = selected(selection.ranges(length, length), length)
+    return [int(position) for position in np.flatnonzero(chosen)]
+
+
+def head_count(point: Point, schema: PointSchema) -> int:
+    """Heads of a row.
+
+    Raises:
+        InvalidSpec: it has none.
+    """
+    if len(schema.shape) != 2:
+        raise InvalidSpec(f"rows at {point} are {schema}, and have no heads; those of q, k, v and z have")
+    return schema.shape[0]
+
+
+def elements_of(head: int | None, schema: PointSchema) -> slice | None:
+    """The elements of one head in a row that is flat; None for all of the row."""
+    width = schema.width // schema.shape[0]
+    return None if head is None else slice(head * width, (head + 1) * width)
+
+
+def check_writable(point: Point, schema: PointSchema) -> None:
+    """Check that rows of a point can be put in place of others.
+
+    Raises:
+        InvalidSpec: they can be read, and not changed.
+    """
+    if not schema.writable:
+        raise InvalidSpec(f"rows at {point} can be read, and not changed, so that none can be patched")
+
+
+def _heads(given: object) -> tuple[int, ...] | str | None:
+    if given is None or (isinstance(given, str) and given == ALL):
+        return given
+    index = index_of(given)
+    parts = [given] if index is not None else parts_of(given, "Grid: heads")
+    found = [index_of(part) for part in parts or [None]]
+    if None in found or len(set(found)) < len(found):
+        raise InvalidSpec(f"Grid: heads={shown(given)}; give an index, several that differ, 'all', or None")
+    return tuple(head for head in found if head is not None)

@@ -1,0 +1,259 @@
+"""What a patching experiment found: a row for each changed run, means over pairs, and heat maps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.extras import extra
+from steercap.core.values import choices, shown
+from steercap.errors import InvalidFile, InvalidSpec
+from steercap.files.base import write_whole
+from steercap.lab.mechanism.patching.pairs import Pair
+from steercap.lab.mechanism.patching.plots import plot_effects
+from steercap.lab.mechanism.patching.points import Cell
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: What a number of a heat map is.
+Quantity: TypeAlias = Literal["effect", "difference", "value"]
+#: The columns by which runs are told apart.
+KEYS: Final = ("pair", "layer", "site", "head", "position", "receiver")
+
+
+class PatchEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """One changed run.
+
+    Args:
+        pair: index of the pair of prompts, or of the prompt.
+        layer, site: where rows were changed.
+        head: which head of them, None for whole rows.
+        position: of which token, None if of several at once.
+        token: its text, "" if there were several.
+        receiver: of path patching, where the change was let through to; "" otherwise.
+        value: the metric of the changed run.
+        base: of the same prompt unchanged.
+        source: of the run that rows were taken from; None for ablation.
+    """
+
+    pair: int
+    layer: int
+    site: str
+    head: int | None
+    position: int | None
+    token: str
+    receiver: str = ""
+    value: float
+    base: float
+    source: float | None
+
+    @property
+    def difference(self) -> float:
+        """`value - base`, in the metric's unit."""
+        return self.value - self.base
+
+    @property
+    def effect(self) -> float:
+        """`(value - base) / (source - base)`: 0 where nothing changed, 1 where the run became as good as the other.
+
+        NaN for ablation, and where both runs have the same value.
+        """
+        return _over(self.difference, math.nan if self.source is None else self.source - self.base)
+
+
+@dataclass(frozen=True, eq=False)
+class Effects:
+    """Every changed run of an experiment.
+
+    Args:
+        records: the runs, pair by pair, in the order of the grid.
+        tokens: of each pair, the text of every token of the prompt that was changed.
+    """
+
+    records: Sequence[PatchEffect]
+    tokens: Sequence[Sequence[str]]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def where(self, **columns: Any) -> Effects:
+        """The runs for which columns have these values: `effects.where(site="z", head=3)`.
+
+        Args:
+            **columns: `pair`, `layer`, `site`, `head`, `position`, `receiver`.
+
+        Raises:
+            InvalidSpec: another column, or no such run.
+        """
+        if unknown := sorted(set(columns) - set(KEYS)):
+            raise InvalidSpec(f"{unknown} is no column to choose by; {choices(unknown[0], KEYS)}")
+        found = [one for one in self.records if all(getattr(one, name) == value for name, value in columns.items())]
+        if not found:
+            here = {name: _few({getattr(one, name) for one in self.records}) for name in columns}
+            raise InvalidSpec(f"no run has {columns}; there are {here}")
+        return Effects(found, self.tokens)
+
+    @property
+    def table(self) -> pa.Table:
+        """A row for each run, `difference` and `effect` among its columns, as a pyarrow Table."""
+        with extra("experiments"):
+            import pyarrow as pa
+
+        kinds = {"site": pa.string(), "token": pa.string(), "receiver": pa.string()}
+        kinds |= dict.fromkeys(("value", "base", "source", "difference", "effect"), pa.float64())
+        names = (*PatchEffect.__struct_fields__, "difference", "effect")
+        return pa.table(
+            {
+                name: pa.array([getattr(one, name) for one in self.records], kinds.get(name, pa.int64()))
+                for name in names
+            }
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write the table to one file, `.parquet` or `.csv`, which appears whole or not at all.
+
+        Raises:
+            InvalidFile: the name ends in something else.
+        """
+        with extra("experiments"):
+            from pyarrow import csv, parquet
+
+        writers = {".parquet": parquet.write_table, ".csv": csv.write_csv}
+        if Path(path).suffix not in writers:
+            raise InvalidFile(f"{path} must end in one of {', '.join(writers)}, which says the format")
+        with write_whole(Path(path)) as scratch:
+            writers[Path(path).suffix](self.table, scratch)
+        return Path(path)
+
+    def array(self, of: Quantity | None = None) -> npt.NDArray[np.float64]:
+        """Layers × positions, or layers × heads, the mean over pairs: float64 [layers, columns]; NaN where no run was.
+
+        The layers are `layers`, the columns `columns`. An "effect" is the mean difference over the mean of
+        `source - base`: a pair of which both runs are alike does not blow it up.
+
+        Args:
+            of: "effect", "difference" (in the metric's unit) or "value"; by default "effect" where rows came from
+                another run, else "difference".
+
+        Raises:
+            InvalidSpec: several sites or receivers, both heads and positions, or prompts of different lengths: choose
+                with `where`.
+        """
+        quantity = self.quantity(of)
+        axis, layers, columns = self.axis, self.layers, self.columns
+        sums = np.zeros((3, len(layers), len(columns)))
+        for one in self.records:
+            column = columns.index(getattr(one, axis))
+            span = math.nan if one.source is None else one.source - one.base
+            at = (slice(None), layers.index(one.layer), column)
+            sums[at] += (1, one.value if quantity == "value" else one.difference, span)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: npt.NDArray[np.float64] = sums[1] / (sums[2] if quantity == "effect" else sums[0])
+        return np.where(np.isfinite(found), found, np.nan)
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were changed, ascending."""
+        return sorted({one.layer for one in self.records})
+
+    @property
+    def columns(self) -> list[int | None]:
+        """The positions, or heads, that were changed, ascending; one None for whole rows of several tokens at once."""
+        return sorted({getattr(one, self.axis) for one in self.records}, key=lambda at: -1 if at is None else at)
+
+    @property
+    def axis(self) -> Literal["position", "head"]:
+        """What the columns are.
+
+        Raises:
+            InvalidSpec: as for `array`.
+        """
+        for name in ("site", "receiver"):
+            if len(found := {getattr(one, name) for one in self.records}) > 1:
+                raise InvalidSpec(f"there are several of {name}, {_few(found)}; choose one: effects.where({name}=...)")
+        heads, positions = ({getattr(one, name) for one in self.records} for name in ("head", "position"))
+        if len(heads) > 1 and len(positions) > 1:
+            raise InvalidSpec(
+                f"there are heads, {_few(heads)}, and positions, {_few(positions)}; choose one head or one position: "
+                "effects.where(head=...)"
+            )
+        lengths = {len(self.tokens[one.pair]) for one in self.records}
+        if len(positions) > 1 and len(lengths) > 1:
+            raise InvalidSpec(
+                f"the prompts have {_few(lengths)} tokens, so that their positions are not the same; choose one: "
+                "effects.where(pair=...)"
+            )
+        return "head" if heads != {None} and len(positions) == 1 else "position"
+
+    def quantity(self, of: Quantity | None) -> Quantity:
+        """What is meant by `of`.
+
+        Raises:
+            InvalidSpec: another word, or the effect of an ablation.
+        """
+        comes_from_a_run = all(one.source is not None for one in self.records)
+        if of is None:
+            return "effect" if comes_from_a_run else "difference"
+        if of not in get_args(Quantity) or (of == "effect" and not comes_from_a_run):
+            raise InvalidSpec(
+                f"of={shown(of)}; give one of {', '.join(get_args(Quantity))}; an ablation has no 'effect'"
+            )
+        return of
+
+    def labels(self) -> list[str]:
+        """The columns in words: of a position, its token, if it is the same in all pairs."""
+        if self.axis == "head":
+            return [str(head) for head in self.columns]
+        pairs = {one.pair for one in self.records}
+        found = []
+        for position in self.columns:
+            texts = set() if position is None else {self.tokens[pair][position] for pair in pairs}
+            number = "several" if position is None else str(position)
+            found.append(f"{texts.pop()} {number}" if len(texts) == 1 else number)
+        return found
+
+    def plot(self, path: str | Path, *, of: Quantity | None = None) -> Path:
+        """Draw heat maps, layers × positions or layers × heads; see `patching.plots.plot_effects`."""
+        return plot_effects(self, path, of=of)
+
+
+def effect_of(
+    pair: Pair, cell: Cell, *, value: float, base: float, source: float | None, receiver: str = ""
+) -> PatchEffect:
+    """What a changed run gave.
+
+    Args:
+        pair: whose.
+        cell: where it was changed.
+        value, base, source, receiver: as for `PatchEffect`.
+    """
+    position = cell.positions[0] if len(cell.positions) == 1 else None
+    return PatchEffect(
+        pair=pair.number,
+        layer=cell.point.layer,
+        site=cell.point.site,
+        head=cell.head,
+        position=position,
+        token="" if position is None else pair.tokens[position],
+        receiver=receiver,
+        value=value,
+        base=base,
+        source=source,
+    )
+
+
+def _over(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _few(values: set[Any]) -> str:
+    """Some values, in few words."""
+    return shown(sorted(values, key=str))

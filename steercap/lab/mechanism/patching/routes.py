@@ -1,0 +1,211 @@
+"""Which heads send and which receive, checked against a model, and the edits of both runs of a sender."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+from steercap.core.spec import CaptureSpec, Point
+from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import flag_of, index_of, parts_of, shown
+from steercap.errors import InvalidSpec, PointNotArmed
+from steercap.lab.mechanism.patching.pairs import Pair
+from steercap.lab.mechanism.patching.points import Cell, head_count, positions_of
+from steercap.lab.mechanism.patching.running import Source, replaced
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+    from steercap.steering.edits.base import Edit
+
+#: A head: its layer, and its number there.
+Head: TypeAlias = tuple[int, int]
+#: What receives at the model's end.
+LOGITS: Final = "logits"
+#: What heads receive.
+RECEIVED: Final = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """Heads that a change is let through to, together.
+
+    Args:
+        site: "q", "k" or "v": what of them. Heads of `k` and `v` are those of keys, of which there may be fewer.
+        heads: (layer, head) of each.
+        tokens: at which tokens of the prompt.
+        name: of the column `receiver` in the table; by default made of the others.
+
+    Raises:
+        InvalidSpec, InvalidSelection: something of another type.
+    """
+
+    site: Literal["q", "k", "v"]
+    heads: Sequence[Head]
+    tokens: Tokens | TokenSelection = "prompt"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.site not in RECEIVED:
+            raise InvalidSpec(f"Receiver: site={shown(self.site)}; give one of {', '.join(map(repr, RECEIVED))}")
+        heads = heads_in(self.heads, "Receiver: heads")
+        object.__setattr__(self, "heads", heads)
+        object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
+        if not self.name:
+            object.__setattr__(self, "name", f"{self.site} of {', '.join(f'{one}.{head}' for one, head in heads)}")
+
+    @property
+    def points(self) -> list[Point]:
+        """Its points, by layer."""
+        return [Point(layer, self.site) for layer in dict.fromkeys(layer for layer, _ in self.heads)]
+
+
+class Frozen(NamedTuple):
+    """Both runs of a pair, unchanged.
+
+    Args:
+        pair: the prompts.
+        base: of the run that is changed, its metric and all that is held as it was there.
+        source: of the other run, its metric and its `z`.
+    """
+
+    pair: Pair
+    base: tuple[float, Source]
+    source: tuple[float, Source]
+
+
+class Routes:
+    """Senders and receivers, checked against a model."""
+
+    def __init__(self, model: SteerModel, senders: Any, receivers: Any, tokens: Any, through_mlps: Any) -> None:
+        through = flag_of(through_mlps)
+        if through is None:
+            raise InvalidSpec(f"through_mlps={shown(through_mlps)}; give True or False")
+        self._model = model
+        self.receivers = _receivers(receivers)
+        self.tokens = TokenSelection.parse(tokens)
+        last = max(self._last(one) if isinstance(one, Receiver) else model.num_layers for one in self.receivers)
+        self.senders = self._heads(senders, last)
+        for site, heads in (("z", self.senders), *((one.site, one.heads) for one in self._heads_that_receive())):
+            self._check_heads(site, heads)
+        if late := [head for head in self.senders if head[0] >= last]:
+            raise InvalidSpec(f"senders hold {late[0]}, and no receiver is in a later layer, so nothing reaches one")
+        first = min(layer for layer, _ in self.senders)
+        self._frozen = [Point(layer, "z") for layer in range(first, model.num_layers)]
+        if not through:
+            self._frozen += [Point(layer, "mlp_out") for layer in range(first, model.num_layers)]
+        self._check_armed(self._frozen)
+
+    @property
+    def held(self) -> CaptureSpec:
+        """What is held as it was in the run that is changed."""
+        sites = dict.fromkeys(point.site for point in self._frozen)
+        return CaptureSpec(
+            layers=[*dict.fromkeys(point.layer for point in self._frozen)], sites=[*sites], tokens="prompt", codec="raw"
+        )
+
+    @property
+    def sent(self) -> CaptureSpec:
+        """What senders give in the other run."""
+        layers = sorted({layer for layer, _ in self.senders})
+        return CaptureSpec(layers=layers, sites="z", tokens=self.tokens, codec="raw")
+
+    def check(self, pair: Pair) -> None:
+        """Check that all tokens are in a prompt."""
+        for selection in (self.tokens, *(one.tokens for one in self._heads_that_receive())):
+            assert isinstance(selection, TokenSelection)
+            positions_of(selection, len(pair.base))
+
+    def first_run(self, frozen: Frozen, sender: Head) -> SteeringSpec:
+        """The sender's rows from the other run, and whatever comes after it held."""
+        layer, head = sender
+        positions = positions_of(self.tokens, len(frozen.pair.base))
+        sending = Cell(Point(layer, "z"), head, tuple(positions))
+        edits: list[Edit] = [replaced(self._model, sending, frozen.source[1].at(sending.point, positions))]
+        everywhere = tuple(range(len(frozen.pair.base)))
+        for point in self._frozen:
+            if point.layer > layer or (point.layer == layer and point.site == "mlp_out"):
+                cell = Cell(point, None, everywhere)
+                edits.append(replaced(self._model, cell, frozen.base[1].at(point, everywhere)))
+        return SteeringSpec(edits)
+
+    def second_run(self, frozen: Frozen, receiver: Receiver, after: int, seen: Source) -> SteeringSpec:
+        """What reached the heads of a receiver that come after a layer."""
+        assert isinstance(receiver.tokens, TokenSelection)
+        positions = tuple(positions_of(receiver.tokens, len(frozen.pair.base)))
+        edits = []
+        for layer, heads in groupby(sorted(receiver.heads), key=lambda head: head[0]):
+            point = Point(layer, receiver.site)
+            if layer > after:
+                cell = Cell(point, None, positions)
+                edits.append(replaced(self._model, cell, seen.at(point, positions), [head for _, head in heads]))
+        return SteeringSpec(edits)
+
+    def reached(self, sender: Head) -> Iterator[Receiver | Literal["logits"]]:
+        """The receivers with a head after the sender."""
+        for one in self.receivers:
+            if not isinstance(one, Receiver) or self._last(one) > sender[0]:
+                yield one
+
+    @staticmethod
+    def _last(receiver: Receiver) -> int:
+        """The last layer that a receiver has a head in."""
+        return max(layer for layer, _ in receiver.heads)
+
+    def _heads(self, senders: Any, last: int) -> list[Head]:
+        if isinstance(senders, str) and senders == "all":
+            points = [Point(layer, "z") for layer in range(last)]
+            if not points:
+                raise InvalidSpec("no layer is before that of the receivers, so nothing reaches one")
+            self._check_armed(points)
+            return [(one.layer, head) for one in points for head in range(head_count(one, self._model.points[one]))]
+        return list(heads_in(senders, "senders"))
+
+    def _heads_that_receive(self) -> list[Receiver]:
+        return [one for one in self.receivers if isinstance(one, Receiver)]
+
+    def _check_heads(self, site: str, heads: Sequence[Head]) -> None:
+        for layer, head in heads:
+            if not 0 <= layer < self._model.num_layers:
+                raise InvalidSpec(f"head {layer}.{head}: this model has layers 0 to {self._model.num_layers - 1}")
+            point = Point(layer, site)
+            self._check_armed([point])
+            if not 0 <= head < (count := head_count(point, self._model.points[point])):
+                raise InvalidSpec(f"head {layer}.{head}: rows at {point} have {count} heads, 0 to {count - 1}")
+
+    def _check_armed(self, points: Sequence[Point]) -> None:
+        if missing := [point for point in points if point not in self._model.points]:
+            sites = sorted({point.site for point in missing})
+            raise PointNotArmed(
+                f"path patching needs taps at {', '.join(map(str, missing[:3]))}{' ...' if missing[3:] else ''}, which "
+                f"this engine does not have; start it with SteerModel(..., sites=[..., {', '.join(map(repr, sites))}])"
+            )
+
+
+def heads_in(given: Any, what: str) -> tuple[Head, ...]:
+    """Pairs of layer and head.
+
+    Raises:
+        InvalidSpec: something else, none, or one twice.
+    """
+    found = []
+    for one in parts_of(given, what) or [None]:
+        parts = [index_of(part) for part in one] if isinstance(one, (tuple, list)) else []
+        if len(parts) != 2 or None in parts:
+            raise InvalidSpec(f"{what}={shown(given)}; give (layer, head) of each, in a list")
+        found.append((parts[0], parts[1]))
+    if len(set(found)) < len(found):
+        raise InvalidSpec(f"{what}={shown(given)} holds a head twice")
+    return tuple(found)  # type: ignore[arg-type]  # none is None
+
+
+def _receivers(given: Any) -> list[Any]:
+    several = [given] if isinstance(given, (Receiver, str)) else parts_of(given, "receivers")
+    if not several or not all(isinstance(one, Receiver) or one == LOGITS for one in several):
+        raise InvalidSpec(f"receivers={shown(given)}; give 'logits', a Receiver, or a list of them")
+    names = [one.name if isinstance(one, Receiver) else one for one in several]
+    if len(set(names)) < len(names):
+        raise InvalidSpec(f"receivers are called {names}; give each a name= of its own")
+    return several

@@ -1,0 +1,156 @@
+"""Runs of a patching experiment in one engine: many at once, but not too many, each of one prompt with its edits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+from jaxtyping import Float
+
+from steercap.concurrency.bounded import each_of
+from steercap.core.spec import CaptureSpec, Point
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.lab.mechanism.patching.metrics import Asked, Metric
+from steercap.lab.mechanism.patching.points import Cell, elements_of
+from steercap.steering.edits.replace import Replace
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+#: Rows of a run by point, and by position within it.
+RowsAt = Mapping[Point, Float[torch.Tensor, "positions width"]]
+
+#: Runs under way at once: a batch of vLLM's defaults and what waits behind it; each holds a slot.
+CONCURRENT: Final = 256
+#: Pairs whose rows are held at once.
+PAIRS: Final = 4
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was read of a run whose rows are put elsewhere.
+
+    Args:
+        rows: flat rows by point, one for each of `positions`.
+        positions: of the rows, ascending.
+    """
+
+    rows: RowsAt
+    positions: tuple[int, ...]
+
+    def at(self, point: Point, positions: Iterable[int]) -> Float[torch.Tensor, "positions width"]:
+        """Rows of some positions."""
+        index = {position: row for row, position in enumerate(self.positions)}
+        return self.rows[point][[index[position] for position in positions]]
+
+
+class Runs:
+    """What runs all pairs of an experiment.
+
+    Args:
+        model: an open model.
+        metric: the number of a run.
+        pairs: how many pairs there are.
+        concurrent: runs under way at once, if there are as many slots.
+        progress: called with the number of changed runs that are done, and of all.
+
+    Raises:
+        InvalidSpec: `metric` is no Metric, or does not fit the pairs.
+        InvalidSetting: `concurrent` is not above 0.
+    """
+
+    def __init__(
+        self,
+        model: SteerModel,
+        metric: Metric,
+        pairs: int,
+        concurrent: int = CONCURRENT,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if not isinstance(metric, Metric):
+            raise InvalidSpec(f"metric={shown(metric)}; give a Metric, such as LogitDifference((' Mary', ' John'))")
+        limit = index_of(concurrent)
+        if limit is None or limit < 1:
+            raise InvalidSetting(f"concurrent={shown(concurrent)}; give a whole number above 0")
+        self.model = model
+        self.total = 0
+        self._asked: list[Asked] = metric.asked(model.tokenizer, pairs)
+        self._limit = min(limit, model.settings.steering_slots)
+        self._gate = asyncio.Semaphore(self._limit)
+        self._progress = progress
+        self._done = 0
+
+    async def each_pair(self, pairs: Sequence[Item], work: Callable[[Item], Awaitable[Result]]) -> list[Result]:
+        """Work on pairs, few at once: rows of each are held meanwhile."""
+        return await each_of(pairs, work, PAIRS)
+
+    async def each_change(self, items: Iterable[Item], work: Callable[[Item], Awaitable[Result]]) -> list[Result]:
+        """Do every changed run of a pair; together with those of other pairs no more than are allowed at once.
+
+        Args:
+            items: what is changed; the next one is taken when its turn has come.
+            work: one run, or more, one after the other.
+        """
+
+        async def one(item: Item) -> Result:
+            async with self._gate:
+                found = await work(item)
+            self._done += 1
+            if self._progress is not None:
+                self._progress(self._done, self.total)
+            return found
+
+        return await each_of(items, one, self._limit)
+
+    async def value(self, pair: int, ids: Sequence[int], change: SteeringSpec | None = None) -> float:
+        """The number of a run."""
+        asked = self._asked[pair]
+        prompt = {"prompt_token_ids": list(ids)}
+        raw: Any = await self.model.generate(prompt, asked.sampling, steering=change, raw_output=True)
+        return asked.read(raw.output)
+
+    async def read(
+        self, pair: int, ids: Sequence[int], spec: CaptureSpec, change: SteeringSpec | None = None
+    ) -> tuple[float, Source]:
+        """The number of a run, and rows of it.
+
+        Args:
+            pair: whose metric.
+            ids: the prompt.
+            spec: rows of its tokens, not reduced, raw.
+            change: edits.
+        """
+        asked = self._asked[pair]
+        prompt = {"prompt_token_ids": list(ids)}
+        found: Any = await self.model.generate(prompt, asked.sampling, capture=spec, steering=change, raw_output=True)
+        raw, handle = found
+        async with handle:
+            rows = {point: rows.flatten(1) for point, rows in handle.captures.items()}
+            return asked.read(raw.output), Source(rows, tuple(handle.positions.tolist()))
+
+
+def replaced(
+    model: SteerModel, cell: Cell, rows: Float[torch.Tensor, "positions width"], heads: Sequence[int] = ()
+) -> Replace:
+    """The edit that puts rows at a cell.
+
+    Args:
+        model: whose points.
+        cell: where.
+        rows: of each of its positions, whole rows, flat.
+        heads: several heads, in place of that of the cell.
+    """
+    schema = model.points[cell.point]
+    elements: Any = elements_of(cell.head, schema)
+    if heads:
+        width = schema.width // schema.shape[0]
+        elements = [head * width + element for head in sorted(heads) for element in range(width)]
+    layer, site = cell.point
+    return Replace(rows, list(cell.positions), elements=elements, layer=layer, site=site)

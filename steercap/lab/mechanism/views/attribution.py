@@ -1,0 +1,223 @@
+"""Which features of an SAE a token's logit came from, directly: a table per token.
+
+A feature writes its activation times its decoder row into the stream, and the final norm and the unembedding read it
+there: with the scale of the norm taken as it is for the whole row, that is a sum of products, one for each feature.
+What later layers make of a feature is not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from jaxtyping import Float, Int
+
+from steercap.core.spec import Point
+from steercap.core.texts import texts_of
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidRequest
+from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of
+from steercap.lab.mechanism.weights.unembedding import Unembedding
+from steercap.saes.features import Features
+from steercap.saes.sae import SAE
+
+if TYPE_CHECKING:
+    from steercap import sync
+    from steercap.captures.handle import CaptureHandle
+    from steercap.lab.mechanism.views.lens import Source
+
+#: What is in the stream as it is written, and what blocks add to it.
+STREAM: Final = frozenset({"resid_pre", "resid_mid", "resid_post"})
+ADDED: Final = frozenset({"attn_out", "mlp_out"})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LogitAttribution:
+    """What the features of each row give to one logit there.
+
+    `logits = contributions of all features + bias + rest + constants`, before any soft-capping; `others` is the part of
+    features that are not among the `ids`.
+
+    Args:
+        positions: of the rows, int64 [rows].
+        read: the token that was read at each row, as text.
+        token_ids: whose logit it is, int64 [rows].
+        tokens: the same as texts.
+        ids: the features of greatest contribution, either way, int64 [rows, top]; -1 where fewer are active.
+        activations, contributions: of these, float32 [rows, top].
+        others: what all other features that are known give, float32 [rows].
+        bias: what the decoder's bias gives, float32 [rows].
+        rest: what everything else in the row gives: other layers, and what the SAE does not explain; float32 [rows].
+        constants: what the bias of the final norm gives, float32 [rows].
+        logits: float32 [rows].
+        complete: whether all active features of a row are known: bool [rows]. What the others give is in `rest`.
+    """
+
+    positions: Int[torch.Tensor, " rows"]
+    read: tuple[str, ...]
+    token_ids: Int[torch.Tensor, " rows"]
+    tokens: tuple[str, ...]
+    ids: Int[torch.Tensor, "rows top"]
+    activations: Float[torch.Tensor, "rows top"]
+    contributions: Float[torch.Tensor, "rows top"]
+    others: Float[torch.Tensor, " rows"]
+    bias: Float[torch.Tensor, " rows"]
+    rest: Float[torch.Tensor, " rows"]
+    constants: Float[torch.Tensor, " rows"]
+    logits: Float[torch.Tensor, " rows"]
+    complete: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+    def records(self) -> list[dict[str, Any]]:
+        """A dictionary for each row and feature: position, read, token, logit, feature, activation, contribution."""
+        return [
+            {
+                "position": int(self.positions[row]),
+                "read": self.read[row],
+                "token": self.tokens[row],
+                "logit": float(self.logits[row]),
+                "feature": int(feature),
+                "activation": float(self.activations[row, at]),
+                "contribution": float(self.contributions[row, at]),
+            }
+            for row in range(len(self))
+            for at, feature in enumerate(self.ids[row].tolist())
+            if feature >= 0
+        ]
+
+    def __str__(self) -> str:
+        """A line for each row: the logit, and the features that gave most to it."""
+        lines = []
+        for row, (read, token) in enumerate(zip(self.read, self.tokens, strict=True)):
+            pairs = zip(self.ids[row].tolist(), self.contributions[row].tolist(), strict=True)
+            gave = "  ".join(f"{feature}: {value:+.2f}" for feature, value in pairs if feature >= 0)
+            parts = f"others {self.others[row]:+.2f}, bias {self.bias[row]:+.2f}, rest {self.rest[row]:+.2f}"
+            lines.append(f"{int(self.positions[row]):5} {read!r} → {token!r} {self.logits[row]:.2f} = {gave}  {parts}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"LogitAttribution({len(self)} rows, {self.ids.shape[1]} features each)"
+
+
+def logit_attribution(
+    handle: CaptureHandle | sync.CaptureHandle,
+    model: Source,
+    sae: SAE,
+    *,
+    token: int | str | None = None,
+    features: Features | None = None,
+    top: int = 8,
+    unembedding: Unembedding | None = None,
+) -> LogitAttribution:
+    """What an SAE's features give to a logit at each row, directly.
+
+    It is computed here, from the weights of the checkpoint in float32, as `logit_lens` computes.
+
+    Args:
+        handle: fetched, with rows of "resid_post" of the model's last layer, and, without `features`, of `sae.input`.
+        model: the open model of the handle, or the folder or name of its checkpoint.
+        sae: whose features.
+        token: whose logit: an id, or a text that is one token; by default, of each row the token that came next.
+        features: what a worker read of the same rows: `handle.features[point]` of a capture with `sae=`.
+        top: features in the table for each row.
+        unembedding: of the model, if it was read before.
+
+    Raises:
+        InvalidRequest: the rows are not there, `features` are of other rows or another SAE, the SAE writes elsewhere
+            than into the stream, `token` is no token, or `top` is below 1.
+        InvalidSpec: rows of another width.
+        UnsupportedModel, ModelNotLoaded, InvalidFile: as for `logit_lens`, or a norm that cannot be frozen.
+        CaptureNotFetched: the handle was not fetched.
+    """
+    if index_of(top) is None or top < 1:
+        raise InvalidRequest(f"logit_attribution: top={shown(top)}; give a whole number above 0")
+    checkpoint, revision = checkpoint_of(model)
+    unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
+    last = _rows(handle, Point(handle.num_layers - 1, "resid_post")).float()
+    factor = _factor(sae, unembedding)
+    dense, complete, scales = _activations(handle, sae, features)
+    tokenizer = tokenizer_of(model)
+    targets = _targets(handle, token, tokenizer)
+    read, constants = unembedding.directions(last, targets)
+    if read.shape[1] != sae.d_out:
+        raise InvalidRequest(
+            f"logit_attribution: {sae} writes {sae.d_out} elements, and the stream has {read.shape[1]}"
+        )
+    scaled = read * (scales * factor)[:, None]
+    gave = dense * (scaled @ sae.decoder.T)
+    order = gave.abs().topk(min(top, gave.shape[1]), dim=1).indices
+    active = dense.gather(1, order)
+    contributions, bias = gave.gather(1, order), scaled @ sae.decoder_bias
+    whole, logits = gave.sum(dim=1), (read * last).sum(dim=1) + constants
+    known = [*handle.token_ids.tolist(), *targets.tolist()]
+    texts = texts_of(tokenizer, known)
+    return LogitAttribution(
+        handle.positions,
+        tuple(texts[: len(dense)]),
+        targets,
+        tuple(texts[len(dense) :]),
+        order.where(active > 0, -1),
+        active,
+        contributions,
+        whole - contributions.sum(dim=1),
+        bias,
+        logits - constants - whole - bias,
+        constants,
+        logits,
+        complete,
+    )
+
+
+def _rows(handle: CaptureHandle | sync.CaptureHandle, point: Point) -> torch.Tensor:
+    if handle.receipt.reduce or handle.directions or point not in handle.captures:
+        raise InvalidRequest(
+            f"logit_attribution: the handle has no rows of {point}; capture {point.site!r} at layer {point.layer} too"
+        )
+    return handle.captures.elements(point)
+
+
+def _factor(sae: SAE, unembedding: Unembedding) -> float:
+    """What is multiplied with what an SAE reconstructs before it is in the stream."""
+    factor = 1.0 if sae.output.site in STREAM else unembedding.blocks if sae.output.site in ADDED else None
+    if factor is None:
+        raise InvalidRequest(
+            f"logit_attribution: {sae} writes at {sae.output}, from where nothing is simply added to the stream"
+        )
+    return factor
+
+
+def _activations(
+    handle: CaptureHandle | sync.CaptureHandle, sae: SAE, features: Features | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Activations of all features, whether all active ones are known, and by what what they write is scaled."""
+    count = len(handle.positions)
+    if features is None:
+        rows = _rows(handle, sae.input)
+        return sae.encode(rows), torch.ones(count, dtype=torch.bool), sae.encoder.scales(rows.flatten(1))
+    if len(features) != count or features.width != sae.d_sae:
+        raise InvalidRequest(
+            f"logit_attribution: {features!r} for {count} rows and {sae}; give those of the same tokens and SAE"
+        )
+    if sae.encoder.normalisation != "none":
+        raise InvalidRequest(
+            f"logit_attribution: {sae} normalises rows, so what a feature writes depends on the row; capture "
+            f"{sae.input} and leave features= out"
+        )
+    return features.dense(), features.complete, torch.ones(count)
+
+
+def _targets(handle: CaptureHandle | sync.CaptureHandle, token: int | str | None, tokenizer: Any) -> torch.Tensor:
+    """Whose logit is asked for at each row: int64 [rows]."""
+    if token is None:
+        sequence = torch.tensor([*handle.prompt_token_ids, *handle.output_token_ids])
+        following = handle.positions + 1
+        if len(following) and int(following.max()) >= len(sequence):
+            raise InvalidRequest("logit_attribution: nothing came after the last row; give token=")
+        return sequence[following]
+    ids = tokenizer.encode(token, add_special_tokens=False) if isinstance(token, str) else [index_of(token)]
+    if len(ids) != 1 or ids[0] is None:
+        raise InvalidRequest(f"logit_attribution: token={shown(token)} is {len(ids)} tokens; give one, or its id")
+    return torch.full((len(handle.positions),), ids[0], dtype=torch.int64)

@@ -1,0 +1,366 @@
+"""Tokens coloured by a number each: in a notebook, in a terminal, and as a picture of tokens by names or layers."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.extras import extra
+from steercap.core.texts import FONT, drawn, lines_of, texts_of, visible
+from steercap.core.values import index_of, number_of, shown
+from steercap.errors import InvalidRequest
+from steercap.files.base import write_whole
+from steercap.lab.mechanism.views.colours import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
+
+    from steercap.captures.handle import CaptureHandle
+    from steercap.steering.directions import DirectionSet
+    from steercap.steering.layers import LayerVectors
+
+#: Times the median distance from the centre beyond which a value does not count for the limit: the first token of most
+#: models lies a hundred times as far off as others, and would leave them white.
+FAR: Final = 10.0
+SPAN_STYLE: Final = "padding:1px 0;border-radius:2px;white-space:pre-wrap"
+BLOCK_STYLE: Final = "font-family:monospace;font-size:13px;line-height:1.7;margin:4px 0 10px;overflow-wrap:anywhere"
+#: Tokens of a line of a picture, inches of a cell, of a letter of its labels, and of the margins and the scale.
+LINE: Final = 48
+CELL: Final = 0.24
+LETTER: Final = 0.07
+LEFT, TOP, GAP, SCALE, TITLE_LETTER = 0.3, 0.5, 0.25, 0.9, 0.085
+#: Lines that one picture can have: matplotlib draws at most 65,535 points in a direction.
+LINES: Final = 200
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenHeatmap:
+    """A number for each token, or one for each token and name, as colours: blue below the centre, orange above.
+
+    Shown in a notebook it is HTML, printed by rich it is coloured text; `plot` draws a grid.
+
+    Args:
+        tokens: text of each token.
+        values: [tokens], or [tokens, names]; numbers, an array, or a tensor of any dtype and device.
+        names: of the columns: directions, layers; may be left out for a single one.
+        title: above all.
+        centre: the value that is white; colours reach as far on both sides of it.
+        limit: distance from the centre where colours are full; beyond it they are the same. By default the greatest
+            that is at most ten times the median distance.
+        unit: of the values, for legends.
+
+    Raises:
+        InvalidRequest: no tokens, values of another shape, or a limit that is not a distance.
+    """
+
+    tokens: Sequence[str]
+    values: Any
+    names: Sequence[str] = ()
+    title: str = ""
+    centre: float = 0.0
+    limit: float | None = None
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        values = _numbers(self.values)
+        values = values[:, None] if values.ndim == 1 else values
+        names = tuple(map(str, self.names)) or ("",)
+        if not len(self.tokens) or values.shape != (len(self.tokens), len(names)):
+            raise InvalidRequest(
+                f"TokenHeatmap: values {list(values.shape)} for {len(self.tokens)} tokens and names {list(names)}; "
+                "give [tokens] or [tokens, names], with at least one token"
+            )
+        values.flags.writeable = False
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "names", names)
+        centre = number_of(self.centre)
+        if centre is None or not math.isfinite(centre):
+            raise InvalidRequest(f"TokenHeatmap: centre={shown(self.centre)}; give the value that is white")
+        object.__setattr__(self, "centre", centre)
+        limit = _usual(values, centre) if self.limit is None else number_of(self.limit)
+        if limit is None or not 0 <= limit < float("inf"):
+            raise InvalidRequest(f"TokenHeatmap: limit={shown(self.limit)}; give a distance from the centre")
+        object.__setattr__(self, "limit", limit)
+
+    @property
+    def legend(self) -> str:
+        """What the colours say, in words."""
+        assert self.limit is not None
+        known = self.values[np.isfinite(self.values)]
+        seen = f"values {_shown(known.min())} to {_shown(known.max())}" if len(known) else "no finite values"
+        unit = f" {self.unit}" if self.unit else ""
+        low, high = _shown(self.centre - self.limit), _shown(self.centre + self.limit)
+        return f"≤ {low} blue · {_shown(self.centre)} white · ≥ {high} orange{unit}; {seen}"
+
+    def __repr__(self) -> str:
+        """Short, since a notebook keeps it next to the HTML."""
+        names = f", names={list(self.names)}" if any(self.names) else ""
+        return f"TokenHeatmap({self.title!r}, {len(self.tokens)} tokens{names}; {self.legend})"
+
+    # Notebook
+
+    def _repr_html_(self) -> str:
+        """HTML for a notebook: one block of text a name; a token's value shows where the mouse rests."""
+        title = f"<div style='font-weight:bold;margin-bottom:4px'>{html.escape(self.title)}</div>" if self.title else ""
+        blocks = "".join(self._block(place, name) for place, name in enumerate(self.names))
+        return f"<div>{title}{blocks}{self._scale()}</div>"
+
+    def _block(self, place: int, name: str) -> str:
+        head = f"<div style='color:#666'>{html.escape(name)}</div>" if name else ""
+        spans = "".join(self._span(token, self.values[at, place], at) for at, token in enumerate(self.tokens))
+        return f"<div style='{BLOCK_STYLE}'>{head}{spans}</div>"
+
+    def _span(self, token: str, value: float, position: int) -> str:
+        background = self._colour(value)
+        said = html.escape(f"{position}: {token!r} {_shown(value)}", quote=True)
+        style = f"background:{background};color:{ink(background)};{SPAN_STYLE}"
+        shown = html.escape(visible(token)).replace("↵", "↵<br>")
+        return f'<wbr><span title="{said}" style="{style}">{shown}</span>'
+
+    def _scale(self) -> str:
+        stops = ",".join(f"rgb{end}" for end in (BELOW, CENTRE, ABOVE))
+        style = f"display:inline-block;width:120px;height:10px;background:linear-gradient(to right,{stops})"
+        bar = f"<span style='{style}'></span>"
+        return f"<div style='font-size:11px;color:#666'>{bar} {html.escape(self.legend)}</div>"
+
+    # Terminal
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Coloured text for a terminal, in lines that end between tokens."""
+        with extra("cli"):
+            from rich.text import Text
+
+        if self.title:
+            yield Text(self.title, style="bold")
+        for place, name in enumerate(self.names):
+            if name:
+                yield Text(name, style="dim")
+            yield from self._lines(place, options.max_width)
+        yield Text(self.legend, style="dim")
+
+    def _lines(self, place: int, width: int) -> Iterator[Text]:
+        """The tokens under one name, in lines of at most `width` cells; a longer token is folded by rich."""
+        with extra("cli"):
+            from rich.cells import cell_len
+            from rich.text import Text
+
+        line = Text(overflow="fold")
+        for at, token in enumerate(self.tokens):
+            background, shown = self._colour(self.values[at, place]), visible(token)
+            if line and line.cell_len + cell_len(shown) > width:
+                yield line
+                line = Text(overflow="fold")
+            for number, part in enumerate(shown.split("↵")):
+                if number:
+                    line.append("↵", style=f"{ink(background)} on {background}")
+                    yield line
+                    line = Text(overflow="fold")
+                line.append(part, style=f"{ink(background)} on {background}")
+        if line:
+            yield line
+
+    # Picture
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw a grid: tokens from left to right in lines of 48, with a row for each name.
+
+        Args:
+            path: the file; its ending says the format.
+
+        Raises:
+            InvalidRequest: more tokens than one picture can hold, 9,600.
+        """
+        with extra("plots"):
+            from matplotlib.figure import Figure
+
+        lines = list(lines_of(self.tokens, LINE))
+        if len(lines) > LINES:
+            raise InvalidRequest(
+                f"TokenHeatmap: {len(self.tokens)} tokens do not fit one picture, which holds {LINES * LINE}; "
+                "plot it in parts"
+            )
+        grid = len(self.names) * CELL
+        below = [LETTER * max(len(drawn(token)) for token in line) + GAP for _, line in lines]
+        left = LEFT + LETTER * max(map(len, self.names))
+        span = max(min(len(self.tokens), LINE) * CELL, TITLE_LETTER * len(self.title) - left)
+        width, height = left + span + SCALE, TOP + sum(below) + grid * len(lines)
+        figure = Figure(figsize=(width, height))
+        top = height - TOP
+        for (first, line), under in zip(lines, below, strict=True):
+            box = (left / width, (top - grid) / height, len(line) * CELL / width, grid / height)
+            axes = figure.add_axes(box)
+            image = self._draw(axes, first, line)
+            top -= grid + under
+        box = ((left + span + 0.1) / width, (height - TOP - grid) / height, 0.12 / width, grid / height)
+        bar = figure.add_axes(box)
+        figure.colorbar(image, cax=bar, label=self.unit, extend="both")
+        figure.text(left / width, 1 - TOP / 2 / height, self.title.replace("$", r"\$"), fontsize=10, va="center")
+        with write_whole(Path(path)) as scratch:
+            figure.savefig(scratch, dpi=110, format=Path(path).suffix[1:] or "png", bbox_inches="tight", pad_inches=0.1)
+        return Path(path)
+
+    def _draw(self, axes: Any, first: int, line: Sequence[str]) -> Any:
+        """Draw one line of tokens; the image, for its scale."""
+        with extra("plots"):
+            from matplotlib.colors import LinearSegmentedColormap
+
+        assert self.limit is not None
+        ends = [tuple(part / 255 for part in end) for end in (BELOW, CENTRE, ABOVE)]
+        colours = LinearSegmentedColormap.from_list("steercap", ends, N=255)
+        colours.set_bad(tuple(part / 255 for part in UNKNOWN))
+        half = self.limit or 1.0
+        values = self.values[first : first + len(line)].T
+        image = axes.imshow(
+            values,
+            aspect="auto",
+            cmap=colours,
+            vmin=self.centre - half,
+            vmax=self.centre + half,
+            interpolation="nearest",
+        )
+        axes.set_xticks(range(len(line)), [drawn(token) for token in line], rotation=90, fontsize=8, family=FONT)
+        axes.set_yticks(range(len(self.names)), self.names, fontsize=8)
+        return image
+
+    def _colour(self, value: float) -> str:
+        assert self.limit is not None
+        return colour(value, self.centre, self.limit)
+
+
+def heatmap_of(
+    handle: CaptureHandle,
+    directions: DirectionSet,
+    layer: int,
+    tokenizer: Any,
+    *,
+    title: str = "",
+    centre: float = 0.0,
+    limit: float | None = None,
+) -> TokenHeatmap:
+    """Projections of each captured row of one layer on unit directions, token by token.
+
+    Args:
+        handle: fetched; it holds full rows, or what `CaptureSpec(project=directions)` gives.
+        directions: what is projected on.
+        layer: which layer; negative counts from the last.
+        tokenizer: the model's, as `model.tokenizer`.
+        title, centre, limit: of the heat map; those of one centre and limit can be compared by their colours.
+
+    Raises:
+        InvalidRequest: the handle holds projections on other directions, in name or in fact, or rows of another width.
+        InvalidSpec: no direction is for this layer.
+        LayerOutOfRange: a layer that was not captured.
+        CaptureNotFetched: the handle was not fetched.
+    """
+    index = index_of(layer)
+    if index is None:
+        raise InvalidRequest(f"heatmap_of: layer={shown(layer)}; give one layer, as an integer")
+    place = index + handle.num_layers if index < 0 else index
+    values = _projected(handle, directions.at_layers([place]), place)
+    tokens = texts_of(tokenizer, handle.token_ids.tolist())
+    said = title or f"projection on unit directions, layer {place}"
+    return TokenHeatmap(tokens, values.numpy(), tuple(directions), said, centre, limit)
+
+
+def heatmap_of_layers(
+    handle: CaptureHandle,
+    vectors: LayerVectors,
+    tokenizer: Any,
+    *,
+    title: str = "",
+    centre: float = 0.0,
+    limit: float | None = None,
+) -> TokenHeatmap:
+    """Projections of each captured row on one unit direction, token by token and layer by layer.
+
+    Args:
+        handle: fetched, with rows or projections at some of the layers of the vectors.
+        vectors: what is projected on.
+        tokenizer, title, centre, limit: as for `heatmap_of`.
+
+    Raises:
+        InvalidRequest: no layer has both rows and a vector; or as for `heatmap_of`.
+        CaptureNotFetched: the handle was not fetched.
+    """
+    import torch
+
+    from steercap.steering.directions import DirectionSet
+
+    captures = handle.captures
+    layers = [layer for layer in captures.layers if layer in vectors and (layer, vectors.site) in captures]
+    if not layers:
+        raise InvalidRequest(f"heatmap_of_layers: {captures!r} and {vectors!r} have no layer in common")
+    # A direction without a name is called so where rows are projected in the workers, too.
+    own = DirectionSet({vectors.name or "projection": vectors}).at_layers(layers)
+    values = torch.cat([_projected(handle, own, layer) for layer in layers], dim=1)
+    tokens = texts_of(tokenizer, handle.token_ids.tolist())
+    said = title or f"projection on {vectors.name or 'the unit direction'}, by layer"
+    return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre, limit)
+
+
+def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> torch.Tensor:
+    """Scalar products of the rows of one layer with unit directions: float32 [rows, names]."""
+    rows = handle.captures.elements((layer, directions.site))
+    if handle.directions:
+        if missing := [name for name in directions if name not in handle.directions]:
+            raise InvalidRequest(f"the handle holds projections on {list(handle.directions)}, and none on {missing}")
+        places = [handle.directions.index(name) for name in directions]
+        _check_same(handle, directions, layer, places)
+        return rows[:, places].float()
+    if rows.shape[-1] != directions.width:
+        raise InvalidRequest(f"rows of layer {layer} are {list(rows.shape)}; directions have width {directions.width}")
+    return directions.project(rows, layer)
+
+
+def _check_same(handle: CaptureHandle, directions: DirectionSet, layer: int, places: list[int]) -> None:
+    """Names do not make directions: see that those projected on are these. Files of older versions know names alone."""
+    from steercap.steering.directions import alike
+
+    known = handle.marks.get(layer)
+    if known is None:
+        return
+    marks = zip(directions, directions.marks(layer), places, strict=True)
+    if others := [name for name, mark, place in marks if not alike(mark, known[place])]:
+        raise InvalidRequest(
+            f"at layer {layer} the handle holds projections on other directions of the names {others}; "
+            "give those that were passed as project="
+        )
+
+
+def _numbers(values: Any) -> npt.NDArray[np.float64]:
+    """A copy in float64; NumPy knows neither bfloat16 nor tensors on a device."""
+    import torch
+
+    try:
+        given = values.detach().cpu().to_dense() if isinstance(values, torch.Tensor) else values
+        wide = isinstance(given, torch.Tensor) and not given.is_complex()
+        found = np.asarray(given.double() if wide else given)
+        kind = found.dtype.kind
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(f"TokenHeatmap: values={shown(values)} are not real numbers: {error}") from error
+    if kind not in "biuf":
+        raise InvalidRequest(f"TokenHeatmap: values={shown(values)} are {found.dtype.name}; give real numbers")
+    return np.array(found, dtype=np.float64)
+
+
+def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
+    """The greatest distance from the centre, left out those far beyond all others; of all where most are at it."""
+    far = np.abs(values[np.isfinite(values)] - centre)
+    if not len(far):
+        return 0.0
+    usual = far[far <= FAR * np.median(far)]
+    return float(usual.max() or far.max())
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4g}"

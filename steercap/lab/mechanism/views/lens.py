@@ -1,0 +1,250 @@
+"""The logit lens: what each layer would say next, if it were the last."""
+
+from __future__ import annotations
+
+import html
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+
+from steercap.core.extras import extra
+from steercap.core.texts import FONT, drawn, lines_of, shortened, texts_of
+from steercap.errors import InvalidRequest, ModelNotLoaded
+from steercap.files.base import write_whole
+from steercap.lab.mechanism.views.colours import ABOVE, CENTRE, colour, ink
+from steercap.lab.mechanism.weights.unembedding import Unembedding
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from steercap import sync
+    from steercap.captures.handle import CaptureHandle
+    from steercap.model import SteerModel
+
+    #: Whose weights and tokens: an open model, or its checkpoint.
+    Source: TypeAlias = SteerModel | sync.SteerModel | str | os.PathLike[str]
+
+#: Sites whose rows are the residual stream, which is what the final norm and the unembedding take.
+SITES: Final = ("resid_pre", "resid_post")
+#: Letters shown of a token, columns of a line of a picture, and inches of its cells.
+LETTERS: Final = 10
+COLUMNS: Final = 16
+CELL: Final = (0.78, 0.23)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LogitLens:
+    """The most probable next tokens by layer and position, most probable first.
+
+    Shown in a notebook it is an HTML table, printed by rich a coloured one; `plot` draws it.
+
+    Args:
+        layers: the layers, ascending.
+        read: text of the token read at each position.
+        positions: position of each of them in its sequence.
+        token_ids: int64 [layers, positions, top].
+        probabilities: float32 [layers, positions, top].
+        words: text of each of these tokens, by layer and position.
+        title: above all.
+    """
+
+    layers: tuple[int, ...]
+    read: tuple[str, ...]
+    positions: tuple[int, ...]
+    token_ids: torch.Tensor
+    probabilities: torch.Tensor
+    words: tuple[tuple[tuple[str, ...], ...], ...]
+    title: str = "logit lens: the next token at each layer"
+
+    def __repr__(self) -> str:
+        """Short, since a notebook keeps it next to the HTML."""
+        return f"LogitLens({len(self.layers)} layers × {len(self.read)} tokens, top {self.token_ids.shape[-1]})"
+
+    def _repr_html_(self) -> str:
+        """HTML for a notebook: a table; a cell's most probable tokens show where the mouse rests."""
+        head = "".join(f"<th style='text-align:center'>{html.escape(shortened(t, LETTERS))}</th>" for t in self.read)
+        lines = "".join(
+            f"<tr><th>{layer}</th>{''.join(self._cell(row, column) for column in range(len(self.read)))}</tr>"
+            for row, layer in reversed(list(enumerate(self.layers)))
+        )
+        style = "font-family:monospace;font-size:11px;border-collapse:collapse;white-space:nowrap"
+        return (
+            f"<div style='overflow-x:auto'><div style='font-weight:bold'>{html.escape(self.title)}</div>"
+            f"<table style='{style}'>{lines}<tr><th></th>{head}</tr></table></div>"
+        )
+
+    def _cell(self, row: int, column: int) -> str:
+        said = ", ".join(
+            f"{word!r} {float(chance):.3f}"
+            for word, chance in zip(self.words[row][column], self.probabilities[row, column], strict=True)
+        )
+        background = self._colour(row, column)
+        style = f"background:{background};color:{ink(background)};text-align:center;padding:1px 4px"
+        shown = html.escape(shortened(self.words[row][column][0], LETTERS))
+        return f'<td title="{html.escape(said, quote=True)}" style="{style}">{shown}</td>'
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Coloured tables for a terminal, as many columns each as fit its width; the last layer is on top."""
+        with extra("cli"):
+            from rich.table import Table
+            from rich.text import Text
+
+        yield Text(self.title, style="bold")
+        for first, line in lines_of(self.read, max(1, (options.max_width - 6) // (LETTERS + 1))):
+            table = Table(box=None, padding=(0, 1, 0, 0), show_header=False, show_footer=True)
+            table.add_column(footer="", style="dim", justify="right")
+            for token in line:
+                table.add_column(footer=Text(shortened(token, LETTERS), style="bold"), min_width=LETTERS, no_wrap=True)
+            for row, layer in reversed(list(enumerate(self.layers))):
+                cells = []
+                for column in range(first, first + len(line)):
+                    background = self._colour(row, column)
+                    shown = shortened(self.words[row][column][0], LETTERS)
+                    cells.append(Text(shown.ljust(LETTERS), style=f"{ink(background)} on {background}"))
+                table.add_row(str(layer), *cells)
+            yield table
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw it: tokens from left to right in lines of 16, layers from bottom to top, the best token in each cell.
+
+        Args:
+            path: the file; its ending says the format.
+        """
+        with extra("plots"):
+            from matplotlib.figure import Figure
+
+        lines = list(lines_of(self.read, COLUMNS))
+        size = (
+            1.6 + CELL[0] * min(len(self.read), COLUMNS),
+            0.7 + (1.0 + CELL[1] * len(self.layers)) * len(lines),
+        )
+        figure = Figure(figsize=size, layout="constrained")
+        for axes, (first, line) in zip(figure.subplots(len(lines), squeeze=False)[:, 0], lines, strict=True):
+            self.draw(axes, first, first + len(line))
+            axes.set_xlim(-0.5, min(len(self.read), COLUMNS) - 0.5)
+            axes.set_title("")
+        figure.suptitle(self.title.replace("$", r"\$"), fontsize=10)
+        with write_whole(Path(path)) as scratch:
+            figure.savefig(scratch, dpi=110, format=Path(path).suffix[1:] or "png")
+        return Path(path)
+
+    def draw(self, axes: Any, start: int = 0, stop: int | None = None) -> Any:
+        """Draw some positions into matplotlib's axes.
+
+        Args:
+            axes: where.
+            start, stop: which, as a slice; all by default.
+
+        Returns:
+            matplotlib's image, for a colour bar.
+        """
+        with extra("plots"):
+            from matplotlib.colors import LinearSegmentedColormap
+
+        ends = [tuple(part / 255 for part in end) for end in (CENTRE, ABOVE)]
+        colours = LinearSegmentedColormap.from_list("steercap lens", ends, N=255)
+        columns = range(len(self.read))[start:stop]
+        best = self.probabilities[:, start:stop, 0].numpy()
+        image = axes.imshow(best, aspect="auto", origin="lower", cmap=colours, vmin=0, vmax=1)
+        for row, place in ((row, place) for row in range(len(self.layers)) for place in range(len(columns))):
+            shown = drawn(shortened(self.words[row][columns[place]][0], LETTERS))
+            style = {"ha": "center", "va": "center", "fontsize": 7, "family": FONT}
+            axes.text(place, row, shown, color=ink(self._colour(row, columns[place])), **style)
+        labels = [drawn(shortened(self.read[column], LETTERS)) for column in columns]
+        axes.set_xticks(range(len(columns)), labels, fontsize=8, family=FONT)
+        axes.set_yticks(range(len(self.layers)), map(str, self.layers), fontsize=7)
+        axes.set(title=self.title.replace("$", r"\$"), xlabel="token read", ylabel="layer")
+        return image
+
+    def _colour(self, row: int, column: int) -> str:
+        return colour(float(self.probabilities[row, column, 0]), 0.0, 1.0)
+
+
+def logit_lens(
+    handle: CaptureHandle | sync.CaptureHandle,
+    model: Source,
+    *,
+    site: str = "resid_post",
+    top: int = 5,
+    unembedding: Unembedding | None = None,
+) -> LogitLens:
+    """What each captured layer would say next: the model's final norm and unembedding, applied to its rows.
+
+    At the last layer of "resid_post" these are the model's own next tokens and probabilities. They are computed here,
+    in float32, from the weights of the checkpoint: what changes the engine alone, such as a LoRA adapter of the
+    unembedding, is not in them.
+
+    Args:
+        handle: fetched, with rows of the residual stream.
+        model: the open model of the handle, or the folder or name of its checkpoint.
+        site: "resid_post" or "resid_pre".
+        top: tokens kept for each row, the most probable ones.
+        unembedding: of the model, if it was read before: `Unembedding.load(checkpoint)`; saves reading it for each
+            handle.
+
+    Raises:
+        InvalidRequest: projections or a reduction instead of rows, a site that is not the residual stream or was
+            not captured, rows of another width, or `top` below 1.
+        UnsupportedModel: an engine with dummy weights, or as for `Unembedding.load`.
+        ModelNotLoaded, InvalidFile: as for `Unembedding.load`.
+        CaptureNotFetched: the handle was not fetched.
+    """
+    layers, captures = _layers(handle, site), handle.captures
+    checkpoint, revision = checkpoint_of(model)
+    unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
+    tokenizer = tokenizer_of(model)
+    if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= unembedding.vocabulary:
+        raise InvalidRequest(f"logit_lens: top={top!r}; give a whole number from 1 to {unembedding.vocabulary}")
+    found = [unembedding.best(captures.elements((layer, site)), top) for layer in layers]
+    token_ids = torch.stack([ids for ids, _ in found])
+    distinct = token_ids.unique().tolist()
+    known = dict(zip(distinct, texts_of(tokenizer, distinct), strict=True))
+    words = tuple(tuple(tuple(known[token] for token in row) for row in layer) for layer in token_ids.tolist())
+    read = tuple(texts_of(tokenizer, handle.token_ids.tolist()))
+    positions = tuple(handle.positions.tolist())
+    return LogitLens(layers, read, positions, token_ids, torch.stack([chances for _, chances in found]), words)
+
+
+def _layers(handle: CaptureHandle | sync.CaptureHandle, site: str) -> tuple[int, ...]:
+    """Layers whose rows a lens can take."""
+    captures = handle.captures
+    if handle.directions or handle.receipt.reduce:
+        held = "projections" if handle.directions else f"the {handle.receipt.reduce} of its tokens"
+        raise InvalidRequest(f"logit_lens: the handle holds {held}; capture full rows, without project= or reduce=")
+    if site not in SITES:
+        raise InvalidRequest(f"logit_lens: site={site!r}; the residual stream is at {' and '.join(map(repr, SITES))}")
+    layers = tuple(sorted(point.layer for point in captures if point.site == site))
+    if not layers or not len(handle.positions):
+        raise InvalidRequest(f"logit_lens: no row of {site!r} in {captures!r}; capture it, or give site=")
+    return layers
+
+
+def checkpoint_of(model: Source) -> tuple[str, str | None]:
+    """Name or path of a model's checkpoint, and its revision, None if none was asked for.
+
+    Raises:
+        UnsupportedModel: they are in no checkpoint.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        return os.fspath(model), None
+    return model.checkpoint
+
+
+def tokenizer_of(model: Source) -> Any:
+    """What makes tokens of texts.
+
+    Raises:
+        ModelNotLoaded: there is none beside the checkpoint.
+    """
+    if not isinstance(model, (str, os.PathLike)):
+        return model.tokenizer
+    with extra("cuda", "cpu"):
+        from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(os.fspath(model))
+    except (OSError, ValueError) as error:
+        raise ModelNotLoaded(f"no tokenizer at {os.fspath(model)!r}: {error}") from error

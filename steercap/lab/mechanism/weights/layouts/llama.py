@@ -1,0 +1,17 @@
+"""Llama, and all that name their weights as it does: projections of their own, a gate, norms before the blocks."""
+
+from steercap.lab.mechanism.weights.layouts.base import Layout
+
+MEMBER = Layout(
+    architectures=(
+        "LlamaForCausalLM",
+        "GemmaForCausalLM",
+        "GraniteForCausalLM",
+        "HeliumForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "StableLmForCausalLM",
+    ),
+)

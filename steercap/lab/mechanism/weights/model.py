@@ -1,0 +1,280 @@
+"""ModelWeights: the weights of a checkpoint, layer by layer, read when they are asked for; no engine is needed."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import nn
+
+from steercap.architectures.families import family_of
+from steercap.core.extras import extra
+from steercap.core.values import index_of, shown
+from steercap.errors import LayerOutOfRange, ModelNotLoaded, UnsupportedModel
+from steercap.lab.mechanism.weights.blocks import AttentionWeights, Linear, NeuronWeights, reading, taken_apart
+from steercap.lab.mechanism.weights.files import TensorFiles, configuration, skeleton
+from steercap.lab.mechanism.weights.layouts import layout_of
+from steercap.lab.mechanism.weights.norms import FrozenNorm
+from steercap.lab.mechanism.weights.unembedding import Unembedding
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class ModelWeights:
+    """The weights of a model, from the safetensors files of its checkpoint, float32.
+
+    Made by `open`. A layer's weights are read anew each time, so that no more than a layer's are held.
+
+    Attributes:
+        name: of the checkpoint.
+        layers: decoder layers.
+        width: elements of the stream.
+    """
+
+    def __init__(self, config: PretrainedConfig, files: TensorFiles, revision: str | None = None) -> None:
+        self.name, self._revision = files.path, revision
+        self._config: Any = config
+        self._files = files
+        self._layout = layout_of(config.architectures or ())
+        self._family = family_of(config.architectures or ())
+        self._model = skeleton(config)
+        self._decoder = self._model.get_submodule(self._family.layers)
+        self.layers = len(self._decoder)
+        self.width = int(config.hidden_size)
+
+    @classmethod
+    def open(cls, checkpoint: str | os.PathLike[str], *, revision: str | None = None) -> ModelWeights:
+        """Look what there is; nothing is read yet.
+
+        Args:
+            checkpoint: folder, or name on the hub, of safetensors files; of an open model, `model.model`.
+            revision: of a name on the hub.
+
+        Raises:
+            ModelNotLoaded: no such checkpoint, or one without safetensors files.
+            UnsupportedModel: an architecture whose weights steercap does not know by name.
+        """
+        path = os.fspath(checkpoint)
+        config = configuration(path, revision)
+        layout_of(config.architectures or ())
+        return cls(config, TensorFiles.find(path, revision), revision)
+
+    def __repr__(self) -> str:
+        return f"ModelWeights({self.name!r}, {self.layers} layers × {self.width})"
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether both blocks of a layer read the stream as the layer takes it."""
+        return not self._family.resid_mid
+
+    @cached_property
+    def unembedding(self) -> Unembedding:
+        """The final norm and the unembedding.
+
+        Raises:
+            UnsupportedModel, InvalidFile: as for `Unembedding.load`.
+        """
+        return Unembedding.of(self._config, self._model, self._files)
+
+    @cached_property
+    def embedding(self) -> Float[torch.Tensor, "vocabulary hidden"]:
+        """The rows of the embedding, float32, as the checkpoint has them: what a model multiplies them by is not in it.
+
+        Raises:
+            InvalidFile: the files lack it.
+        """
+        if self._config.tie_word_embeddings:
+            return self.unembedding.weight
+        module = self._model.get_input_embeddings()
+        name = next(name for name, one in self._model.named_modules() if one is module)
+        return self._files.read(f"{name}.weight", module.weight.shape)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer of the checkpoint.
+
+        Raises:
+            ModelNotLoaded: there is none beside it.
+        """
+        with extra("cuda", "cpu"):
+            from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.name, revision=self._revision)
+        except (OSError, ValueError) as error:
+            raise ModelNotLoaded(f"no tokenizer at {self.name!r}: {error}") from error
+
+    def attention(self, layer: int) -> AttentionWeights:
+        """The weights of one attention block.
+
+        Args:
+            layer: its index; negative counts from the last.
+
+        Raises:
+            LayerOutOfRange: no such layer.
+            UnsupportedModel: the layer has weights that are accounted for nowhere, or quantised ones.
+        """
+        index, layout = self._index(layer), self._layout
+        self._account(index)
+        norm, post = (self._norm(index, name, self.width) for name in (layout.attn_norm, layout.attn_post))
+        query, key, value = self._projections(index)
+        heads, head_dim = self._heads, query[0].shape[0] // self._heads
+        norms = [
+            self._norm_of_heads(index, name, head_dim, len(one[0]))
+            for name, one in ((layout.query_norm, query), (layout.key_norm, key))
+        ]
+        weight, bias = self._linear(index, self._family.attn_proj)
+        by_head = weight.unflatten(1, (heads, head_dim)).permute(1, 2, 0)
+        output, constant = self._written(by_head, bias, post)
+        return AttentionWeights(
+            layer=index,
+            query=reading(query, norm, norms[0], head_dim),
+            key=reading(key, norm, norms[1], head_dim),
+            value=reading(value, norm, None, head_dim),
+            output=output.transpose(1, 2),
+            output_constant=constant,
+            norm=norm,
+            post=post,
+            query_norm=norms[0],
+            key_norm=norms[1],
+        )
+
+    def neurons(self, layer: int) -> NeuronWeights:
+        """The weights of one feed-forward block.
+
+        Args:
+            layer: its index; negative counts from the last.
+
+        Raises:
+            LayerOutOfRange: no such layer.
+            UnsupportedModel: a layer of experts, one with weights that are accounted for nowhere, or quantised ones.
+        """
+        index, layout = self._index(layer), self._layout
+        if self._has_experts(index):
+            raise UnsupportedModel(
+                f"{self.name}: layer {index} of {self._architecture} has experts, of which a router chooses for each "
+                "token; their neurons are not read"
+            )
+        self._account(index)
+        norm, post = (self._norm(index, name, self.width) for name in (layout.mlp_norm, layout.mlp_post))
+        if layout.gate_up:
+            weight, bias = self._linear(index, layout.gate_up)
+            (gate, up), biases = weight.chunk(2), (None, None) if bias is None else bias.chunk(2)
+            read: list[Linear | None] = [(gate, biases[0]), (up, biases[1])]
+        else:
+            read = [self._linear(index, name) if name else None for name in (layout.gate, layout.up)]
+        gates, ups = (None if one is None else reading(one, norm) for one in read)
+        assert ups is not None
+        weight, bias = self._linear(index, self._family.mlp_proj)
+        down, constant = self._written(weight.T, bias, post)
+        return NeuronWeights(index, gates, ups, down, constant, norm, post)
+
+    # What a layer has
+
+    @property
+    def _architecture(self) -> str:
+        return ", ".join(self._config.architectures)
+
+    @property
+    def _heads(self) -> int:
+        return int(self._config.num_attention_heads)
+
+    @property
+    def _kv_heads(self) -> int:
+        return int(getattr(self._config, "num_key_value_heads", None) or self._heads)
+
+    def _index(self, layer: int) -> int:
+        index = index_of(layer)
+        if index is None or not -self.layers <= index < self.layers:
+            raise LayerOutOfRange(f"layer {shown(layer)}; {self.name} has layers 0 to {self.layers - 1}")
+        return index % self.layers
+
+    def _has_experts(self, layer: int) -> bool:
+        return not (self._layout.up or self._layout.gate_up) or self._family.is_sparse(self._config, layer)
+
+    def _account(self, layer: int) -> None:
+        """Check that every parameter of a layer is one that is read: an unknown one would be left out in silence."""
+        if quantised := getattr(self._config, "quantization_config", None):
+            raise UnsupportedModel(f"{self.name}: its weights are quantised ({quantised}); only plain ones can be read")
+        known = {*self._layout.attention, self._family.attn_proj}
+        experts = self._has_experts(layer)
+        if not experts:
+            known |= {*self._layout.neurons, self._family.mlp_proj}
+        elif self._layout.mlp_norm:
+            known.add(self._layout.mlp_norm)
+        names = [name for name, _ in self._decoder[layer].named_parameters()]
+        others = [name for name in names if name.rpartition(".")[0] not in known]
+        if others := [name for name in others if not (experts and name.startswith("mlp."))]:
+            raise UnsupportedModel(
+                f"{self.name}: layer {layer} of {self._architecture} has {', '.join(others)}, and what they do is not "
+                "known here"
+            )
+
+    # Its tensors
+
+    def _module(self, layer: int, name: str) -> Any:
+        module = self._decoder[layer].get_submodule(name)
+        return self._files.fill(f"{self._family.layers}.{layer}.{name}", module)
+
+    def _norm(self, layer: int, name: str, width: int) -> FrozenNorm | None:
+        return FrozenNorm(self._module(layer, name), width) if name else None
+
+    def _norm_of_heads(self, layer: int, name: str, head_dim: int, outputs: int) -> FrozenNorm | None:
+        """A norm of each head, or of all heads at once."""
+        if not name:
+            return None
+        module = self._module(layer, name)
+        (gain,) = module.parameters()
+        return FrozenNorm(module, head_dim if len(gain) == head_dim else outputs)
+
+    def _projections(self, layer: int) -> tuple[Linear, Linear, Linear]:
+        """The weights that make queries, keys and values, and their biases."""
+        layout = self._layout
+        if not layout.fused:
+            query, key, value = (self._linear(layer, name) for name in (layout.query, layout.key, layout.value))
+            return query, key, value
+        weight, bias = self._linear(layer, layout.fused)
+        parts = [
+            taken_apart(one, layout.order, self._heads, self._kv_heads) for one in (weight, bias) if one is not None
+        ]
+        query, key, value = zip(*parts, strict=True) if bias is not None else ((part, None) for part in parts[0])
+        return query, key, value
+
+    def _linear(self, layer: int, name: str) -> Linear:
+        """The weight of a projection, [out, in], and its bias."""
+        module = self._decoder[layer].get_submodule(name)
+        prefix = f"{self._family.layers}.{layer}.{name}"
+        weight = self._files.read(f"{prefix}.weight", module.weight.shape)
+        bias = None if module.bias is None else self._files.read(f"{prefix}.bias", module.bias.shape)
+        if isinstance(module, nn.Linear):
+            return weight, bias
+        if type(module).__name__ == "Conv1D":  # transformers' own, which keeps its weight as [in, out]
+            return weight.T, bias
+        raise UnsupportedModel(f"{self.name}: {prefix} is a {type(module).__name__}, and no plain projection")
+
+    def _written(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, post: FrozenNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a block's last projection adds to the stream for each of its inputs, and whatever it reads.
+
+        Args:
+            weight: [..., in, hidden].
+            bias: [hidden].
+            post: the norm behind it.
+
+        Raises:
+            UnsupportedModel: layers that do more with it than to add it to the stream.
+        """
+        factor = self._family.factor(self._config)
+        if factor is None:
+            raise UnsupportedModel(
+                f"{self.name}: layers of {self._architecture} do more to the stream than to add to it"
+            )
+        constant = torch.zeros(self.width) if bias is None else bias
+        if post is not None:
+            weight, constant = post.linear(weight), post.linear(constant)
+        return weight * factor, constant * factor

@@ -1,0 +1,215 @@
+"""From rows of the residual stream to logits: a model's final norm and unembedding, read from its checkpoint.
+
+The modules are transformers' own, built without weights; only the tensors they need are read.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from jaxtyping import Float, Int
+from torch import nn
+
+from steercap.architectures.families import family_of
+from steercap.errors import InvalidRequest, UnsupportedModel
+from steercap.lab.mechanism.weights.files import TensorFiles, configuration, skeleton
+from steercap.lab.mechanism.weights.norms import FrozenNorm
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+#: Logits held at once, in bytes of float32.
+BLOCK_BYTES: Final = 64 << 20
+
+
+class Unembedding:
+    """What a model does to the rows of its last layer to get logits.
+
+    Its final norm, its unembedding (tied to the embedding or not), and the factor and soft-capping of logits where the
+    model has them, in float32.
+
+    Attributes:
+        vocabulary: tokens that have a logit.
+        width: elements of a row.
+        blocks: what the outputs of blocks are multiplied by before they are added to the stream; None where a layer
+            does more than add them.
+    """
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        head: nn.Module,
+        softcap: float | None,
+        factor: float = 1.0,
+        blocks: float | None = 1.0,
+    ) -> None:
+        self.blocks = blocks
+        self._norm = norm
+        self._head = head
+        self._softcap = softcap
+        self._factor = factor
+        self.vocabulary, self.width = (int(size) for size in head.get_parameter("weight").shape)
+
+    @classmethod
+    def load(cls, checkpoint: str | os.PathLike[str], *, revision: str | None = None) -> Unembedding:
+        """Read it from a checkpoint.
+
+        Args:
+            checkpoint: folder, or name on the hub, of safetensors files.
+            revision: of a name on the hub.
+
+        Raises:
+            ModelNotLoaded: no such checkpoint, or one without safetensors files.
+            UnsupportedModel: an architecture that steercap does not know, one whose last layer is not followed by a
+                norm and an unembedding alone (OPT-350m), or quantised weights of these.
+            InvalidFile: the files lack a tensor that the configuration promises.
+        """
+        path = os.fspath(checkpoint)
+        config = configuration(path, revision)
+        family_of(config.architectures or ())  # before its modules are built
+        return cls.of(config, skeleton(config), TensorFiles.find(path, revision))
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, model: Any, files: TensorFiles) -> Unembedding:
+        """The same of a checkpoint that is open.
+
+        Args:
+            config: transformers' configuration.
+            model: its modules without weights.
+            files: its tensors.
+
+        Raises:
+            UnsupportedModel, InvalidFile: as for `load`.
+        """
+        family = family_of(config.architectures or ())
+        norm, head, names = _modules(files.path, config, model)
+        for name, (module, parameter) in names.items():
+            tensor = files.read(name, module.get_parameter(parameter).shape)
+            setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(norm, head, softcap, family.logits(config), family.factor(config))
+
+    @cached_property
+    def norm(self) -> FrozenNorm:
+        """The final norm, its scale taken as given.
+
+        Raises:
+            UnsupportedModel: a norm that is not a scale and a gain, with or without a mean subtracted first.
+        """
+        return FrozenNorm(self._norm, self.width)
+
+    def read(self, directions: Float[torch.Tensor, "n hidden"]) -> Float[torch.Tensor, "n vocabulary"]:
+        """What directions add to each token's logit, up to the positive scale of the row they are in: float32.
+
+        The gain of the final norm, its centring and the factor of logits are in it; the norm's constant and
+        soft-capping, which keeps the order of tokens, are not.
+
+        Args:
+            directions: [n, hidden].
+        """
+        with torch.inference_mode():
+            return self.norm.linear(directions) @ self.weight.T * self._factor
+
+    @cached_property
+    def reading_lengths(self) -> Float[torch.Tensor, " vocabulary"]:
+        """Length of what each token's logit reads: `read` of a direction is this times the direction's length times the
+        cosine of both. float32 [vocabulary].
+        """
+        size = max(1, BLOCK_BYTES // (4 * self.width))
+        blocks = [self.norm.through(block).norm(dim=1) for block in self.weight.split(size)]
+        return torch.cat(blocks) * abs(self._factor)
+
+    @property
+    def weight(self) -> Float[torch.Tensor, "vocabulary hidden"]:
+        """The unembedding's own rows, float32 [vocabulary, hidden]."""
+        return self._head.get_parameter("weight")
+
+    def logits(self, rows: Float[torch.Tensor, "*any hidden"]) -> Float[torch.Tensor, "*any vocabulary"]:
+        """Logits of the next token: float32 [..., vocabulary]. Of the last layer's rows, they are the model's own.
+
+        Args:
+            rows: of "resid_post" or "resid_pre", any dtype, [..., hidden].
+
+        Raises:
+            InvalidRequest: rows of another width.
+        """
+        if rows.shape[-1] != self.width:
+            raise InvalidRequest(
+                f"rows have width {rows.shape[-1]}, and this unembedding takes {self.width}: of another model?"
+            )
+        with torch.inference_mode():
+            found: torch.Tensor = self._head(self._norm(rows.float())) * self._factor
+            return found if self._softcap is None else torch.tanh(found / self._softcap) * self._softcap
+
+    def directions(
+        self, rows: Float[torch.Tensor, "rows hidden"], token_ids: Int[torch.Tensor, " rows"]
+    ) -> tuple[Float[torch.Tensor, "rows hidden"], Float[torch.Tensor, " rows"]]:
+        """What a token's logit reads in each row, with the norm frozen: its scale is taken as that of the row.
+
+        `directions · row + constant` is the logit before any soft-capping, and of a part of the row, such as what a
+        feature wrote, `directions · part` is its direct effect on it.
+
+        Args:
+            rows: of the last layer's "resid_post", any dtype.
+            token_ids: one for each row.
+
+        Returns:
+            The directions, float32 [rows, hidden], and the constants, float32 [rows]: of a norm with a bias.
+
+        Raises:
+            InvalidRequest: rows of another width, or a token that has no logit.
+            UnsupportedModel: a norm that is not a scale and a gain, with or without a mean subtracted first.
+        """
+        if rows.shape[-1] != self.width or bool(((token_ids < 0) | (token_ids >= self.vocabulary)).any()):
+            raise InvalidRequest(
+                f"rows {tuple(rows.shape)} and tokens up to {int(token_ids.max())}; this unembedding takes rows of "
+                f"{self.width} and tokens below {self.vocabulary}"
+            )
+        with torch.inference_mode():
+            weights = self.weight[token_ids] * self._factor
+            return self.norm.through(weights) * self.norm.scales(rows), weights @ self.norm.constant
+
+    def best(self, rows: Float[torch.Tensor, "rows hidden"], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most probable next tokens, most probable first, never holding the logits of all rows at once.
+
+        Args:
+            rows: as for `logits`.
+            count: tokens per row.
+
+        Returns:
+            Token ids, int64 [rows, count], and their probabilities, float32 [rows, count].
+        """
+        size = max(1, BLOCK_BYTES // (4 * self.vocabulary))
+        found = [self.logits(block).softmax(-1).topk(count, -1) for block in rows.split(size)]
+        return torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])
+
+
+def _modules(
+    path: str, config: PretrainedConfig, model: Any
+) -> tuple[nn.Module, nn.Module, dict[str, tuple[nn.Module, str]]]:
+    """The final norm and the unembedding, without weights, and which tensor each of their parameters is.
+
+    Raises:
+        UnsupportedModel: not a model whose last layer is followed by these alone.
+    """
+    family = family_of(config.architectures or ())
+    owner, _, name = family.final_norm.rpartition(".")
+    norm, head = getattr(model.get_submodule(owner), name), model.get_output_embeddings()
+    if norm is None or getattr(model.get_submodule(owner), "project_out", None) is not None:
+        raise UnsupportedModel(
+            f"{path}: in this model the layers are not followed by a norm and an unembedding alone; "
+            "there is no logit lens for it"
+        )
+    tied = bool(config.tie_word_embeddings)
+    weight = model.get_input_embeddings().weight if tied else head.weight
+    head_name = next(
+        known for known, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight
+    )
+    names = {head_name: (head, "weight")}
+    names |= {f"{family.final_norm}.{part}": (norm, part) for part, _ in norm.named_parameters()}
+    if head.bias is not None:
+        raise UnsupportedModel(f"{path}: its unembedding has a bias, which no known family has")
+    return norm, head, names

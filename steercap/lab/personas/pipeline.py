@@ -1,0 +1,102 @@
+"""A run: from traits to vectors and a report, by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from steercap.core.extras import require
+from steercap.core.spec import CaptureSpec
+from steercap.files.tables import write_table
+from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.outcomes import Outcome, outcomes
+from steercap.lab.personas.progress import Count, Report
+from steercap.lab.personas.records import Records
+from steercap.lab.personas.report import write_report
+from steercap.lab.personas.settings import PersonaSettings, described
+from steercap.lab.personas.stages.capture import capture, room_of
+from steercap.lab.personas.stages.generate import generate
+from steercap.lab.personas.stages.keep import keep
+from steercap.lab.personas.stages.score import score
+from steercap.lab.personas.stages.vectors import vectors
+from steercap.steering.directions import DirectionSet
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+
+@dataclass(frozen=True)
+class PersonaResult:
+    """What a run gives.
+
+    Args:
+        directions: of all traits but those left out, with their provenance: what they are made from, and the AUC by
+            layer on questions held out.
+        outcomes: what became of each trait, in numbers; where it was left out, why.
+        folder: where it all lies.
+        report: the report, Markdown with pictures beside it.
+    """
+
+    directions: DirectionSet
+    outcomes: Mapping[str, Outcome]
+    folder: Path
+    report: Path
+
+
+async def run(
+    model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: Report | None = None
+) -> PersonaResult:
+    """Find the vectors of traits.
+
+    The model answers under contrasting system prompts; the answers are scored, filtered and read again, and their
+    mean rows are compared.
+
+    Args:
+        model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
+        settings: what to do.
+        out: the run's folder. An interrupted run resumes; a finished one is
+            read. Where only later settings differ, the stages that depend on them are repeated. Traits may be
+            added, dropped and reordered: only what is missing is asked, and the results of the others stay in the
+            tables.
+        progress: called with how far it is; see `Progress`.
+
+    Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
+
+    Raises:
+        MissingExtra: the extra "personas" is not installed.
+        RunDiffers: the folder holds answers of another model or run; the message names the difference.
+        InvalidFile: the folder holds something else.
+        PointNotArmed, LayerOutOfRange: no tap where rows are to be read; before anything is generated.
+        TooFewKept: of every trait, too few answers show it, or its opposite.
+        The errors of `SteerModel.chat`, and of the scorer.
+    """
+    require("personas")
+    check(model, settings)
+    folder = RunFolder(out, model.identity(), described(settings))
+    responses = await generate(model, settings, folder, progress)
+    scores = await score(settings, folder, responses, progress)
+    count = Count("filter", 1, 0, progress)
+    (folder.path / "kept.parquet").unlink(missing_ok=True)  # of other thresholds, if too few are kept now
+    room = room_of(model.tokenizer, model.max_model_len, settings, responses)
+    kept, left_out = keep(settings, responses, scores, room)
+    write_table(folder.path / "kept.parquet", kept)
+    count.add()
+    records = Records(responses, scores, kept)
+    await capture(model, settings, folder, records, room=room, report=progress)
+    directions = vectors(model, settings, folder, records, progress)
+    count = Count("report", 1, 0, progress)
+    found = outcomes(directions, records, left_out)
+    report = write_report(folder.path, settings, directions, found, records)
+    count.add()
+    return PersonaResult(directions, found, folder.path, report)
+
+
+def check(model: SteerModel, settings: PersonaSettings) -> None:
+    """Check that rows can be read where they are wanted.
+
+    Raises:
+        PointNotArmed, LayerOutOfRange: they cannot.
+    """
+    model.check_capture(CaptureSpec(layers=settings.layers, sites=settings.site))

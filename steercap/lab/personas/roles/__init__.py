@@ -1,0 +1,56 @@
+"""Many personas at once: from roles to their vectors, the assistant axis, and capping along it."""
+
+from steercap.lab.personas.roles.axis import AssistantAxis, assistant_axis
+from steercap.lab.personas.roles.effects import CapRecord, Case, cases_of, compare_steering, drift_cases
+from steercap.lab.personas.roles.floors import (
+    Capping,
+    calibrated_capping,
+    calibration_texts,
+    capping,
+    projections_by_text,
+    token_projections,
+)
+from steercap.lab.personas.roles.halves import Stability, stability
+from steercap.lab.personas.roles.pipeline import RoleRun, load_run, run, run_share
+from steercap.lab.personas.roles.plots import plot_changes, plot_positions, plot_roles, plot_stability
+from steercap.lab.personas.roles.reading import load_roles, shipped_roles
+from steercap.lab.personas.roles.role import ASSISTANT, Role, RoleSet, drift_prompts
+from steercap.lab.personas.roles.rows import RoleRows
+from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.lab.personas.roles.summaries import Change, changes
+
+__all__ = [
+    "ASSISTANT",
+    "AssistantAxis",
+    "CapRecord",
+    "Capping",
+    "Case",
+    "Change",
+    "Role",
+    "RoleRows",
+    "RoleRun",
+    "RoleSet",
+    "RoleSettings",
+    "Stability",
+    "assistant_axis",
+    "calibrated_capping",
+    "calibration_texts",
+    "capping",
+    "cases_of",
+    "changes",
+    "compare_steering",
+    "drift_cases",
+    "drift_prompts",
+    "load_roles",
+    "load_run",
+    "plot_changes",
+    "plot_positions",
+    "plot_roles",
+    "plot_stability",
+    "projections_by_text",
+    "run",
+    "run_share",
+    "shipped_roles",
+    "stability",
+    "token_projections",
+]

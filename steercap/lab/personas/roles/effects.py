@@ -1,0 +1,241 @@
+"""What steering changes in answers in a role: the same requests with and without it, and numbers about both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from steercap.captures.handle import CaptureHandle
+from steercap.concurrency.bounded import each_of
+from steercap.core.spec import CaptureSpec
+from steercap.errors import InvalidSpec
+from steercap.lab.directions import Exchange
+from steercap.lab.measures.base import Answered
+from steercap.lab.measures.perplexity import Perplexity
+from steercap.lab.measures.scores import Scored, make_scorer
+from steercap.lab.personas.records import seed_of
+from steercap.lab.personas.roles.axis import AssistantAxis
+from steercap.lab.personas.roles.floors import layers_in, projections_by_text
+from steercap.lab.personas.roles.records import requests_of
+from steercap.lab.personas.roles.role import drift_prompts, trait_of
+from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.lab.personas.stages.generate import Ends, ends_in, messages_of, said, sampling_of
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.model import SteerModel
+
+#: The condition that others are compared with.
+PLAIN: Final = "plain"
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A request whose answers are compared.
+
+    Args:
+        kind: "role", or "drift" for one without a role.
+        role: the role that is asked for, "" of none.
+        question: its place; answers to one question are drawn together for intervals.
+        seed: of sampling, the same under every condition.
+        system_prompt: "" is none.
+        text: the question.
+    """
+
+    kind: str
+    role: str
+    question: int
+    seed: int
+    system_prompt: str
+    text: str
+
+
+class CapRecord(msgspec.Struct, frozen=True):
+    """An answer to a case under one condition.
+
+    Args:
+        case: what was asked.
+        condition: name of the steering, "plain" without any.
+        answer: the text.
+        tokens: how many it has.
+        projection: of the answer's rows on the axis as the model went on with them, mean over tokens, by layer.
+        read: the same when the answer is read again without steering: what is in the text, not in the edit.
+        score: how much it plays its role, 0 to 100; None without a role, or where nothing can be said.
+        perplexity: of the answer without steering.
+    """
+
+    case: Case
+    condition: str
+    answer: str
+    tokens: int
+    projection: dict[int, float]
+    read: dict[int, float]
+    score: float | None
+    perplexity: float
+
+
+def cases_of(settings: RoleSettings) -> list[Case]:
+    """A case for each request of each role of a run, the assistant left out.
+
+    Args:
+        settings: of the run, or with other questions and prompts.
+    """
+    return [
+        Case("role", one.role, one.question, one.seed, one.system_prompt, one.question_text)
+        for name in settings.roles.names
+        for one in requests_of(settings, name)
+    ]
+
+
+def drift_cases(prompts: Sequence[str] | None = None, *, samples: int = 1, seed: int = 0) -> list[Case]:
+    """Cases without a role, of prompts under which an assistant may stop speaking as one.
+
+    Args:
+        prompts: texts; those that come with steercap by default.
+        samples: of each.
+        seed: of sampling.
+    """
+    texts = drift_prompts() if prompts is None else prompts
+    return [
+        Case("drift", "", place, seed_of(seed, f"drift/{place}/{sample}"), "", text)
+        for place, text in enumerate(texts)
+        for sample in range(samples)
+    ]
+
+
+async def compare_steering(
+    model: SteerModel,
+    axis: AssistantAxis,
+    steering: Mapping[str, SteeringSpec],
+    cases: Sequence[Case],
+    settings: RoleSettings,
+    *,
+    layers: Sequence[int] | None = None,
+    scorer: str | None = "minilm",
+) -> list[CapRecord]:
+    """Have a model answer cases without steering and under each of some specs, and measure the answers.
+
+    Args:
+        model: an open model.
+        axis: what rows are projected on.
+        steering: by the name of the condition; `Capping.spec` for instance, beside one along random vectors.
+        cases: what is asked, with the same seeds under every condition.
+        settings: of sampling, of how many are under way, and of the scorer; its roles hold those of the cases.
+        layers: where rows are projected; None takes all layers of the axis.
+        scorer: of whether an answer plays its role; None scores none.
+
+    Returns:
+        A record for each condition, "plain" first, and case.
+
+    Raises:
+        InvalidSpec: no cases, answers of one token, or a condition called "plain".
+        InvalidSetting: a scorer that needs something the roles do not have.
+        The errors of `SteerModel.chat`.
+    """
+    if settings.max_tokens < 2:
+        raise InvalidSpec("max_tokens=1, but the row of an answer's only token is never computed; give 2 or more")
+    if not cases or PLAIN in steering:
+        raise InvalidSpec(f"{len(cases)} cases, conditions {list(steering)}; give cases, and no condition {PLAIN!r}")
+    for name in {case.role for case in cases if case.role} if scorer else ():
+        trait_of(settings.roles.role(name), settings.roles, scorer or "")
+    conditions: dict[str, SteeringSpec | None] = {PLAIN: None, **steering}
+    ends, wanted = ends_in(model), layers_in(axis.vectors, layers)
+    asked = [(name, case) for name in conditions for case in cases]
+
+    async def one(pair: tuple[str, Case]) -> _Answer:
+        name, case = pair
+        capture = CaptureSpec(project=axis.vectors, layers=list(wanted), tokens="generated")
+        params = sampling_of(settings, case.seed)
+        return await _answer(model, case, params, ends=ends, steering=conditions[name], capture=capture)
+
+    answers = await each_of(asked, one, settings.max_in_flight)
+    told = [(case, answer) for (_, case), answer in zip(asked, answers, strict=True)]
+    read = await _read(model, axis, wanted, told)
+    scores = await _scores(settings, scorer, told)
+    surprise = await Perplexity().measure(model, [_answered(*pair) for pair in told])
+    return [
+        CapRecord(case, name, answer.text, len(answer.token_ids), answer.projection, again, score, perplexity)
+        for (name, case), answer, again, score, perplexity in zip(asked, answers, read, scores, surprise, strict=True)
+    ]
+
+
+class _Answer(NamedTuple):
+    """What became of a case.
+
+    Args:
+        text: in words.
+        prompt_token_ids, token_ids: what was read, and said.
+        projection: mean over the answer's rows, by layer; NaN of an answer without rows.
+    """
+
+    text: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    projection: dict[int, float]
+
+
+async def _answer(
+    model: SteerModel,
+    case: Case,
+    params: Mapping[str, Any],
+    *,
+    ends: Ends,
+    steering: SteeringSpec | None,
+    capture: CaptureSpec,
+) -> _Answer:
+    messages = messages_of(case.system_prompt, case.text)
+    raw, handle = await model.chat(messages, dict(params), steering=steering, capture=capture, raw_output=True)
+    assert isinstance(handle, CaptureHandle)  # of one sample
+    rows = (await handle.fetch()).captures
+    (sample,) = raw.output.outputs
+    ids = said(sample.token_ids, ends, str(sample.finish_reason), sample.stop_reason)
+    projection = {point.layer: _mean(rows[point][: len(ids), 0]) for point in rows}
+    handle.release()
+    return _Answer(sample.text, tuple(raw.output.prompt_token_ids), ids, projection)
+
+
+async def _read(
+    model: SteerModel, axis: AssistantAxis, layers: Sequence[int], told: Sequence[tuple[Case, _Answer]]
+) -> list[dict[int, float]]:
+    """Mean projections of the answers when they are read without steering; NaN of those without a token."""
+    texts = [Exchange(list(answer.prompt_token_ids), answer.token_ids) for _, answer in told if answer.token_ids]
+    found = iter(await projections_by_text(model, axis, texts, layers=layers) if texts else [])
+    nothing = dict.fromkeys(layers, math.nan)
+    return [
+        {layer: _mean(values) for layer, values in next(found).items()} if answer.token_ids else nothing
+        for _, answer in told
+    ]
+
+
+async def _scores(
+    settings: RoleSettings, scorer: str | None, told: Sequence[tuple[Case, _Answer]]
+) -> list[float | None]:
+    """How much each answer plays its role; None of those without a role or a word."""
+    found: list[float | None] = [None] * len(told)
+    if scorer is None:
+        return found
+    scoring = make_scorer(scorer, settings.scorer_args if scorer == settings.scorer else None)
+    for name in dict.fromkeys(case.role for case, _ in told if case.role):
+        trait = trait_of(settings.roles.role(name), settings.roles, scorer)
+        mine = [place for place, (case, answer) in enumerate(told) if case.role == name and answer.text.strip()]
+        scored = await scoring.score(trait, [Scored(told[place][0].text, told[place][1].text) for place in mine])
+        for place, value in zip(mine, scored, strict=True):
+            found[place] = value
+    return found
+
+
+def _answered(case: Case, answer: _Answer) -> Answered:
+    return Answered(
+        prompt=case.text,
+        prompt_token_ids=answer.prompt_token_ids,
+        text=answer.text,
+        output_token_ids=answer.token_ids,
+    )
+
+
+def _mean(values: torch.Tensor) -> float:
+    return float(values.double().mean()) if len(values) else math.nan

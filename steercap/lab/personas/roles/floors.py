@@ -1,0 +1,235 @@
+"""Capping along the assistant axis: rows are held above what is usual for the default assistant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from steercap.concurrency.bounded import each_of
+from steercap.core.protocols import ReadingModel
+from steercap.core.spec import CaptureSpec
+from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
+from steercap.core.values import number_of, parts_of, shown
+from steercap.errors import InvalidSpec, LayerOutOfRange, RunDiffers
+from steercap.lab.directions import Exchange
+from steercap.lab.directions.extraction import CALL_TEXTS, CALLS, asked_of, check_texts
+from steercap.lab.personas.roles.answering import answers_of
+from steercap.lab.personas.roles.axis import AssistantAxis
+from steercap.lab.personas.roles.folder import read_folder
+from steercap.lab.personas.roles.role import ASSISTANT
+from steercap.lab.personas.settings import differences
+from steercap.lab.personas.stages.capture import prompt_of
+from steercap.steering.edits.cap import Cap
+from steercap.steering.layers import FrozenMapping, LayerVectors
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    from steercap.lab.personas.roles.pipeline import RoleRun
+    from steercap.model import SteerModel
+
+
+@dataclass(frozen=True, eq=False)
+class Capping:
+    """A floor for projections on the axis at some layers; made by `capping`.
+
+    Args:
+        spec: a `Cap` with `low=` at each layer.
+        floors: the least projections, by layer, in the units of the stream.
+        provenance: how the floors were found, in words by name; `save` writes it beside the spec.
+        model: which one it is of.
+    """
+
+    spec: SteeringSpec
+    floors: Mapping[int, float]
+    provenance: Mapping[str, str]
+    model: str = ""
+
+    def save(self, path: str | Path) -> Path:
+        """Write the spec with its provenance to a safetensors file that `SteeringSpec.load` reads.
+
+        Raises:
+            InvalidFile: the name ends in something other than .safetensors.
+        """
+        return self.spec.save(path, model=self.model, provenance=self.provenance)
+
+
+def calibration_texts(run: RoleRun) -> list[Exchange]:
+    """The default assistant's answers of a run, as they were read: what its usual projections are measured on.
+
+    Args:
+        run: as `load_run` gives it.
+
+    Raises:
+        InvalidFile: the folder's answers cannot be read.
+    """
+    responses = answers_of(read_folder(run.folder).roles[ASSISTANT])
+    return [Exchange(prompt_of(run.settings, one), one.token_ids) for one in responses if one.token_ids]
+
+
+async def token_projections(
+    model: ReadingModel,
+    vectors: AssistantAxis | LayerVectors,
+    texts: Sequence[Exchange],
+    *,
+    layers: Sequence[int] | None = None,
+) -> dict[int, Float[torch.Tensor, " tokens"]]:
+    """Projections of every token of some answers on the axis, by layer; only these numbers leave the workers.
+
+    Args:
+        model: an open model.
+        vectors: the axis, or other vectors, such as random ones.
+        texts: prompts with their answers, whose tokens are meant.
+        layers: of the axis; None takes all.
+
+    Returns:
+        float32 [tokens of all answers] for each layer, in the units of the stream.
+
+    Raises:
+        InvalidSpec: no texts.
+        LayerOutOfRange: a layer at which the axis is not known.
+        The errors of `SteerModel.read`.
+    """
+    found = await projections_by_text(model, vectors, texts, layers=layers)
+    return {layer: torch.cat([one[layer] for one in found]) for layer in found[0]}
+
+
+async def projections_by_text(
+    model: ReadingModel,
+    vectors: AssistantAxis | LayerVectors,
+    texts: Sequence[Exchange],
+    *,
+    layers: Sequence[int] | None = None,
+) -> list[dict[int, Float[torch.Tensor, " tokens"]]]:
+    """The same for each text by itself.
+
+    Args:
+        model, vectors, texts, layers: as for `token_projections`.
+
+    Raises:
+        InvalidSpec, LayerOutOfRange: as for `token_projections`.
+        The errors of `SteerModel.read`.
+    """
+    vectors = vectors.vectors if isinstance(vectors, AssistantAxis) else vectors
+    wanted = layers_in(vectors, layers)
+    check_texts(texts)
+    if not texts:
+        raise InvalidSpec("no texts to read; give at least one")
+
+    async def read(part: Sequence[Exchange]) -> list[dict[int, torch.Tensor]]:
+        asked = await asked_of(model, part, TokenSelection.parse("all"))
+        specs = [CaptureSpec(project=vectors, layers=list(wanted), tokens=tokens) for _, tokens in asked]
+        prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
+        handles = await model.read(prompts, capture=specs, steering=None)
+        await model.fetch_captures_batch(handles)
+        return [{layer: handle.captures[layer][:, 0].clone() for layer in wanted} for handle in handles]
+
+    parts = [texts[first : first + CALL_TEXTS] for first in range(0, len(texts), CALL_TEXTS)]
+    return [one for part in await each_of(parts, read, CALLS) for one in part]
+
+
+async def calibrated_capping(
+    model: SteerModel,
+    run: RoleRun,
+    vectors: AssistantAxis | LayerVectors,
+    *,
+    layers: Sequence[int] | None = None,
+    percentile: float = 25.0,
+    tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+) -> Capping:
+    """Capping whose floors are measured on the default assistant's answers of a run.
+
+    Args:
+        model: open, the one that the run is of.
+        run: as `load_run` gives it.
+        vectors: the axis, or other vectors, such as random ones to compare with.
+        layers: where to cap; None takes all.
+        percentile, tokens: as for `capping`.
+
+    Raises:
+        RunDiffers: the run is of another model.
+        InvalidSpec, LayerOutOfRange: as for `capping`.
+        The errors of `SteerModel.read`.
+    """
+    known, here = read_folder(run.folder).definition.model, model.identity()
+    if what := differences(here, known):
+        raise RunDiffers(f"{run.folder} is of another model: {'; '.join(what)}; open the model that it is of")
+    projections = await token_projections(model, vectors, calibration_texts(run), layers=layers)
+    return capping(vectors, projections, percentile=percentile, tokens=tokens)
+
+
+def capping(
+    vectors: AssistantAxis | LayerVectors,
+    projections: Mapping[int, Float[torch.Tensor, " tokens"]],
+    *,
+    percentile: float = 25.0,
+    tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+) -> Capping:
+    """Hold rows above a percentile of the projections that were measured: at each of their layers a `Cap` with `low=`.
+
+    Source: activation capping, Lu et al. 2026 (arXiv:2601.10387). A floor on the axis is a ceiling, `Cap(high=)`, on
+    the vector that points away from the assistant, as `formats.load_capping` reads it.
+
+    Args:
+        vectors: the axis, or other vectors.
+        projections: on it, by layer, as `token_projections` gives them for the default assistant's answers.
+        percentile: from 0 to 100, interpolated linearly between values as NumPy does.
+        tokens: whose rows are capped. By default all but the first, whose row in most models is an attention sink: a
+            hundred times as long as the others, and none of what was measured.
+
+    Raises:
+        InvalidSpec: a percentile that is none, no projections, or some that are not finite numbers.
+        LayerOutOfRange: a layer at which the axis is not known.
+    """
+    given = number_of(percentile)
+    if given is None or not 0 <= given <= 100:
+        raise InvalidSpec(f"percentile={shown(percentile)}; give a number from 0 to 100")
+    how = vectors.how if isinstance(vectors, AssistantAxis) else vectors.name
+    vectors = vectors.vectors if isinstance(vectors, AssistantAxis) else vectors
+    layers = layers_in(vectors, list(projections))
+    floors = {layer: _percentile(layer, projections[layer], given) for layer in layers}
+    edits = [
+        Cap(vectors[layer], low=floor, layer=layer, site=vectors.site, tokens=tokens) for layer, floor in floors.items()
+    ]
+    measured = ", ".join(f"{layer}: {len(projections[layer])}" for layer in layers)
+    provenance = {
+        "made by": "steercap.roles.capping",
+        "vectors": f"{vectors.name} ({how})" if how not in vectors.name else vectors.name,
+        "percentile": f"{given:g}",
+        "projections by layer": measured,
+        "tokens": str(TokenSelection.parse(tokens)),
+    }
+    return Capping(SteeringSpec(edits), FrozenMapping(floors), FrozenMapping(provenance), vectors.model)
+
+
+def layers_in(vectors: LayerVectors, layers: Any) -> tuple[int, ...]:
+    """Some of the layers of vectors, ascending.
+
+    Args:
+        vectors: which.
+        layers: indices, None for all.
+
+    Raises:
+        InvalidSpec: none, or something that holds no indices.
+        LayerOutOfRange: one of which there is no vector.
+    """
+    if layers is None:
+        return tuple(vectors)
+    found = parts_of(layers, "layers")
+    if not found:
+        raise InvalidSpec(f"layers={shown(layers)}; give one or more of {list(vectors)}")
+    if missing := [layer for layer in found if layer not in vectors]:
+        raise LayerOutOfRange(f"layers {missing} have no vector; {list(vectors)} have one")
+    return tuple(sorted(set(found)))
+
+
+def _percentile(layer: int, values: torch.Tensor, percentile: float) -> float:
+    found = np.asarray(values, dtype=np.float64)
+    if found.ndim != 1 or not found.size or not np.isfinite(found).all():
+        raise InvalidSpec(f"the projections of layer {layer} are {list(found.shape)}; give finite numbers in a row")
+    return float(np.percentile(found, percentile))

@@ -1,0 +1,218 @@
+"""A run's folder: a folder for each role, which knows by itself what of it is done.
+
+`settings.json` says what the run is of. What a role has lies under `roles/NAME`, and nothing in there depends on
+another role: so several processes, each with its own roles, work in one folder and write no file twice. Every file
+appears whole or not at all, and finished records of a stage go to small files first, so that a process that is killed
+loses the last ones alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from steercap.errors import InvalidFile
+from steercap.files.base import write_whole
+from steercap.files.folder import FolderKind
+from steercap.lab.personas.roles.records import RoleOutcome
+from steercap.lab.personas.roles.role import ASSISTANT
+from steercap.lab.personas.roles.settings import (
+    STAGES,
+    RoleSettings,
+    described,
+    digests_of,
+    generation_of,
+    settings_from,
+)
+from steercap.lab.personas.settings import differences
+
+VERSION: Final = 1
+#: Digits of a SHA-256 that a folder of parts is named by.
+_SHORT: Final = 16
+
+
+class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `settings.json` holds.
+
+    Args:
+        version: of the layout of the folder.
+        model: what is known of the model.
+        settings: as `described` gives them; roles too that were asked for before.
+        roles: the names of those that are asked for now.
+    """
+
+    version: int
+    model: dict[str, str]
+    settings: dict[str, Any]
+    roles: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:  # msgspec's decoder makes a complaint about the file of it
+            raise ValueError(f"it is of version {self.version}; this steercap reads {VERSION}")
+
+
+class _Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `state.json` of a role holds.
+
+    Args:
+        done: the SHA-256 of what each finished stage depended on.
+        outcome: what became of it, once it was read.
+    """
+
+    done: dict[str, str] = {}
+    outcome: RoleOutcome | None = None
+
+
+class RoleFolder:
+    """What a run's folder has of one role.
+
+    Args:
+        path: the folder.
+        name: of the role, or the assistant's.
+        digests: SHA-256 of what each stage depends on now.
+    """
+
+    def __init__(self, path: Path, name: str, digests: Mapping[str, str]) -> None:
+        self.path, self.name, self._digests = path, name, digests
+
+    def holds(self, stage: str) -> bool:
+        """Whether a stage's results are there, under what it depends on now.
+
+        Raises:
+            InvalidFile: what the folder says of itself cannot be read.
+        """
+        return self._done().done.get(stage) == self._digests[stage]
+
+    @property
+    def outcome(self) -> RoleOutcome | None:
+        """What became of the role, None until it was read.
+
+        Raises:
+            InvalidFile: what the folder says of itself cannot be read.
+        """
+        return self._done().outcome if self.holds("read") else None
+
+    def begin(self, stage: str) -> None:
+        """Say that results of a stage, and of those after it, are about to change; parts of other settings go."""
+        kept = {name: digest for name, digest in self._done().done.items() if name in STAGES[: STAGES.index(stage)]}
+        self._write(_Done(kept))
+        for folder in self._parts_of(stage):
+            if folder != self.parts(stage):
+                shutil.rmtree(folder)
+
+    def finish(self, stage: str, outcome: RoleOutcome | None = None) -> None:
+        """Say that the results of a stage are there; their parts go."""
+        self._write(_Done(self._done().done | {stage: self._digests[stage]}, outcome))
+        for folder in self._parts_of(stage):
+            shutil.rmtree(folder)
+
+    def parts(self, stage: str) -> Path:
+        """Where the parts of a stage lie, under what it depends on now."""
+        return self.path / "parts" / f"{stage}-{self._digests[stage][:_SHORT]}"
+
+    def _parts_of(self, stage: str) -> list[Path]:
+        return sorted((self.path / "parts").glob(f"{stage}-*"))
+
+    def _done(self) -> _Done:
+        file = self.path / "state.json"
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=_Done)
+        except FileNotFoundError:
+            return _Done()
+        except (OSError, msgspec.MsgspecError) as error:
+            raise InvalidFile(f"{file} cannot be read: {error}; remove it, and the role is done again") from error
+
+    def _write(self, done: _Done) -> None:
+        with write_whole(self.path / "state.json") as scratch:
+            scratch.write_bytes(msgspec.json.encode(done))
+
+
+class RolesFolder:
+    """The folder of one run.
+
+    Args:
+        path: the folder.
+        definition: what it is of.
+    """
+
+    def __init__(self, path: Path, definition: Definition) -> None:
+        self.path, self.definition = path, definition
+        self.roles = {name: self._role(name) for name in (ASSISTANT, *definition.roles)}
+
+    @property
+    def settings(self) -> RoleSettings:
+        """The settings of the run, of the roles that are asked for."""
+        return settings_from(self.definition.settings, self.definition.roles)
+
+    @property
+    def missing(self) -> list[str]:
+        """The roles that are not done, the assistant among them."""
+        return [name for name, role in self.roles.items() if not role.holds("read")]
+
+    def _role(self, name: str) -> RoleFolder:
+        digests = digests_of(self.definition.settings, self.definition.model, name)
+        return RoleFolder(self.path / "roles" / name, name, digests)
+
+
+def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettings) -> RolesFolder:
+    """The folder of a run that is about to go on, made if it is not there.
+
+    Args:
+        path: the folder.
+        model: what is known of the model.
+        settings: of the run.
+
+    Raises:
+        RunDiffers: it holds answers of another model, or of settings under which they would be others. Where later
+            settings differ, the stages that depend on them are done again.
+        InvalidFile: it holds something else.
+    """
+    wanted = Definition(VERSION, dict(model), described(settings), settings.roles.names)
+    found = RUN.open(path, wanted)
+    if found is not None:
+        roles = {**found.settings["roles"]["roles"], **wanted.settings["roles"]["roles"]}
+        known = {**wanted.settings, "roles": {**wanted.settings["roles"], "roles": roles}}
+        wanted = msgspec.structs.replace(wanted, settings=known)
+    if found != wanted:  # several processes open a folder at once, and need not write the same
+        RUN.write(path, wanted)
+    return RolesFolder(Path(path), wanted)
+
+
+def read_folder(path: str | Path) -> RolesFolder:
+    """The folder of a run, as it is.
+
+    Raises:
+        InvalidFile: it is none.
+    """
+    found = RUN.read(path)
+    try:
+        return RolesFolder(Path(path), found)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise InvalidFile(f"{path} lacks what this steercap must know ({type(error).__name__}: {error})") from error
+
+
+def check_same(path: str | Path, settings: RoleSettings) -> None:
+    """Check that a folder holds no answers of other settings; of which model is not asked.
+
+    Raises:
+        RunDiffers, InvalidFile: as for `open_folder`.
+    """
+    RUN.check_same(path, lambda found: Definition(VERSION, found.model, described(settings), settings.roles.names))
+
+
+def _differing(found: Definition, wanted: Definition) -> list[str]:
+    """What differs, of what answers depend on; of the roles, those that both have."""
+    shared = [name for name in wanted.settings["roles"]["roles"] if name in found.settings["roles"]["roles"]]
+    mine, theirs = (
+        {"model": one.model, **{name: generation_of(one.settings, name) for name in (ASSISTANT, *shared)}}
+        for one in (wanted, found)
+    )
+    return differences(mine, theirs)
+
+
+#: Folders of runs over roles.
+RUN: Final = FolderKind("settings.json", Definition, "run", _differing)

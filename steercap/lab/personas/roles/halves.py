@@ -1,0 +1,174 @@
+"""How much of an axis is found again in other answers: cosines of the axes of two halves, beside chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Bool, Float, Int
+
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSpec
+from steercap.lab.personas.roles.directions import HOWS, How, axes, how_of
+from steercap.lab.personas.roles.role import ASSISTANT
+from steercap.lab.personas.roles.rows import LEAST, RoleRows
+
+#: What the halves do not share.
+Over = Literal["questions", "roles"]
+#: What cosines are of: the rows as they are, with their roles drawn anew, or random vectors in their place.
+Of = Literal["found", "permuted", "random"]
+OFS: Final[tuple[Of, ...]] = get_args(Of)
+
+
+@dataclass(frozen=True, eq=False)
+class Stability:
+    """Cosines of the axes of two halves, a number for each split; made by `stability`.
+
+    Of "pca" they are magnitudes, for a component has no sign. NaN of a split in one half of which the assistant, or all
+    roles but one, have no answers.
+
+    Args:
+        over: "questions" where the halves share roles but no question, "roles" where they share neither.
+        layers: where.
+        cosines: by how the axis is found and what of: float64 [layers, splits].
+    """
+
+    over: Over
+    layers: tuple[int, ...]
+    cosines: Mapping[tuple[How, Of], npt.NDArray[np.float64]]
+
+    @property
+    def splits(self) -> int:
+        """How many there are."""
+        return len(next(iter(self.cosines.values())).T)
+
+    def median(self, how: How = "contrast", of: Of = "found") -> dict[int, float]:
+        """The median over the splits, by layer; those that are NaN are left out."""
+        return dict(zip(self.layers, np.nanmedian(self.cosines[how_of(how), of], 1).tolist(), strict=True))
+
+    def band(self, how: How = "contrast", of: Of = "found", share: float = 0.9) -> dict[int, tuple[float, float]]:
+        """The band in which this share of the splits lie, by layer."""
+        ends = np.nanquantile(self.cosines[how_of(how), of], [(1 - share) / 2, (1 + share) / 2], axis=1).T
+        return {layer: (float(low), float(high)) for layer, (low, high) in zip(self.layers, ends, strict=True)}
+
+
+def stability(rows: RoleRows, *, over: Over = "questions", splits: int = 20, seed: int = 0) -> Stability:
+    """Split the questions, or questions and roles, in random halves, and compare the axes of both.
+
+    Beside each stands chance, by the same splits. "permuted": within each question the rows are dealt out to the roles
+    and the assistant anew, so that no label means anything, but the rows lie as rows of this model do; what is left is
+    what any axis shares with any other. "random": as many vectors, drawn from a normal distribution. Of "pca" they are
+    magnitudes, for a component has no sign.
+
+    Args:
+        rows: of roles and assistant; read a layer at a time, so that one half's vectors for all splits are in memory.
+        over: what the halves do not share: "questions", or "roles" (and questions, since the assistant has no half).
+        splits: how many.
+        seed: of all that is drawn.
+
+    Raises:
+        InvalidSpec: too few questions or roles to halve, or something that is no number of splits.
+    """
+    if over not in get_args(Over):
+        raise InvalidSpec(f"over={shown(over)}; give {' or '.join(map(repr, get_args(Over)))}")
+    if (index_of(splits) or 0) < 1:
+        raise InvalidSpec(f"splits={shown(splits)}; give 1 or more")
+    if rows.questions < 2 or (over == "roles" and len(rows.names) < 4):
+        raise InvalidSpec(
+            f"{rows.questions} questions and {len(rows.names)} roles; two questions are needed to halve them, and four "
+            "roles where these are halved too"
+        )
+    drawn = [_Split(rows, over, np.random.default_rng([seed, split])) for split in range(splits)]
+    cosines = {key: np.empty((len(rows.layers), splits)) for key in ((how, of) for how in HOWS for of in OFS)}
+    for place, layer in enumerate(rows.layers):
+        for of in OFS:
+            for how, found in _cosines(drawn, _halves(rows, layer, drawn, of)).items():
+                cosines[how, of][place] = found
+    return Stability(over, rows.layers, cosines)
+
+
+class _Split:
+    """One split: which half each question is in, and each role; and other roles for the answers to each question.
+
+    The last role is the assistant.
+    """
+
+    def __init__(self, rows: RoleRows, over: Over, rng: np.random.Generator) -> None:
+        roles = len(rows.names)
+        self.half = torch.from_numpy(_halved(rows.questions, rng))
+        self.dealt = torch.from_numpy(np.stack([rng.permutation(roles + 1) for _ in range(rows.questions)], 1))
+        self.side = torch.from_numpy(_halved(roles, rng)) if over == "roles" else None
+        self.seed = int(rng.integers(2**62))
+
+    def has(self, half: int) -> torch.Tensor:
+        """Which roles a half has, the assistant aside: bool [roles]."""
+        return torch.ones(len(self.dealt) - 1, dtype=torch.bool) if self.side is None else self.side == half
+
+
+def _halved(number: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """0 or 1 for each of a number of things: as many of each, or one more of 0."""
+    found: npt.NDArray[np.int64] = (np.arange(number) % 2)[rng.permutation(number)]
+    return found
+
+
+class _Halves(NamedTuple):
+    """What the halves of all splits are.
+
+    Args:
+        means: of roles and then the assistant: float64 [splits, 2, roles + 1, hidden].
+        there: which of them have answers: bool [splits, 2, roles + 1].
+    """
+
+    means: Float[torch.Tensor, "splits halves both hidden"]
+    there: Bool[torch.Tensor, "splits halves both"]
+
+
+def _cosines(drawn: list[_Split], halves: _Halves) -> dict[How, npt.NDArray[np.float64]]:
+    """Of the axes of both halves of each split; NaN where one has none."""
+    used = torch.stack([torch.stack([split.has(half) for half in (0, 1)]) for split in drawn]) & halves.there[..., :-1]
+    found = axes(halves.means[..., :-1, :], halves.means[..., -1, :], used)
+    lacking = (~halves.there[..., -1] | (used.sum(-1) < LEAST)).any(-1)
+    cosines = {"contrast": (found.contrast[:, 0] * found.contrast[:, 1]).sum(-1)}
+    cosines["pca"] = (found.pca[:, 0] * found.pca[:, 1]).sum(-1).abs()
+    return {how: torch.where(lacking, math.nan, cosines[how]).numpy() for how in HOWS}
+
+
+def _halves(rows: RoleRows, layer: int, drawn: list[_Split], of: Of) -> _Halves:
+    """The halves of each split at one layer."""
+    both = len(rows.names) + 1
+    if of == "random":
+        width = rows.at(ASSISTANT, layer).shape[1]
+        generators = [torch.Generator().manual_seed(split.seed + layer) for split in drawn]
+        means = [torch.randn(2, both, width, generator=one, dtype=torch.float64) for one in generators]
+        return _Halves(torch.stack(means), torch.ones(len(drawn), 2, both, dtype=torch.bool))
+    sums, weights = _sums(rows, layer, drawn, dealt=of == "permuted")
+    return _Halves(sums / weights.clamp(min=1)[..., None], weights > 0)
+
+
+def _sums(
+    rows: RoleRows, layer: int, drawn: list[_Split], *, dealt: bool
+) -> tuple[Float[torch.Tensor, "splits halves both hidden"], Int[torch.Tensor, "splits halves both"]]:
+    """Rows summed over the questions of each half, and how many; the files of roles are read one after another."""
+    names = (*rows.names, ASSISTANT)
+    shape = (len(drawn), 2, len(names))
+    sums = torch.zeros(*shape, rows.at(ASSISTANT, layer).shape[1], dtype=torch.float64)
+    weights = torch.zeros(shape, dtype=torch.int64)
+    half = torch.stack([split.half for split in drawn])  # [splits, questions]
+    within = torch.stack([half == 0, half == 1], 1).double()  # [splits, 2, questions]
+    first = (2 * torch.arange(len(drawn))[:, None] + half) * len(names)
+    for place, name in enumerate(names):
+        found = rows.at(name, layer)
+        there = torch.tensor(rows.counts[name]) > 0  # a question counts once, however many answers it has
+        if dealt:
+            target = (first + torch.stack([split.dealt[place] for split in drawn])).flatten()
+            sums.view(-1, found.shape[1]).index_add_(0, target, found.repeat(len(drawn), 1))
+            weights.view(-1).index_add_(0, target, there.long().repeat(len(drawn)))
+        else:
+            sums[:, :, place] = within @ found
+            weights[:, :, place] = (within @ there.double()).long()
+    return sums, weights

@@ -1,0 +1,214 @@
+"""A run: from roles to their rows, by one call or by several processes that share the roles."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from steercap.core.extras import require
+from steercap.core.spec import CaptureSpec
+from steercap.errors import InvalidFile, RunUnfinished, TooFewKept
+from steercap.lab.personas.progress import Count, Report
+from steercap.lab.personas.roles.answering import answer, answers_of
+from steercap.lab.personas.roles.capturing import read, room_in
+from steercap.lab.personas.roles.folder import RoleFolder, RolesFolder, open_folder, read_folder
+from steercap.lab.personas.roles.records import RoleOutcome, RoleResponse, outcome_of, share_of
+from steercap.lab.personas.roles.role import ASSISTANT
+from steercap.lab.personas.roles.rows import LEAST, RoleRows
+from steercap.lab.personas.roles.rows_file import RowsHeader, load_layer, read_rows_header, rows_path
+from steercap.lab.personas.roles.scoring import kept_of, score
+from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.steering.directions import Provenance
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+
+@dataclass(frozen=True, eq=False)
+class RoleRun:
+    """What a run gives.
+
+    Args:
+        rows: of the roles that have enough kept answers, and of the assistant.
+        outcomes: what became of every role.
+        settings: of the run.
+        folder: where it all lies.
+    """
+
+    rows: RoleRows
+    outcomes: Mapping[str, RoleOutcome]
+    settings: RoleSettings
+    folder: Path
+
+
+async def run(model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: Report | None = None) -> RoleRun:
+    """Have a model play roles, and find the row of each.
+
+    The model answers every question under every system prompt of each role, and of the default assistant; answers are
+    scored, if that is asked for, and read again; their tokens' rows are averaged in the workers.
+
+    Args:
+        model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
+        settings: what to do.
+        out: the run's folder. An interrupted run resumes: what is written down is not asked again. Where only later
+            settings differ, the stages that depend on them are repeated; roles may be added and dropped.
+        progress: called with how far it is; its stages are "generate" and "read".
+
+    Source: Lu et al. 2026, The Assistant Axis (arXiv:2601.10387).
+
+    Raises:
+        MissingExtra: the extra "personas" is not installed.
+        RunDiffers: the folder holds answers of another model or run; the message names the difference.
+        InvalidFile: the folder holds something else.
+        PointNotArmed, LayerOutOfRange: no tap where rows are to be read; before anything is generated.
+        TooFewKept: too few answers of the assistant, or of all roles but one.
+        The errors of `SteerModel.chat`, and of the scorer.
+    """
+    await run_share(model, settings, out, progress=progress)
+    return load_run(out)
+
+
+async def run_share(
+    model: SteerModel,
+    settings: RoleSettings,
+    out: str | Path,
+    *,
+    shard: tuple[int, int] = (0, 1),
+    progress: Report | None = None,
+) -> None:
+    """Do a share of a run's roles: several processes, each with an engine of its own, work in one folder.
+
+    Args:
+        model, settings, out, progress: as for `run`; the same for all shares.
+        shard: (which share, of how many), from 0: role i of n is of share i mod n, the assistant being the first.
+
+    Raises:
+        InvalidSetting: no such share.
+        As for `run`, `TooFewKept` aside.
+    """
+    require("personas")
+    check(model, settings)
+    names = share_of(settings, shard)
+    folder = open_folder(out, model.identity(), settings)
+    roles = [folder.roles[name] for name in names]
+    await answer(model, settings, roles, progress)
+    total = sum(settings.answers_of(name) for name in names)
+    count = Count("read", total, 0, progress)
+    for role in roles:
+        await _finish(model, settings, role, count)
+
+
+def load_run(out: str | Path) -> RoleRun:
+    """What a run found, all shares of which are done; no model is needed.
+
+    Args:
+        out: the run's folder.
+
+    Raises:
+        RunUnfinished: some roles are not done.
+        InvalidFile: the folder holds something else.
+        TooFewKept: too few answers of the assistant, or of all roles but one.
+    """
+    folder = read_folder(out)
+    settings = folder.settings
+    if missing := folder.missing:
+        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise RunUnfinished(f"{out}: {len(missing)} of {len(folder.roles)} roles are not done: {named}; run it again")
+    outcomes = {name: outcome for name, role in folder.roles.items() if (outcome := role.outcome) is not None}
+    used = [name for name, outcome in outcomes.items() if not outcome.left_out]
+    if ASSISTANT not in used or len(used) <= LEAST:
+        told = "; ".join(f"{name}: {one.left_out}" for name, one in outcomes.items() if one.left_out)
+        raise TooFewKept(f"{out} has rows of {used}; those of the assistant and of two roles are needed. {told}")
+    return RoleRun(_rows(folder, settings, used), outcomes, settings, Path(out))
+
+
+def check(model: SteerModel, settings: RoleSettings) -> None:
+    """Check that rows can be read where they are wanted.
+
+    Raises:
+        PointNotArmed, LayerOutOfRange: they cannot.
+    """
+    model.check_capture(CaptureSpec(layers=settings.layers, sites=settings.site))
+
+
+async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, count: Count) -> None:
+    """Score and read a role whose answers are there."""
+    if role.holds("read"):
+        count.add(settings.answers_of(role.name))
+        return
+    responses = answers_of(role)
+    scores = await score(settings, role, responses)
+    kept = kept_of(settings, responses, scores)
+    room = room_in(model, settings, kept)
+    kept = [response for response in kept if room[response.id]]
+    count.add(len(responses) - len(kept))
+    why = _lack(settings, responses, len(kept))
+    role.begin("read")
+    if why:
+        rows_path(role).unlink(missing_ok=True)
+        count.add(len(kept))
+    else:
+        await read(model, settings, role, kept, count)
+    role.finish("read", outcome_of(responses, scores, len(kept), why))
+
+
+def _lack(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) -> str:
+    """Why a role has no vector, "" where it has one."""
+    if kept >= settings.min_kept:
+        return ""
+    bound = "" if settings.scorer is None else f" at a score of {settings.threshold:g} or more"
+    return f"kept {kept} of {len(responses)} answers{bound}; {settings.min_kept} are needed"
+
+
+def _rows(folder: RolesFolder, settings: RoleSettings, used: list[str]) -> RoleRows:
+    """The rows of the roles that have some, whose files are opened when they are needed."""
+    paths = {name: rows_path(folder.roles[name]) for name in used}
+    headers = {name: read_rows_header(path) for name, path in paths.items()}
+    number = len(settings.roles.questions[: settings.n_questions])
+    layers = headers[ASSISTANT].layers
+    if wrong := [name for name, header in headers.items() if header.layers != layers]:
+        raise InvalidFile(f"{paths[wrong[0]]} holds layers {headers[wrong[0]].layers}, others {layers}")
+    model = folder.definition.model
+    provenance = Provenance(
+        revision=model["revision"],
+        dtype=model["dtype"],
+        prompts={name: _joined(header) for name, header in headers.items()},
+        tokens="response",
+        reduce="mean",
+        method="mean",
+        seed=settings.seed,
+        rows={name: (sum(header.counts), 0) for name, header in headers.items()},
+    )
+    return RoleRows(
+        {name: _spread(header, number) for name, header in headers.items()},
+        layers,
+        partial(_layer, paths, headers, number),
+        model["name"],
+        settings.site,
+        provenance,
+    )
+
+
+def _layer(
+    paths: Mapping[str, Path], headers: Mapping[str, RowsHeader], number: int, name: str, layer: int
+) -> torch.Tensor:
+    """float32 [questions, hidden], 0 for questions without answers."""
+    found = load_layer(paths[name], headers[name], layer)
+    rows = torch.zeros(number, found.shape[1])
+    rows[list(headers[name].questions)] = found
+    return rows
+
+
+def _spread(header: RowsHeader, number: int) -> tuple[int, ...]:
+    known = dict(zip(header.questions, header.counts, strict=True))
+    return tuple(known.get(question, 0) for question in range(number))
+
+
+def _joined(header: RowsHeader) -> str:
+    return hashlib.sha256("".join(header.prompts).encode()).hexdigest()

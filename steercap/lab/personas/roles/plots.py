@@ -1,0 +1,196 @@
+"""Pictures of roles: along the axis, in the plane of their first components, how stable it is, what capping changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from steercap.core.extras import extra
+from steercap.errors import InvalidSpec
+from steercap.files.base import write_whole
+from steercap.lab.personas.roles.axis import AssistantAxis
+from steercap.lab.personas.roles.directions import How, directions
+from steercap.lab.personas.roles.effects import PLAIN, CapRecord
+from steercap.lab.personas.roles.halves import OFS, Of, Stability
+from steercap.lab.personas.roles.role import ASSISTANT
+from steercap.lab.personas.roles.rows import RoleRows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: Of the palette of Okabe and Ito, which the colour-blind tell apart.
+ROLE, HELPER, CHANCE, DEALT, BLACK = "#0072B2", "#D55E00", "#999999", "#E69F00", "#000000"
+DPI: Final = 130
+#: Roles whose names are written before most are left out.
+NAMED: Final = 60
+_SHOWN: Final[Mapping[Of, tuple[str, str]]] = {
+    "found": (ROLE, "the axis"),
+    "permuted": (DEALT, "answers dealt out anew"),
+    "random": (CHANCE, "random vectors"),
+}
+
+
+def plot_positions(axis: AssistantAxis, layer: int, to: str | Path | Axes) -> None:
+    """Draw roles and assistant along the axis, in the units of the stream; 0 is the mean of the roles.
+
+    Args:
+        axis: as `assistant_axis` gives it.
+        layer: one of its own.
+        to: a file, whose ending says the format, or matplotlib's axes.
+
+    Raises:
+        LayerOutOfRange: the axis is not known there.
+    """
+    ranked = axis.ranked(layer)
+    with _on(to, (5.2, 0.9 + 0.19 * min(len(ranked), NAMED))) as axes:
+        places = np.arange(len(ranked))
+        for place, (name, value) in zip(places, ranked, strict=True):
+            colour = HELPER if name == ASSISTANT else ROLE
+            axes.plot([0, value], [place, place], color=colour, linewidth=1, alpha=0.5)
+            axes.plot(
+                value, place, "*" if name == ASSISTANT else "o", color=colour, markersize=9 if name == ASSISTANT else 5
+            )
+        axes.axvline(0, color=BLACK, linewidth=0.8)
+        step = max(1, len(ranked) // NAMED)
+        axes.set_yticks(places[::step], [name for name, _ in ranked][::step], fontsize=8)
+        axes.margins(y=0.02)
+        axes.set(xlabel=f"projection on the assistant axis ({axis.how}), layer {layer}")
+        axes.grid(axis="x", alpha=0.25)
+
+
+def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
+    """Draw roles in the plane of their first two principal components, and where the assistant lies in it.
+
+    The component's positive side is the assistant's; an arrow from the roles' mean is the contrast as far as it lies in
+    the plane.
+
+    Args:
+        rows: of roles and assistant, three roles at least.
+        layer: one of theirs.
+        to: a file, whose ending says the format, or matplotlib's axes.
+
+    Raises:
+        InvalidSpec: two roles, which have one component.
+        LayerOutOfRange: a layer that was not read.
+    """
+    import torch
+
+    roles, assistant = rows.means(layer)
+    if len(roles) < 3:
+        raise InvalidSpec(f"{len(roles)} roles have one component; give three roles or more")
+    found = directions(roles, assistant)
+    centred = roles - roles.mean(0)
+    _, _, components = torch.linalg.svd(centred, full_matrices=False)
+    plane = torch.stack([found.pca, components[1]])
+    places, helper = (centred @ plane.T).tolist(), (plane @ found.offset).tolist()
+    with _on(to, (6.2, 4.8)) as axes:
+        axes.axhline(0, color=BLACK, linewidth=0.5)
+        axes.axvline(0, color=BLACK, linewidth=0.5)
+        axes.annotate("", helper, (0, 0), arrowprops={"arrowstyle": "->", "color": HELPER, "alpha": 0.6})
+        axes.plot(*zip(*places, strict=True), "o", color=ROLE, markersize=5)
+        axes.plot(*helper, "*", color=HELPER, markersize=13)
+        for name, place in zip(rows.names if len(roles) <= NAMED else (), places, strict=False):
+            axes.annotate(name, place, xytext=(4, 3), textcoords="offset points", fontsize=7.5)
+        axes.annotate(ASSISTANT, helper, xytext=(9, -4), textcoords="offset points", fontsize=9, color=HELPER)
+        first, second = (100 * share for share in found.explained[:2].tolist())
+        axes.set(
+            xlabel=f"first component, {first:.0f} % of the roles' variance",
+            ylabel=f"second component, {second:.0f} %",
+            title=f"layer {layer}: cosine of contrast and first component {float(found.contrast @ found.pca):.2f}",
+        )
+        axes.title.set_fontsize(9)
+        axes.margins(0.12)
+
+
+def plot_stability(found: Stability, to: str | Path | Axes, *, how: How = "contrast") -> None:
+    """Draw the cosine of the axes of two halves by layer: median and 90 % of the splits, beside both kinds of chance.
+
+    Args:
+        found: as `stability` gives it.
+        to: a file, whose ending says the format, or matplotlib's axes.
+        how: which axis.
+
+    Raises:
+        InvalidSpec: another `how`.
+    """
+    with _on(to, (6.2, 3.6)) as axes:
+        for of in OFS:
+            colour, label = _SHOWN[of]
+            median, band = found.median(how, of), found.band(how, of)
+            axes.plot(list(median), list(median.values()), color=colour, label=label, marker=".", linewidth=1.5)
+            axes.fill_between(list(band), *zip(*band.values(), strict=True), color=colour, alpha=0.2, linewidth=0)
+        axes.axhline(0, color=BLACK, linewidth=0.5)
+        shared = "no question" if found.over == "questions" else "neither role nor question"
+        axes.set(
+            xlabel="layer",
+            ylabel="cosine of the halves' axes",
+            title=f"{how}; the halves share {shared}",
+            ylim=(-0.6, 1.05),
+        )
+        axes.title.set_fontsize(9)
+        axes.legend(fontsize=8, frameon=False, loc="lower right")
+        axes.grid(alpha=0.25)
+
+
+def plot_changes(
+    records: Sequence[CapRecord], layer: int, to: str | Path | Axes, *, condition: str, read: bool = False
+) -> None:
+    """Draw each role's mean projection before and after, an arrow each.
+
+    Args:
+        records: as `compare_steering` gives them.
+        layer: one at which they were projected.
+        to: a file, whose ending says the format, or matplotlib's axes.
+        condition: what comes after "plain".
+        read: whether the projections are those of the texts, read without steering.
+
+    Raises:
+        InvalidSpec: no records of such a condition, or no projections at such a layer.
+    """
+    before, after = (_by_role(records, layer, name, read=read) for name in (PLAIN, condition))
+    names = sorted(before, key=before.__getitem__)
+    if not names or before.keys() != after.keys():
+        raise InvalidSpec(f"no projections at layer {layer} of {PLAIN!r} and {condition!r} beside each other")
+    with _on(to, (5.2, 0.9 + 0.19 * len(names))) as axes:
+        for place, name in enumerate(names):
+            arrow = {"arrowstyle": "->", "color": CHANCE, "linewidth": 1.2}
+            axes.annotate("", (after[name], place), (before[name], place), arrowprops=arrow)
+        axes.plot([before[name] for name in names], range(len(names)), "o", color=ROLE, markersize=5, label=PLAIN)
+        axes.plot(
+            [after[name] for name in names], range(len(names)), "D", color=HELPER, markersize=4.5, label=condition
+        )
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        what = "of the text, read without steering" if read else "while it went on"
+        axes.set(xlabel=f"projection {what}, layer {layer}")
+        axes.legend(fontsize=8, frameon=False, loc="upper left")
+        axes.grid(axis="x", alpha=0.25)
+        axes.margins(y=0.02)
+
+
+def _by_role(records: Sequence[CapRecord], layer: int, condition: str, *, read: bool) -> dict[str, float]:
+    """Mean projection of the answers under one condition, by role; prompts without one are "drift"."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        values = record.read if read else record.projection
+        if record.condition == condition and layer in values:
+            found.setdefault(record.case.role or record.case.kind, []).append(values[layer])
+    return {name: float(np.nanmean(values)) for name, values in found.items()}
+
+
+@contextmanager
+def _on(to: str | Path | Axes, size: tuple[float, float]) -> Iterator[Any]:
+    """Axes to draw on: those given, or new ones that become a file."""
+    if not isinstance(to, (str, Path)):
+        yield to
+        return
+    with extra("plots"):
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")  # not through pyplot: a notebook's figures are left alone
+    yield figure.subplots()
+    with write_whole(Path(to)) as scratch:
+        figure.savefig(scratch, dpi=DPI, format=Path(to).suffix[1:] or "png")

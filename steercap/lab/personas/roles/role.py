@@ -1,0 +1,196 @@
+"""What a role is, what many roles share, and the ones that come with steercap."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection
+from importlib import resources
+from typing import Final
+
+import msgspec
+
+from steercap.core.values import choices
+from steercap.errors import InvalidSetting, UnknownName
+from steercap.lab.measures.trait import PLACES, Examples, Trait
+
+#: The name under which the default assistant is kept beside the roles.
+ASSISTANT: Final = "assistant"
+#: Example sentences that the scorer "minilm" needs of a role.
+LEAST_EXAMPLES: Final = 4
+#: What the scorer "judge" asks of a role that has no rubric of its own.
+RUBRIC: Final = """\
+A model was asked to play a role. The role: {role}
+
+Question: {{question}}
+Answer: {{answer}}
+
+How much does the answer play this role, from 0 (a plain assistant answers, or refuses to play) to 100 (it speaks wholly
+as the role would)? Answer with a number alone.
+"""
+
+
+class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A character that a model is asked to play.
+
+    Args:
+        name: one word of letters, digits, _ and -, other than "assistant".
+        prompts: system prompts that ask for it, one at least.
+        description: one sentence; what a judge is told.
+        keywords: words and phrases that show it, for the scorer "keywords".
+        examples: sentences as the role would say them, four at least, for the scorer "minilm".
+        rubric: what the scorer "judge" tells the judging model, with {question} and {answer}; "" asks by the
+            description.
+
+    Raises:
+        ValueError: a name that does not fit, no prompt, an empty one or one that stands there twice, or a rubric that
+            lacks a place.
+    """
+
+    name: str
+    prompts: tuple[str, ...]
+    description: str = ""
+    keywords: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
+    rubric: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w-]+", self.name) or self.name == ASSISTANT:  # it names a folder
+            raise ValueError(
+                f"name={self.name!r}; give one word of letters, digits, _ and -, other than {ASSISTANT!r}, which is "
+                "the name of the default assistant"
+            )
+        check_texts(f"the prompts of {self.name}", self.prompts)
+        check_texts(f"the keywords of {self.name}", self.keywords, least=0)
+        check_texts(f"the examples of {self.name}", self.examples, least=0)
+        if self.rubric and (missing := [place for place in PLACES if place not in self.rubric]):
+            raise ValueError(f"the rubric of {self.name} lacks {' and '.join(missing)}")
+
+
+class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Roles, and what they share.
+
+    Args:
+        roles: two at least, of different names.
+        questions: what every role and the assistant are asked, two at least.
+        assistant: system prompts of the default assistant; "" is no system prompt at all.
+        plain: sentences as an assistant that plays no role says them: what the scorer "minilm" tells roles from.
+
+    Raises:
+        ValueError: too few of something, an empty text, or one that stands there twice.
+    """
+
+    roles: tuple[Role, ...]
+    questions: tuple[str, ...]
+    assistant: tuple[str, ...] = ("",)
+    plain: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [role.name for role in self.roles]
+        if len(names) < 2:
+            raise ValueError(f"{len(names)} roles; give two or more: an axis is of how roles differ")
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"the role {twice[0]!r} is there twice; give each a name of its own")
+        check_texts("questions", self.questions, least=2)
+        check_texts("the assistant's prompts", self.assistant, empty=True)
+        check_texts("plain", self.plain, least=0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the roles, without the assistant's."""
+        return tuple(role.name for role in self.roles)
+
+    def prompts_of(self, name: str) -> tuple[str, ...]:
+        """The system prompts of a role, or of the assistant.
+
+        Raises:
+            UnknownName: no role of this name.
+        """
+        return self.assistant if name == ASSISTANT else self.role(name).prompts
+
+    def role(self, name: str) -> Role:
+        """The role of this name.
+
+        Raises:
+            UnknownName: there is none.
+        """
+        for role in self.roles:
+            if role.name == name:
+                return role
+        raise UnknownName(f"no role {name!r}; {choices(name, self.names)}")
+
+    def select(self, names: Collection[str]) -> RoleSet:
+        """Some of the roles, in the order given, with all that they share.
+
+        Raises:
+            UnknownName: a name that is not here.
+            InvalidSetting: fewer than two.
+        """
+        try:
+            return msgspec.structs.replace(self, roles=tuple(self.role(name) for name in names))
+        except ValueError as error:
+            if isinstance(error, UnknownName):
+                raise
+            raise InvalidSetting(str(error)) from error
+
+
+def trait_of(role: Role, roles: RoleSet, scorer: str) -> Trait:
+    """A role as what a scorer scores: its own sentences against the plain ones, its keywords, its rubric.
+
+    Args:
+        role: which.
+        roles: that it is among.
+        scorer: the name of the scorer, whose needs are checked.
+
+    Raises:
+        InvalidSetting: the scorer needs something that the role, or the set, does not have.
+    """
+    pairs = min(len(role.examples), len(roles.plain))
+    if scorer == "minilm" and pairs < LEAST_EXAMPLES:
+        raise InvalidSetting(
+            f"scorer 'minilm' tells a role's example sentences from plain ones: {role.name} has {len(role.examples)}, "
+            f"and there are {len(roles.plain)} plain ones; give {LEAST_EXAMPLES} of each, or another scorer"
+        )
+    if scorer == "keywords" and not role.keywords:
+        raise InvalidSetting(f"scorer 'keywords' counts a role's keywords, and {role.name} has none; give some")
+    filler = tuple(f"{role.name} {number}" for number in range(LEAST_EXAMPLES))  # of scorers that look at none
+    used = Examples(role.examples[:pairs], roles.plain[:pairs]) if pairs >= LEAST_EXAMPLES else Examples(filler, filler)
+    told = role.description or role.prompts[0]
+    return Trait(
+        name=role.name,
+        description=told,
+        positive=role.prompts,
+        negative=("You are a helpful assistant.",),
+        questions=roles.questions,
+        examples=used,
+        keywords=role.keywords or (role.name,),
+        rubric=role.rubric or RUBRIC.format(role=told.replace("{", "(").replace("}", ")")),
+    )
+
+
+def check_texts(what: str, texts: tuple[str, ...], *, least: int = 1, empty: bool = False) -> None:
+    """Check that there are enough texts, none of them empty or twice.
+
+    Args:
+        what: they are, for the message.
+        texts: them.
+        least: how many there must be.
+        empty: whether one may be empty.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if len(texts) < least:
+        raise ValueError(f"{what}: {len(texts)} given; give {least} or more")
+    blank = [place for place, text in enumerate(texts) if not text.strip()]
+    if blank and not empty:
+        raise ValueError(f"{what}: number {blank[0]}, counted from 0, is empty")
+    if len(set(texts)) < len(texts):
+        raise ValueError(f"{what}: {next(text for text in texts if texts.count(text) > 1)!r} is there twice")
+
+
+@functools.cache
+def drift_prompts() -> tuple[str, ...]:
+    """Prompts without a role under which an assistant may stop speaking as one."""
+    with resources.as_file(resources.files("steercap.lab.personas.roles") / "shipped" / "_drift.txt") as path:
+        return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())

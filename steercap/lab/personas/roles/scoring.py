@@ -1,0 +1,68 @@
+"""Score: whether each answer plays its role; and which answers are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from steercap.files.tables import PART_RECORDS, Parts, read_table, write_table
+from steercap.lab.measures.scores import Scored, make_scorer
+from steercap.lab.personas.records import Score
+from steercap.lab.personas.roles.folder import RoleFolder
+from steercap.lab.personas.roles.records import RoleResponse
+from steercap.lab.personas.roles.role import ASSISTANT, trait_of
+from steercap.lab.personas.roles.settings import RoleSettings
+
+
+async def score(
+    settings: RoleSettings, role: RoleFolder, responses: Sequence[RoleResponse]
+) -> list[float | None] | None:
+    """The scores of a role's answers, in their order; None where nothing is scored, as of the assistant.
+
+    Raises:
+        The errors of the scorer.
+    """
+    if settings.scorer is None or role.name == ASSISTANT:
+        return None
+    path = role.path / "scores.parquet"
+    if role.holds("score"):
+        return [one.score for one in read_table(path, Score)]
+    role.begin("score")
+    parts = Parts(role.parts("score"), Score)
+    found = {one.id: one for one in parts.read()}
+    scorer = make_scorer(settings.scorer, settings.scorer_args)
+    trait = trait_of(settings.roles.role(role.name), settings.roles, settings.scorer)
+    # In chunks that do not depend on what was scored before: a batch decides rounding.
+    for first in range(0, len(responses), PART_RECORDS):
+        chunk = responses[first : first + PART_RECORDS]
+        if all(response.id in found for response in chunk):
+            continue
+        asked = [response for response in chunk if response.token_ids and response.answer.strip()]
+        told = await scorer.score(trait, [Scored(response.question_text, response.answer) for response in asked])
+        said = {response.id: value for response, value in zip(asked, told, strict=True)}
+        for response in chunk:
+            found[response.id] = Score(response.id, said.get(response.id))
+            parts.add(found[response.id])
+        parts.flush()
+    scores = [found[response.id] for response in responses]
+    write_table(path, scores)
+    role.finish("score")
+    return [one.score for one in scores]
+
+
+def kept_of(
+    settings: RoleSettings, responses: Sequence[RoleResponse], scores: Sequence[float | None] | None
+) -> list[RoleResponse]:
+    """The answers that are used: those that have a token and score enough.
+
+    Args:
+        settings: of the run.
+        responses: of one role.
+        scores: of them, in their order; None keeps all.
+    """
+    if scores is None:
+        return [response for response in responses if response.token_ids]
+    return [
+        response
+        for response, value in zip(responses, scores, strict=True)
+        if response.token_ids and value is not None and value >= settings.threshold
+    ]

@@ -1,0 +1,191 @@
+"""What a run over roles is asked to do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from steercap.architectures.sites import SITES
+from steercap.core.spec import CaptureSpec
+from steercap.core.values import flag_of, index_of, number_of, shown
+from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.lab.measures.scores import make_scorer
+from steercap.lab.personas.roles.role import ASSISTANT, RoleSet, trait_of
+from steercap.lab.personas.settings import layers_of
+
+#: What a role's stage depends on, besides the stages before it.
+_DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "generate": ("seed", "n_samples", "max_tokens", "temperature", "top_p"),
+    "score": ("scorer", "scorer_args"),
+    "read": ("threshold", "min_kept", "layers", "site", "read_system", "read_together"),
+}
+#: The stages, in their order.
+STAGES: Final = tuple(_DEPENDS)
+_LEAST: Final = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "max_in_flight": 1, "min_kept": 1}
+
+
+class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of `run`. The sizes are those of Lu et al., The Assistant Axis.
+
+    Args:
+        roles: them, their questions and the assistant's prompts.
+        seed: of everything that is drawn.
+        n_samples: answers to each question under each system prompt.
+        n_questions, n_prompts: how many of the questions and of each role's system prompts, the first ones; None takes
+            all.
+        max_tokens: most tokens of an answer.
+        temperature, top_p: of sampling.
+        max_in_flight: requests under way at once.
+        scorer: name in `steercap.lab.measures.scores.SCORERS` of what says whether an answer plays its role; None
+            keeps all answers.
+        scorer_args: its arguments; no keys, since they are written to the run folder.
+        threshold: least score, 0 to 100, of an answer that is kept. The assistant's are not scored.
+        min_kept: fewest kept answers; a role with fewer is left out.
+        layers, site: where rows are read: "all", an index or several; several become a tuple.
+        read_system: whether the model has the system prompt before it when it reads an answer again.
+        read_together: answers read at once. One by one (1) a row does not depend on what else is read, to the last bit,
+            on a CPU; together it does, by rounding.
+
+    Raises:
+        InvalidSetting, UnknownName: a value that does not fit.
+    """
+
+    roles: RoleSet
+    seed: int = 0
+    n_samples: int = 1
+    n_questions: int | None = None
+    n_prompts: int | None = None
+    max_tokens: int = 512
+    temperature: float = 0.7
+    top_p: float = 0.9
+    max_in_flight: int = 256
+    scorer: str | None = None
+    scorer_args: dict[str, Any] = {}
+    threshold: float = 50.0
+    min_kept: int = 10
+    layers: int | tuple[int, ...] | Literal["all"] = "all"
+    site: str = "resid_post"
+    read_system: bool = True
+    read_together: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in {**_LEAST, "read_together": 1}.items():
+            value = getattr(self, name)
+            if value is None and name in {"n_questions", "n_prompts"}:
+                continue
+            if (index_of(value) or 0) < least:
+                raise InvalidSetting(f"{name}={shown(value)}; give {least} or more, a whole number")
+        self._check_kinds()
+        if "api_key" in self.scorer_args:
+            raise InvalidSetting(
+                "scorer_args hold an api_key, and would be written to the run folder; put it into an environment "
+                "variable and give api_key_env"
+            )
+        _ = SITES[self.site]
+        if self.scorer is not None:
+            make_scorer(self.scorer, self.scorer_args)
+            for role in self.roles.roles:
+                trait_of(role, self.roles, self.scorer)
+        msgspec.structs.force_setattr(self, "layers", layers_of(self.layers))
+        try:
+            CaptureSpec(layers=self.layers, sites=self.site)
+        except InvalidSpec as error:
+            raise InvalidSetting(f"layers={self.layers!r}: {error}") from error
+        self._check_sizes()
+
+    def _check_kinds(self) -> None:
+        if not isinstance(self.roles, RoleSet):
+            raise InvalidSetting(f"roles={shown(self.roles)}; give a RoleSet, such as of load_roles(path)")
+        for names, read, what in (
+            (("seed",), index_of, "a whole number"),
+            (("temperature", "top_p", "threshold"), number_of, "a number"),
+            (("read_system",), flag_of, "True or False"),
+        ):
+            for name in names:
+                found = read(getattr(self, name))
+                if found is None or found != found:  # noqa: PLR0124 -- NaN
+                    raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give {what}")
+        if not isinstance(self.scorer, (str, type(None))) or not isinstance(self.site, str):
+            raise InvalidSetting(f"scorer={shown(self.scorer)}, site={shown(self.site)}; give names")
+        if not isinstance(self.scorer_args, Mapping):
+            raise InvalidSetting(f"scorer_args={shown(self.scorer_args)}; give a dict")
+
+    def _check_sizes(self) -> None:
+        """Check that every role, and the assistant, are asked for as many answers as are to be kept."""
+        for name in (ASSISTANT, *self.roles.names):
+            if (asked := self.answers_of(name)) < self.min_kept:
+                raise InvalidSetting(
+                    f"min_kept={self.min_kept}, but {name} is asked for {asked} answers; ask more or lower min_kept"
+                )
+
+    def answers_of(self, name: str) -> int:
+        """How many answers a role, or the assistant, is asked for."""
+        prompts = len(self.roles.prompts_of(name)[: self.n_prompts])
+        return len(self.roles.questions[: self.n_questions]) * prompts * self.n_samples
+
+    @classmethod
+    def small(cls, roles: RoleSet, **changes: Any) -> RoleSettings:
+        """Sizes for a small model on a CPU: minutes, and the same to the last bit when it was interrupted.
+
+        One answer to each of eight questions under each of two prompts, 32 tokens long, read one by one.
+
+        Args:
+            roles: as `roles`.
+            changes: other settings.
+        """
+        sizes = {"n_questions": 8, "n_prompts": 2, "max_tokens": 32, "max_in_flight": 64, "read_together": 1}
+        return cls(roles=roles, **{**sizes, **changes})
+
+
+def described(settings: RoleSettings) -> dict[str, Any]:
+    """The settings as plain values, roles by their names."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
+    roles = {role["name"]: role for role in plain["roles"]["roles"]}
+    return {**plain, "roles": {**plain["roles"], "roles": roles}}
+
+
+def settings_from(plain: Mapping[str, Any], names: tuple[str, ...]) -> RoleSettings:
+    """The settings that `described` was given, of some of the roles.
+
+    Raises:
+        msgspec.ValidationError, LookupError: they lack something.
+    """
+    roles = {**plain["roles"], "roles": [plain["roles"]["roles"][name] for name in names]}
+    return msgspec.convert({**plain, "roles": roles}, RoleSettings)
+
+
+def generation_of(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What the answers of a role, or of the assistant, depend on.
+
+    Args:
+        plain: as `described` gives it.
+        name: of the role.
+    """
+    roles = plain["roles"]
+    prompts = roles["assistant"] if name == ASSISTANT else roles["roles"][name]["prompts"]
+    common = {field: plain[field] for field in _DEPENDS["generate"]}
+    asked = roles["questions"][: plain["n_questions"]]
+    return {**common, "questions": asked, "prompts": prompts[: plain["n_prompts"]]}
+
+
+def digests_of(plain: Mapping[str, Any], model: Mapping[str, str], name: str) -> dict[str, str]:
+    """SHA-256 of what each stage of a role depends on: equal where its results are. No role depends on another.
+
+    Args:
+        plain: as `described` gives it.
+        model: what is known of the model.
+        name: of the role, or the assistant's.
+    """
+    generate = _digest([dict(model), generation_of(plain, name)])
+    role = plain["roles"]["roles"].get(name)
+    said = None if role is None or plain["scorer"] is None else [role, plain["roles"]["plain"]]
+    score = _digest([generate, said, [plain[field] for field in _DEPENDS["score"]]])
+    read = _digest([score, [plain[field] for field in _DEPENDS["read"]]])
+    return {"generate": generate, "score": score, "read": read}
+
+
+def _digest(told: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()

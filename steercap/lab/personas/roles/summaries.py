@@ -1,0 +1,114 @@
+"""What a condition changes in answers, in numbers with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from steercap.errors import InvalidSpec
+from steercap.lab.measures.statistics import Estimate, cluster_means, estimate
+from steercap.lab.personas.roles.effects import PLAIN, CapRecord
+
+#: Least score of an answer that is said to be in its role.
+IN_ROLE: Final = 50.0
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What a condition changes in the mean of a number.
+
+    Args:
+        kind: of the cases.
+        condition: what is compared with "plain".
+        measure: "projection" (as the model went on), "projection read", "in role" (share of the answers), "tokens" or
+            "perplexity", whose mean is the geometric one and whose change is a factor.
+        before, after: means under "plain" and under the condition; a question's answers count as one, their mean.
+        change: after less before, of perplexity after over before.
+        low, high: the bootstrap's 95 % interval of the change, over questions; NaN of one question alone. See
+            `steercap.lab.measures.statistics.estimate`.
+        count: pairs of answers.
+    """
+
+    kind: str
+    condition: str
+    measure: str
+    before: float
+    after: float
+    change: float
+    low: float
+    high: float
+    count: int
+
+
+def changes(records: Sequence[CapRecord], layer: int, *, in_role: float = IN_ROLE, seed: int = 0) -> list[Change]:
+    """What each condition changes in the means of all numbers, by the kind of the cases.
+
+    Answers are paired: both of a pair are to one case, with one seed. A pair counts where both have the number.
+
+    Args:
+        records: as `compare_steering` gives them.
+        layer: of the projections.
+        in_role: least score of an answer that is in its role.
+        seed: of the bootstrap.
+
+    Raises:
+        InvalidSpec: a layer at which nothing was projected, or answers without a counterpart under "plain".
+    """
+    if not records:
+        raise InvalidSpec("changes of no records; give those of `compare_steering`")
+    if any(layer not in record.projection for record in records):
+        raise InvalidSpec(f"no projections at layer {layer}; there are those of {sorted(records[0].projection)}")
+    plain = {record.case: record for record in records if record.condition == PLAIN}
+    if lost := [record for record in records if record.case not in plain]:
+        raise InvalidSpec(f"{len(lost)} answers have no counterpart under {PLAIN!r}, such as to {lost[0].case}")
+    groups: dict[tuple[str, str], list[CapRecord]] = {}
+    for record in records:
+        if record.condition != PLAIN:
+            groups.setdefault((record.case.kind, record.condition), []).append(record)
+    return [
+        change
+        for (kind, condition), mine in groups.items()
+        for measure, (read, factor) in _measures(layer, in_role).items()
+        if (change := _change(kind, condition, measure, [(plain[one.case], one) for one in mine], read, factor, seed))
+    ]
+
+
+def _measures(layer: int, in_role: float) -> Mapping[str, tuple[Callable[[CapRecord], float], bool]]:
+    """How each number is read of a record, and whether it is a factor."""
+    return {
+        "projection": (lambda record: record.projection[layer], False),
+        "projection read": (lambda record: record.read[layer], False),
+        "in role": (lambda record: math.nan if record.score is None else float(record.score >= in_role), False),
+        "tokens": (lambda record: float(record.tokens), False),
+        "perplexity": (lambda record: record.perplexity, True),
+    }
+
+
+def _change(  # noqa: PLR0917 -- a column each
+    kind: str,
+    condition: str,
+    measure: str,
+    pairs: Sequence[tuple[CapRecord, CapRecord]],
+    read: Callable[[CapRecord], float],
+    factor: bool,
+    seed: int,
+) -> Change | None:
+    """None where no pair has the number."""
+    known: dict[int, list[tuple[float, float]]] = {}
+    for before, after in pairs:
+        pair = read(before), read(after)
+        if not math.isnan(sum(pair)):
+            known.setdefault(before.case.question, []).append(pair)
+    if not known:
+        return None
+
+    def mean(number: Callable[[float, float], float]) -> Estimate:
+        clusters = [[number(*pair) for pair in own] for own in known.values()]
+        return estimate(cluster_means(clusters, log=factor), seed=seed, log=factor)
+
+    first, later = mean(lambda one, _: one), mean(lambda _, other: other)
+    moved = mean(lambda one, other: other / one if factor else other - one)
+    count = sum(map(len, known.values()))
+    return Change(kind, condition, measure, first.value, later.value, moved.value, moved.low, moved.high, count)

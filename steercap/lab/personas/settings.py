@@ -1,0 +1,288 @@
+"""What a run from traits to vectors is asked to do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from steercap.architectures.sites import SITES
+from steercap.core.spec import CaptureSpec
+from steercap.core.values import choices, flag_of, index_of, number_of, parts_of, shown
+from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.lab.directions import METHODS
+from steercap.lab.measures.scores import make_scorer
+from steercap.lab.measures.trait import Trait, traits
+
+#: What each stage depends on, besides the stages before it; "filter" decides which rows are used, not what they are.
+_DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "generate": (
+        "traits.name",
+        "traits.positive",
+        "traits.negative",
+        "traits.questions",
+        "seed",
+        "n_samples",
+        "n_questions",
+        "n_prompts",
+        "max_tokens",
+        "temperature",
+        "top_p",
+    ),
+    "score": ("traits.description", "traits.examples", "traits.keywords", "traits.rubric", "scorer", "scorer_args"),
+    "filter": ("threshold_high", "threshold_low", "paired", "min_kept"),
+    "capture": ("layers", "site", "read_system"),
+    "vectors": ("method", "held_out"),
+}
+_AFTER: Final[Mapping[str, tuple[str, ...]]] = {
+    "generate": (),
+    "score": ("generate",),
+    "filter": ("score",),
+    "capture": ("generate",),
+    "vectors": ("filter", "capture"),
+}
+#: Stages whose results are of all traits together; those of the others are of one trait each.
+JOINT: Final = ("filter", "vectors")
+#: The stages, in their order.
+STAGES: Final = tuple(_DEPENDS)
+
+
+class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of `run`.
+
+    The defaults are the sizes and thresholds of Chen et al., Persona Vectors. They judge by a large model, keep pairs
+    (`paired`), and keep only answers that are judged coherent, which no scorer here does; their answers are longer.
+
+    Args:
+        traits: names of shipped traits, or `Trait`s; one at least.
+        seed: of everything that is drawn.
+        n_samples: answers to each question under each system prompt.
+        n_questions, n_prompts: how many of a trait's questions and of its pairs of system prompts, the first ones; None
+            takes all.
+        max_tokens: most tokens of an answer.
+        temperature, top_p: of sampling.
+        max_in_flight: requests under way at once.
+        scorer: name in `steercap.lab.measures.scores.SCORERS`.
+        scorer_args: its arguments; no keys, since they are written to the run folder.
+        threshold_high, threshold_low: answers under a positive prompt are kept from this score up, under a negative
+            one up to this score.
+        paired: keep an answer only with its counterpart, which has the same question, sample and place of the prompt.
+        min_kept: fewest kept answers of each kind; a trait with fewer is left out.
+        layers, site: where rows are read: "all", an index or several; several become a tuple.
+        read_system: whether the model has the system prompt before it when it reads an answer again, as in the
+            paper. The rows may then show the prompt rather than the answer; False reads each answer after its question
+            alone.
+        method: name in `steercap.lab.directions.METHODS`.
+        held_out: share of the questions whose answers the vector is not made from, but tried on.
+
+    Raises:
+        InvalidSetting, UnknownName: a value that does not fit, or fewer answers asked of a trait than are to be kept.
+    """
+
+    traits: tuple[str | Trait, ...]
+    seed: int = 0
+    n_samples: int = 10
+    n_questions: int | None = None
+    n_prompts: int | None = None
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_in_flight: int = 256
+    scorer: str = "minilm"
+    scorer_args: dict[str, Any] = {}
+    threshold_high: float = 50.0
+    threshold_low: float = 50.0
+    paired: bool = False
+    min_kept: int = 10
+    layers: int | tuple[int, ...] | Literal["all"] = "all"
+    site: str = "resid_post"
+    read_system: bool = True
+    method: str = "difference"
+    held_out: float = 0.25
+
+    def __post_init__(self) -> None:
+        least = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "max_in_flight": 1, "min_kept": 2}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is None and name in {"n_questions", "n_prompts"}:
+                continue
+            if (index_of(value) or 0) < bound:
+                raise InvalidSetting(f"{name}={shown(value)}; give {bound} or more, a whole number")
+        self._check_kinds()
+        if not 0 < self.held_out < 1:
+            raise InvalidSetting(f"held_out={self.held_out}; give a share of the questions, between 0 and 1")
+        if "api_key" in self.scorer_args:
+            raise InvalidSetting(
+                "scorer_args hold an api_key, and would be written to the run folder; put it into an environment "
+                "variable and give api_key_env"
+            )
+        _ = METHODS[self.method], SITES[self.site], make_scorer(self.scorer, self.scorer_args)
+        msgspec.structs.force_setattr(self, "layers", layers_of(self.layers))
+        try:
+            CaptureSpec(layers=self.layers, sites=self.site)
+        except InvalidSpec as error:
+            raise InvalidSetting(f"layers={self.layers!r}: {error}") from error
+        names = [trait.name for trait in self.resolved()]
+        if not names or len(set(names)) < len(names):
+            raise InvalidSetting(f"traits={names}; give at least one, and each once")
+        for trait in self.resolved():
+            self._check_size(trait)
+
+    def _check_kinds(self) -> None:
+        """Check that what is neither a size nor a list is of the type that it must be."""
+        for names, read, what in (
+            (("seed",), index_of, "a whole number"),
+            (("temperature", "top_p", "threshold_high", "threshold_low", "held_out"), number_of, "a number"),
+            (("paired", "read_system"), flag_of, "True or False"),
+        ):
+            for name in names:
+                found = read(getattr(self, name))
+                if found is None or found != found:  # noqa: PLR0124 -- NaN
+                    raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give {what}")
+        for name in ("scorer", "site", "method"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give a name")
+        if not isinstance(self.scorer_args, Mapping):
+            raise InvalidSetting(f"scorer_args={shown(self.scorer_args)}; give a dict")
+        several = isinstance(self.traits, (list, tuple))
+        wrong = [trait for trait in self.traits if not isinstance(trait, (str, Trait))] if several else [self.traits]
+        if wrong:
+            raise InvalidSetting(f"traits hold {shown(wrong[0])}; give names of traits, or Traits, in a tuple")
+
+    def _check_size(self, trait: Trait) -> None:
+        """Check that what is asked of a trait can give a vector."""
+        questions = len(trait.questions[: self.n_questions])
+        if questions < 2:
+            raise InvalidSetting(
+                f"{trait.name} has {questions} question; give it two at least, for held_out={self.held_out} holds "
+                "whole questions out"
+            )
+        prompts = min(len(trait.positive[: self.n_prompts]), len(trait.negative[: self.n_prompts]))
+        if (asked := questions * prompts * self.n_samples) < self.min_kept:
+            raise InvalidSetting(
+                f"min_kept={self.min_kept}, but {trait.name} is asked for {asked} answers of a kind: {questions} "
+                f"questions, {prompts} system prompts, {self.n_samples} samples; ask more or lower min_kept"
+            )
+
+    @classmethod
+    def small(cls, *traits: str | Trait, **changes: Any) -> PersonaSettings:
+        """Sizes for a small model on a CPU: minutes, not hours.
+
+        One answer to each of twelve questions under each prompt, forty tokens long; at temperature 0.7, since at 1 a
+        model of some hundred million parameters rambles.
+
+        Args:
+            traits: as `traits`.
+            changes: other settings.
+        """
+        sizes = {"n_samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "max_in_flight": 64}
+        return cls(traits=traits, **{**sizes, **changes})
+
+    def resolved(self) -> tuple[Trait, ...]:
+        """The traits, names replaced by the shipped ones.
+
+        Raises:
+            InvalidSetting: a name that no shipped trait has.
+        """
+        shipped = traits()
+        if missing := [trait for trait in self.traits if isinstance(trait, str) and trait not in shipped]:
+            raise InvalidSetting(f"unknown traits {missing}; {choices(missing[0], shipped)}; others are given as Trait")
+        return tuple(shipped[trait] if isinstance(trait, str) else trait for trait in self.traits)
+
+
+def described(settings: PersonaSettings) -> dict[str, Any]:
+    """The settings as plain values, traits in full, by name."""
+    plain: dict[str, Any] = msgspec.to_builtins(settings)
+    plain["traits"] = {trait.name: msgspec.to_builtins(trait) for trait in settings.resolved()}
+    return plain
+
+
+def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:
+    """SHA-256 of what each stage depends on, for all traits in their order: equal where its results are.
+
+    Args:
+        plain: as `described` gives them.
+        model: what is known of the model.
+    """
+    return {stage: _digest(list(found.items())) for stage, found in trait_hashes(plain, model).items()}
+
+
+def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """SHA-256 of what each stage depends on, by stage and trait: it does not depend on the other traits.
+
+    Args:
+        plain, model: as for `stage_hashes`.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for stage in _DEPENDS:
+        common, own = _parts(plain, stage)
+        found[stage] = {
+            name: _digest([dict(model), [found[before][name] for before in _AFTER[stage]], common, trait])
+            for name, trait in own.items()
+        }
+    return found
+
+
+def other_answers(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], models: tuple[Mapping[str, str], Mapping[str, str]]
+) -> list[str]:
+    """What differs between two runs, of what answers depend on; of traits, those that both have.
+
+    Args:
+        mine, theirs: as `described` gives them.
+        models: what is known of the model of each.
+
+    Raises:
+        KeyError: one of them lacks a setting.
+    """
+    (common, own), (others, traits) = _parts(mine, "generate"), _parts(theirs, "generate")
+    shared = {name: trait for name, trait in own.items() if name in traits}
+    return differences(
+        {**common, "traits": shared, "model": models[0]},
+        {**others, "traits": {name: traits[name] for name in shared}, "model": models[1]},
+    )
+
+
+def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
+    """What differs between two values of plain data, as "place: theirs, not mine"."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        names = dict.fromkeys([*theirs, *mine])
+        parts = [(name, mine.get(name), theirs.get(name)) for name in names]
+        return [line for name, ours, other in parts for line in differences(ours, other, f"{at}.{name}".strip("."))]
+    return [] if mine == theirs else [f"{at}: {shown(theirs)}, not {shown(mine)}"]
+
+
+def depends(stage: str) -> Sequence[str]:
+    """The settings that a stage depends on by itself."""
+    return _DEPENDS[stage]
+
+
+def _parts(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What a stage depends on by itself: the settings for all traits, and what it needs of each trait."""
+    fields = [name.removeprefix("traits.") for name in _DEPENDS[stage] if name.startswith("traits.")]
+    common = {name: plain[name] for name in _DEPENDS[stage] if not name.startswith("traits.")}
+    return common, {name: {field: trait[field] for field in fields} for name, trait in plain["traits"].items()}
+
+
+def _digest(told: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()
+
+
+def layers_of(layers: Any) -> str | int | tuple[int, ...]:
+    """What "layers" means: "all", an index, or indices as a tuple; other types of numbers, such as numpy's, as int."""
+    if isinstance(layers, str) and layers == "all":
+        return layers
+    if (index := index_of(layers)) is not None:
+        return index
+    indices = [index_of(layer) for layer in parts_of(layers, "layers", InvalidSetting) or []]
+    found = tuple(index for index in indices if index is not None)
+    if len(found) < len(indices):
+        found = ()
+    if not found:
+        raise InvalidSetting(
+            f"layers={shown(layers)}; give 'all', an index, or several in a list, tuple or range: for a slice, "
+            "range(start, stop, step)"
+        )
+    return found

@@ -1,0 +1,234 @@
+"""Capture: one row per answer and layer, the mean over the answer's tokens, reduced in the workers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+import torch
+
+from steercap.concurrency.bounded import each_of
+from steercap.core.prompts import templated
+from steercap.errors import InvalidFile
+from steercap.files.base import read_tensors, write_tensors
+from steercap.files.tables import PART_RECORDS
+from steercap.lab.directions import Exchange, mean_rows
+from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.progress import Count, Report
+from steercap.lab.personas.records import Records, Response
+from steercap.lab.personas.settings import PersonaSettings
+from steercap.lab.personas.stages.generate import messages_of
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+VERSION: Final = 1
+
+
+class RowsHeader(msgspec.Struct, frozen=True):
+    """The header of a file of rows.
+
+    Args:
+        version: of the file.
+        layers: what the second axis of the tensor `rows`, float32 [answers, layers, hidden], is.
+        ids: of the answers, in the order of the rows.
+        prompts: SHA-256 of the token ids that were read for each, in hexadecimal.
+    """
+
+    version: int
+    layers: tuple[int, ...]
+    ids: tuple[str, ...]
+    prompts: tuple[str, ...]
+
+
+async def capture(
+    model: SteerModel,
+    settings: PersonaSettings,
+    folder: RunFolder,
+    records: Records,
+    *,
+    room: Mapping[str, int],
+    report: Report | None,
+) -> None:
+    """Have the model read the kept answers, and write their rows to `rows/<trait>.safetensors`.
+
+    As in Chen et al., Persona Vectors: prompt and answer are read once more, and the rows of the answer's tokens are
+    averaged. Rows that the folder holds are not read again; those of answers that are no longer kept stay there.
+
+    Args:
+        model, settings, folder: of the run.
+        records: all answers, and those whose rows are wanted.
+        room: how many tokens of each answer are read, by id; see `room_of`.
+        report: told how far it is.
+
+    Raises:
+        The errors of `SteerModel.generate`.
+    """
+    if not folder.is_done("capture"):
+        folder.begin("capture")
+        for trait in set(folder.traits) - folder.traits_of("capture"):
+            rows_file(folder, trait).unlink(missing_ok=True)  # rows of other settings
+    whole = [path for trait in folder.traits if (path := rows_file(folder, trait)).exists()]
+    left = _ids([path for trait in folder.traits for path in _parts(folder, trait)])  # of a process that was killed
+    have = _ids(whole) | left
+    todo = [one for one in records.kept if one.id not in have]
+    count = Count("capture", len(records.kept), len(records.kept) - len(todo), report)
+    if todo or left or not folder.is_done("capture"):
+        answers = {response.id: response for response in records.responses}
+        await _read(model, settings, folder, [answers[one.id] for one in todo], room=room, count=count)
+        _join(folder, list(answers))
+        folder.finish("capture")
+
+
+class Answered(Protocol):
+    """An answer that is read again."""
+
+    @property
+    def id(self) -> str:
+        """Unique in a run."""
+
+    @property
+    def system_prompt(self) -> str:
+        """What it was given under; "" is none."""
+
+    @property
+    def question_text(self) -> str:
+        """What was asked."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What was generated."""
+
+
+class Reading(Protocol):
+    """What settings say of reading."""
+
+    @property
+    def read_system(self) -> bool:
+        """Whether the system prompt comes before it."""
+
+
+def room_of(tokenizer: Any, max_model_len: int, settings: Reading, responses: Sequence[Answered]) -> dict[str, int]:
+    """How many tokens of each answer can be read after its prompt, by id; 0 where none can.
+
+    To read, a model must generate one token too, so prompt and answer are shorter than the context. An answer may have
+    filled it, and then lacks its last token.
+
+    Args:
+        tokenizer: of the model.
+        max_model_len: tokens that the context holds.
+        settings: of the run.
+        responses: the answers.
+    """
+    lengths: dict[tuple[str, str], int] = {}
+    found = {}
+    for response in responses:
+        key = (response.system_prompt, response.question_text)
+        if key not in lengths:
+            lengths[key] = len(templated(tokenizer, prompt_of(settings, response), {}, spans=False)[0])
+        found[response.id] = max(0, min(len(response.token_ids), max_model_len - 1 - lengths[key]))
+    return found
+
+
+def load_rows(path: str | Path) -> tuple[RowsHeader, torch.Tensor]:
+    """Read a file of rows.
+
+    Returns:
+        Its header, and float32 [answers, layers, hidden].
+
+    Raises:
+        InvalidFile: no such file, or not of rows, or of a newer version.
+    """
+    header, tensors = read_tensors(Path(path))
+    rows = tensors.get("rows")
+    known = _header(Path(path), header)
+    if rows is None or rows.dim() != 3 or rows.shape[:2] != (len(known.ids), len(known.layers)):
+        raise InvalidFile(f"{path} does not hold the rows that its header names; capture them again")
+    return known, rows
+
+
+def rows_file(folder: RunFolder, trait: str) -> Path:
+    """Where the rows of a trait are; a file each, since all of them may not fit in memory."""
+    return folder.path / "rows" / f"{trait}.safetensors"
+
+
+async def _read(
+    model: SteerModel,
+    settings: PersonaSettings,
+    folder: RunFolder,
+    todo: Sequence[Response],
+    *,
+    room: Mapping[str, int],
+    count: Count,
+) -> None:
+    async def read(chunk: Sequence[Response]) -> None:
+        rows = await mean_rows(
+            model,
+            [Exchange(prompt_of(settings, one), one.token_ids[: room[one.id]]) for one in chunk],
+            layers=settings.layers,
+            site=settings.site,
+        )
+        header = RowsHeader(
+            VERSION,
+            rows.layers,
+            tuple(response.id for response in chunk),
+            tuple(digest.hex() for digest in rows.prompts),
+        )
+        place = folder.parts("capture", chunk[0].trait)
+        write_tensors(place / f"{uuid.uuid4().hex}.safetensors", header, {"rows": rows.values})
+        count.add(len(chunk))
+
+    chunks = [
+        mine[first : first + PART_RECORDS]
+        for trait in folder.traits
+        if (mine := [response for response in todo if response.trait == trait])
+        for first in range(0, len(mine), PART_RECORDS)
+    ]
+    await each_of(chunks, read, max(1, settings.max_in_flight // PART_RECORDS))
+
+
+def prompt_of(settings: Reading, response: Answered) -> list[dict[str, str]]:
+    """The conversation that stands before an answer when it is read again."""
+    return messages_of(response.system_prompt if settings.read_system else "", response.question_text)
+
+
+def _join(folder: RunFolder, order: Sequence[str]) -> None:
+    """Write the rows of each trait as one file, in the order of the answers."""
+    ranks = {name: rank for rank, name in enumerate(order)}
+    for trait in folder.traits:
+        parts, path = _parts(folder, trait), rows_file(folder, trait)
+        if not parts:
+            continue
+        read = [load_rows(file) for file in [*([path] if path.exists() else []), *parts]]
+        found = {
+            name: (header.prompts[place], rows[place]) for header, rows in read for place, name in enumerate(header.ids)
+        }
+        ids = sorted(found, key=ranks.__getitem__)
+        (layers,) = {header.layers for header, _ in read}
+        header = RowsHeader(VERSION, layers, tuple(ids), tuple(found[name][0] for name in ids))
+        write_tensors(path, header, {"rows": torch.stack([found[name][1] for name in ids])})
+
+
+def _parts(folder: RunFolder, trait: str) -> list[Path]:
+    return sorted(folder.parts("capture", trait).glob("*.safetensors"))
+
+
+def _ids(paths: Sequence[Path]) -> set[str]:
+    return {name for path in paths for name in _ids_of(path)}
+
+
+def _ids_of(path: Path) -> tuple[str, ...]:
+    return _header(path, read_tensors(path, tensors=False)[0]).ids
+
+
+def _header(path: Path, text: str) -> RowsHeader:
+    try:
+        header = msgspec.json.decode(text, type=RowsHeader)
+    except msgspec.MsgspecError as error:
+        raise InvalidFile(f"{path} holds no rows of answers: {error}") from error
+    if header.version != VERSION:
+        raise InvalidFile(f"{path} holds rows in version {header.version}; this steercap reads {VERSION}")
+    return header

@@ -1,0 +1,37 @@
+"""Evaluation: methods beside each other on the same questions, with intervals, and with what they cost."""
+
+from steercap.lab.measures.statistics import Difference, Estimate, benjamini_hochberg, holm
+from steercap.lab.studies.evaluation.definition import Condition, Evaluation
+from steercap.lab.studies.evaluation.methods import Method, shuffled
+from steercap.lab.studies.evaluation.results import EvaluationResults
+from steercap.lab.studies.evaluation.running import evaluate, read_results
+from steercap.lab.studies.evaluation.summaries import Comparison, Drift, Line, Matched, corrected
+from steercap.lab.studies.evaluation.tasks import TASKS
+from steercap.lab.studies.evaluation.tasks.base import Item, Task
+from steercap.lab.studies.evaluation.tasks.choices import Choice, Choices
+from steercap.lab.studies.evaluation.tasks.passages import Passages
+
+__all__ = [
+    "TASKS",
+    "Choice",
+    "Choices",
+    "Comparison",
+    "Condition",
+    "Difference",
+    "Drift",
+    "Estimate",
+    "Evaluation",
+    "EvaluationResults",
+    "Item",
+    "Line",
+    "Matched",
+    "Method",
+    "Passages",
+    "Task",
+    "benjamini_hochberg",
+    "corrected",
+    "evaluate",
+    "holm",
+    "read_results",
+    "shuffled",
+]

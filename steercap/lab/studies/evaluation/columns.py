@@ -1,0 +1,155 @@
+"""Numbers by column and by line: of every method at every dose the mean of each question, or of each item of a task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.values import choices
+from steercap.errors import InvalidSpec
+from steercap.lab.measures.base import Measure
+from steercap.lab.measures.statistics import Floats, cluster_means
+from steercap.lab.studies.evaluation.definition import Condition, Evaluation
+from steercap.lab.studies.evaluation.matching import Place, path, place_of
+from steercap.lab.studies.evaluation.store import Answer
+from steercap.lab.studies.evaluation.tasks.base import Task
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """The numbers of an evaluation; its arguments are those of `EvaluationResults`.
+
+    A *line* is a method, or several that are pooled under one name. Numbers of a column of factors are logarithms.
+    """
+
+    evaluation: Evaluation
+    answers: Sequence[Answer]
+    values: Mapping[str, Sequence[float]]
+    readings: Mapping[str, Mapping[Condition, Sequence[float]]]
+    measures: Mapping[str, Measure]
+    tasks: Mapping[str, Task]
+
+    @property
+    def names(self) -> list[str]:
+        """Labels of measures and tasks."""
+        return [*self.measures, *self.tasks]
+
+    def __getitem__(self, column: str) -> Measure | Task:
+        """The measure or task of a label.
+
+        Raises:
+            InvalidSpec: it was not taken.
+        """
+        if column not in self.names:
+            raise InvalidSpec(f"{column!r} was not taken, but {self.names}; evaluate(..., measures=, tasks=) adds it")
+        return self.measures[column] if column in self.measures else self.tasks[column]
+
+    @cached_property
+    def lines(self) -> list[tuple[str, float]]:
+        """Every line at each of its doses, in the order of the evaluation."""
+        each = ((method.line, dose) for method in self.evaluation.methods for dose in method.doses)
+        return list(dict.fromkeys(each))
+
+    @property
+    def methods(self) -> list[str]:
+        """Every line once."""
+        return list(dict(self.lines))
+
+    def doses(self, line: str) -> list[float]:
+        """The doses of a line.
+
+        Raises:
+            InvalidSpec: there is none of this name.
+        """
+        found = [dose for name, dose in self.lines if name == line]
+        if not found:
+            raise InvalidSpec(f"{line!r} is not evaluated; {choices(line, self.methods)}")
+        return found
+
+    def control_of(self, line: str) -> str:
+        """What a line is a control of, or ""."""
+        return next(method.control_of for method in self.evaluation.methods if method.line == line)
+
+    def has_doses(self, line: str) -> bool:
+        """Whether it steers by edits with a scale; what was tried at dose 1 alone could be at others."""
+        return next(method.scales for method in self.evaluation.methods if method.line == line)
+
+    @cached_property
+    def means(self) -> dict[str, dict[tuple[str, float], Floats]]:
+        """By column and by line and dose: float64 [questions], or of a task [items]."""
+        found = {label: self.by_question(label) for label in self.values}
+        for label, readings in self.readings.items():
+            pooled: dict[tuple[str, float], list[Sequence[float]]] = {}
+            for condition, values in readings.items():
+                line = self.evaluation.method(condition.method).line
+                pooled.setdefault((line, condition.dose), []).append(values)
+            log = self.tasks[label].log
+            found[label] = {at: cluster_means(list(zip(*rows, strict=True)), log=log) for at, rows in pooled.items()}
+        return found
+
+    def by_question(self, label: str, turn: int | None = None) -> dict[tuple[str, float], Floats]:
+        """The mean of each question's answers, or of those at one turn: float64 [questions] by line and dose.
+
+        Args:
+            label: a measure.
+            turn: which, from 0; None for all.
+        """
+        lines = {method.name: method.line for method in self.evaluation.methods}
+        found: dict[tuple[str, float], list[list[float]]] = {
+            at: [[] for _ in self.evaluation.questions] for at in self.lines
+        }
+        for answer, value in zip(self.answers, self.values[label], strict=True):
+            if turn is None or answer.turn == turn:
+                found[lines[answer.method], answer.dose][answer.question].append(value)
+        log = self.measures[label].log
+        return {at: cluster_means(values, log=log) for at, values in found.items()}
+
+    def along(self, line: str, column: str) -> dict[float, Floats]:
+        """A column at each dose of a line, at dose 0 without steering; of what has no doses at its own.
+
+        A method with a system prompt has no dose 0: without its edits it is the prompt alone, which was not tried.
+        """
+        means = self.means[column]
+        if not self.has_doses(line):
+            return {dose: means[line, dose] for dose in self.doses(line)}
+        found = {dose: means[line, dose] for dose in path(self.doses(line)) if dose}
+        return found if self._is_prompted(line) else {0.0: means[self.evaluation.plain, 1.0], **found}
+
+    def costs(self, line: str, by: str) -> dict[float, float]:
+        """The mean of a column at each dose of a line, over what was measured under all methods and doses; a dose at
+        which nothing was measured is left out.
+        """
+        shared = self._shared(by)
+        along = {dose: means for dose, means in self.along(line, by).items() if not np.isnan(means).all()}
+        return {dose: float(means[shared].mean()) for dose, means in along.items()}
+
+    def plain_cost(self, by: str) -> float:
+        """The same without steering."""
+        return float(self.means[by][self.evaluation.plain, 1.0][self._shared(by)].mean())
+
+    def _shared(self, column: str) -> npt.NDArray[np.bool_]:
+        """The questions, or items of a task, that were measured everywhere.
+
+        Raises:
+            InvalidSpec: there are none.
+        """
+        known = [~np.isnan(means) for means in self.means[column].values()]
+        found: npt.NDArray[np.bool_] = np.logical_and.reduce([one for one in known if one.any()])
+        if not found.any():
+            raise InvalidSpec(f"{column!r} was measured of no question under every method; nothing says what they cost")
+        return found
+
+    def _is_prompted(self, line: str) -> bool:
+        return next(bool(method.system) for method in self.evaluation.methods if method.line == line)
+
+    def place(self, line: str, by: str, at: float) -> Place:
+        """Where a line costs an amount."""
+        if not self.has_doses(line):
+            (own,) = self.doses(line)
+            return Place(own, own, 0.0, reached=False)
+        return place_of(self.costs(line, by), math.log(at) if self[by].log else at)

@@ -1,0 +1,258 @@
+"""An evaluation: methods beside each other on the same questions, and what of it the answers depend on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import msgspec
+
+from steercap.core.values import choices, flag_of, index_of, parts_of, shown
+from steercap.errors import InvalidSpec
+from steercap.lab.studies.evaluation.methods import Method, listed
+from steercap.lab.studies.sweeps.controls import derived_seed
+from steercap.steering.spec import SteeringSpec
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """A method at a dose.
+
+    Args:
+        method: its name.
+        dose: factor on its steering; of a method without any 1.
+    """
+
+    method: str
+    dose: float
+
+
+class Conversation(NamedTuple):
+    """A conversation to be had.
+
+    Args:
+        number: the place of its first answer among all of the folder.
+        condition: how it is brought about.
+        question: index of the question.
+        sample: index of the sample.
+    """
+
+    number: int
+    condition: Condition
+    question: int
+    sample: int
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A condition that a folder has answers under, or will have.
+
+    Args:
+        digest: SHA-256 of its edits and its system prompt.
+        method: what it was called when it came; for people.
+        dose: of it.
+    """
+
+    digest: str
+    method: str
+    dose: float
+
+
+class Definition(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answers of an evaluation depend on, whatever is compared.
+
+    Args:
+        model: what the model is; see `steercap.files.fingerprint`.
+        questions: the turns of each.
+        sampling: vLLM's sampling parameters.
+        samples: conversations about each question.
+        chat: whether questions go through the chat template.
+        seed: of the sampling.
+        conditions: those that have a place among the answers, in its order; more may come.
+    """
+
+    model: dict[str, str]
+    questions: list[list[str]]
+    sampling: dict[str, Any]
+    samples: int
+    chat: bool
+    seed: int
+    conditions: list[Known] = []
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Evaluation:
+    """Methods that answer the same questions.
+
+    The method of no steering and no prompt is always among them, called "none" unless one of yours is it.
+
+    Args:
+        methods: what is compared.
+        questions: what is asked: a text, or several that the user says one after another, each after the model's own
+            answer to the one before. Questions that no vector was made from and no dose was chosen with.
+        sampling: vLLM's sampling parameters except `n` and `seed`, which the evaluation sets.
+        samples: conversations about each question; the same question, sample and turn have the same seed under every
+            method.
+        chat: whether questions go through the chat template; if not, each is a text that the model goes on with, after
+            the system prompt and an empty line where a method has one.
+        seed: of the sampling.
+
+    Raises:
+        InvalidSpec: no method or no question, two methods of one name, a control of a method that is not there, several
+            turns without a chat, or a number that does not fit.
+    """
+
+    methods: Sequence[Method]
+    questions: Sequence[str | Sequence[str]]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    samples: int = 1
+    chat: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        keep = object.__setattr__
+        keep(self, "methods", self._methods())
+        asked = parts_of(self.questions, "Evaluation: questions")
+        if not asked:
+            raise InvalidSpec(f"Evaluation: questions={shown(self.questions)}; give a list with at least one")
+        keep(self, "questions", tuple(_turns(question) for question in asked))
+        for name, read, what in (
+            ("samples", index_of, "a whole number"),
+            ("seed", index_of, "a whole number"),
+            ("chat", flag_of, "True or False"),
+        ):
+            value = read(getattr(self, name))
+            if value is None:
+                raise InvalidSpec(f"Evaluation: {name}={shown(getattr(self, name))}; give {what}")
+            keep(self, name, value)
+        if not isinstance(self.sampling, Mapping) or {"n", "seed"} & set(self.sampling):
+            raise InvalidSpec(
+                f"Evaluation: sampling={shown(self.sampling)}; give a dict of vLLM's sampling parameters without n and "
+                "seed, which are samples= and seed="
+            )
+        keep(self, "sampling", dict(self.sampling))
+        self._check_fit()
+
+    def _methods(self) -> tuple[Method, ...]:
+        given = parts_of(self.methods, "Evaluation: methods")
+        if not given or not all(isinstance(method, Method) for method in given):
+            raise InvalidSpec(f"Evaluation: methods={shown(self.methods)}; give a list of Method, with at least one")
+        found = tuple(listed(given))
+        names = [method.name for method in found]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise InvalidSpec(f"Evaluation: two methods are called {twice[0]!r}; name them apart")
+        lines = {method.line for method in found}
+        for method in found:
+            if method.control_of and method.control_of not in lines:
+                raise InvalidSpec(
+                    f"Method {method.name!r} is a control of {method.control_of!r}, which is not evaluated; "
+                    f"{choices(method.control_of, sorted(lines))}"
+                )
+        return found
+
+    def _check_fit(self) -> None:
+        if self.samples < 1:
+            raise InvalidSpec(f"Evaluation: samples={self.samples}; give 1 or more")
+        if self.samples > 1 and self.sampling.get("temperature") == 0:
+            raise InvalidSpec(
+                f"Evaluation: samples={self.samples} at temperature 0 would all be the same text; raise it, or set "
+                "samples=1"
+            )
+        if not self.chat and self.turns > 1:
+            raise InvalidSpec("Evaluation: several turns are a conversation; give chat=True, or one text a question")
+
+    @property
+    def turns(self) -> int:
+        """Most turns that a question has."""
+        return max(map(len, self.questions))
+
+    @property
+    def plain(self) -> str:
+        """The name of the method that changes nothing."""
+        return next(method.name for method in self.methods if method.is_plain)
+
+    def method(self, name: str) -> Method:
+        """A method by its name.
+
+        Raises:
+            InvalidSpec: there is none.
+        """
+        for method in self.methods:
+            if method.name == name:
+                return method
+        raise InvalidSpec(f"{name!r} is not evaluated; {choices(name, [one.name for one in self.methods])}")
+
+    def conditions(self) -> tuple[Condition, ...]:
+        """Every method at each of its doses, in their order."""
+        return tuple(Condition(method.name, dose) for method in self.methods for dose in method.doses)
+
+    def spec(self, condition: Condition) -> SteeringSpec | None:
+        """The edits of a condition; None for none."""
+        return self.method(condition.method).spec(condition.dose)
+
+    def digest(self, condition: Condition) -> str:
+        """SHA-256 of all that a condition changes, in hexadecimal."""
+        spec = self.spec(condition)
+        said = ["" if spec is None else spec.sha256, self.method(condition.method).system]
+        return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
+
+    def conversations(self, places: Mapping[Condition, int]) -> Iterator[Conversation]:
+        """All conversations to be had; those of one condition together, so that few steering slots are in use at once.
+
+        Args:
+            places: of each condition among those of the folder.
+        """
+        per = len(self.questions) * self.samples * self.turns
+        for condition in self.conditions():
+            for at, (question, sample) in enumerate(product(range(len(self.questions)), range(self.samples))):
+                yield Conversation(places[condition] * per + at * self.turns, condition, question, sample)
+
+    def prompt(self, condition: Condition, said: Sequence[str]) -> Any:
+        """What the model reads.
+
+        Args:
+            condition: whose system prompt.
+            said: what user and model have said, in turns; the user begins and ends.
+        """
+        system = self.method(condition.method).system
+        if not self.chat:
+            return f"{system}\n\n{said[-1]}" if system else said[-1]
+        spoken = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
+        return [*([{"role": "system", "content": system}] if system else []), *spoken]
+
+    def sampling_of(self, question: int, sample: int, turn: int) -> dict[str, Any]:
+        """vLLM's sampling parameters of one answer; its seed does not depend on the condition."""
+        return {**self.sampling, "seed": derived_seed(f"{self.seed}/{question}/{sample}/{turn}")}
+
+    def definition(self, model: Mapping[str, str]) -> Definition:
+        """What the answers depend on.
+
+        Args:
+            model: what the model is; see `steercap.files.fingerprint`.
+
+        Raises:
+            InvalidSpec: sampling parameters that JSON cannot say.
+        """
+        found = Definition(
+            model=dict(model),
+            questions=[list(question) for question in self.questions],
+            sampling=dict(self.sampling),
+            samples=self.samples,
+            chat=self.chat,
+            seed=self.seed,
+            conditions=[Known(self.digest(one), one.method, one.dose) for one in self.conditions()],
+        )
+        try:
+            return msgspec.json.decode(msgspec.json.encode(found), type=Definition)
+        except (TypeError, msgspec.MsgspecError) as error:
+            raise InvalidSpec(f"Evaluation: sampling holds what JSON cannot represent: {error}") from error
+
+
+def _turns(question: Any) -> tuple[str, ...]:
+    turns = [question] if isinstance(question, str) else parts_of(question, "Evaluation: questions") or []
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise InvalidSpec(
+            f"Evaluation: questions hold {shown(question)}; give a text, or a list of what the user says turn by turn"
+        )
+    return tuple(turns)

@@ -1,0 +1,122 @@
+"""A spec at a dose, a spec over text that is read as if it had been written, and a spec of random vectors as long."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from steercap.core.tokens import TokenSelection
+from steercap.errors import InvalidSpec
+from steercap.lab.studies.sweeps.controls import derived_seed
+from steercap.steering.edits.add import Add
+from steercap.steering.edits.base import Edit
+from steercap.steering.edits.low_rank import LowRank
+from steercap.steering.spec import SteeringSpec
+
+
+def dosed(spec: SteeringSpec, dose: float) -> SteeringSpec:
+    """The edits with their scale times a dose.
+
+    Args:
+        spec: what dose 1 is.
+        dose: the factor; at 1 any spec is its own.
+
+    Raises:
+        InvalidSpec: an edit without a scale, such as a Cap, at another dose than 1.
+    """
+    if dose == 1:
+        return spec
+
+    def scaled(edit: Any) -> Any:
+        if not _has_scale(edit):
+            raise InvalidSpec(f"{edit!r} has no scale, and so no dose but 1; give doses=[1]")
+        return dataclasses.replace(edit, scale=edit.scale * dose)
+
+    return _each(spec, scaled)
+
+
+def has_doses(spec: SteeringSpec) -> bool:
+    """Whether every edit has a scale."""
+    return all(_has_scale(edit) for edit in spec.flat())
+
+
+def _has_scale(edit: Any) -> bool:
+    """Whether an edit has a scale that its whole change is multiplied by."""
+    return "scale" in {field.name for field in dataclasses.fields(edit)}
+
+
+def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
+    """The edits on a text that is read, where they would be if the model had written it after its prompt.
+
+    Args:
+        spec: of a generation.
+        prompt_len: tokens of the prompt.
+        total: tokens of prompt and text.
+
+    Raises:
+        InvalidSelection, EmptySelection: tokens that such a text does not have.
+        InvalidSpec: a Replace, whose rows belong to positions already.
+    """
+
+    def placed(edit: Any) -> Any:
+        if not isinstance(edit, Edit):
+            return edit
+        if edit.replaced:
+            raise InvalidSpec(f"{edit!r} puts rows at positions of one prompt; it is no method to compare on many")
+        ranges = edit.selection.ranges(prompt_len, total)
+        return dataclasses.replace(edit, tokens=TokenSelection(tuple((r.start, r.stop, r.step) for r in ranges)))
+
+    return _each(spec, placed)
+
+
+def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> SteeringSpec:
+    """Edits whose directions are random, as long as those they are compared with.
+
+    A vector becomes one uniform on the sphere of its length. `read` and `write` of a LowRank are turned: their singular
+    values stay, and so does every product of a row of one with a row of the other.
+
+    Args:
+        spec: what is matched.
+        name: of the method, for the draw.
+        index: which of the random ones, from 0.
+        seed: of the draw.
+
+    Raises:
+        InvalidSpec: an edit other than Add and LowRank: what size it is depends on the rows.
+    """
+    place = -1
+
+    def drawn(edit: Any) -> Any:
+        nonlocal place
+        place += 1
+        turn = torch.Generator().manual_seed(derived_seed(f"{seed}/{name}/{index}/{place}"))
+        if isinstance(edit, LowRank):
+            assert isinstance(edit.read, torch.Tensor)
+            assert isinstance(edit.write, torch.Tensor)
+            read, write = _turned(edit.read, edit.write, turn)
+            return dataclasses.replace(edit, read=read, write=write)
+        if not isinstance(edit, Add):
+            raise InvalidSpec(f"{edit!r} has no random control of its size; only Add and LowRank have")
+        assert isinstance(edit.vector, torch.Tensor)
+        noise = torch.randn(edit.vector.shape, generator=turn).double()
+        return dataclasses.replace(edit, vector=noise * (edit.vector.double().norm() / noise.norm()))
+
+    return _each(spec, drawn)
+
+
+def _turned(read: torch.Tensor, write: torch.Tensor, turn: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in other directions: the span of their rows is carried to a random one by an isometry."""
+    rows = torch.cat([read, write]).double()
+    basis = torch.linalg.qr(rows.T).Q  # [width, rows at most]
+    other = torch.linalg.qr(torch.randn(basis.shape, generator=turn).double()).Q
+    carried = rows @ basis @ other.T
+    return carried[: len(read)], carried[len(read) :]
+
+
+def _each(spec: SteeringSpec, change: Callable[[Any], Any]) -> SteeringSpec:
+    """The spec with every edit changed, those of specs within it too, in order."""
+    changed = [_each(edit, change) if isinstance(edit, SteeringSpec) else change(edit) for edit in spec.edits]
+    return SteeringSpec(changed, preserve_norm=spec.preserve_norm)

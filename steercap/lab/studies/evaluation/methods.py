@@ -1,0 +1,206 @@
+"""A method: one way of bringing about a behaviour, at some doses; and the controls that say what it is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from steercap.core.protocols import ReadingModel
+from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
+from steercap.core.values import index_of, number_of, parts_of, shown
+from steercap.errors import InvalidSpec
+from steercap.lab.directions.extraction import Text, extract
+from steercap.lab.studies.evaluation.dosing import dosed, has_doses, random_spec
+from steercap.steering.edits.add import Add
+from steercap.steering.edits.base import Edit
+from steercap.steering.layers import LayerVectors
+from steercap.steering.spec import SteeringSpec, spec_of
+
+#: What the method without steering and without a prompt is called, where nobody names it.
+PLAIN = "none"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Method:
+    """What is compared: steering at doses, a system prompt, both, or nothing.
+
+    Args:
+        name: what it is called in tables and pictures.
+        steering: a SteeringSpec or an edit, which says itself where it applies; or LayerVectors, which are added at
+            `layers`; None for none. A member of a DirectionSet is LayerVectors; a trained file is read by
+            `SteeringSpec.load`.
+        doses: factors on the scale of every edit, each tried by itself; not 0, which is no method. What has no scale,
+            such as a Cap, has dose 1 alone.
+        layers: of LayerVectors, where they are added, all at once; all that they have by default.
+        tokens: of LayerVectors, which tokens; "generated" by default.
+        system: a system prompt; "" for that of the model's chat template.
+        control_of: the name of the method that it is a control of, "" for a method of its own. Controls are drawn in
+            grey, and have no comparison of their own.
+        pooled: methods of one such name are one in tables and pictures: several random vectors, say.
+
+    Raises:
+        InvalidSpec: an empty name, no dose or one that is 0, not finite, twice, or not 1 where there is nothing to
+            scale; layers or tokens without LayerVectors, or a layer that they lack.
+    """
+
+    name: str
+    steering: SteeringSpec | Edit | LayerVectors | None = None
+    doses: Sequence[float] = (1.0,)
+    layers: Sequence[int] | None = None
+    tokens: Tokens | TokenSelection | None = None
+    system: str = ""
+    control_of: str = ""
+    pooled: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("name", "system", "control_of", "pooled"):
+            if not isinstance(getattr(self, field), str) or (field == "name" and not self.name):
+                raise InvalidSpec(f"Method: {field}={shown(getattr(self, field))}; give text")
+        if isinstance(self.steering, LayerVectors):
+            object.__setattr__(self, "steering", self._added(self.steering))
+        elif self.layers is not None or self.tokens is not None:
+            raise InvalidSpec(f"Method {self.name!r}: layers= and tokens= are of LayerVectors; edits have their own")
+        elif self.steering is not None:
+            object.__setattr__(self, "steering", spec_of(self.steering))
+        object.__setattr__(self, "doses", self._doses())
+
+    @property
+    def line(self) -> str:
+        """What it is called where methods are pooled."""
+        return self.pooled or self.name
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it changes nothing."""
+        return self.steering is None and not self.system
+
+    @property
+    def scales(self) -> bool:
+        """Whether its steering can be had at several doses."""
+        return isinstance(self.steering, SteeringSpec) and has_doses(self.steering)
+
+    def spec(self, dose: float) -> SteeringSpec | None:
+        """Its steering at a dose."""
+        assert self.steering is None or isinstance(self.steering, SteeringSpec)
+        return None if self.steering is None else dosed(self.steering, dose)
+
+    def random(self, count: int = 1, *, seed: int = 0) -> list[Method]:
+        """Controls: the same edits with random vectors of the same norms, at the same doses.
+
+        Args:
+            count: how many; they are pooled.
+            seed: of the draws.
+
+        Raises:
+            InvalidSpec: no steering, or an edit that has no random control of its size.
+        """
+        if self.steering is None:
+            raise InvalidSpec(f"Method {self.name!r} has no steering, and so no random control")
+        assert isinstance(self.steering, SteeringSpec)
+        pooled = f"random, as {self.name}"
+        return [
+            dataclasses.replace(
+                self,
+                name=f"{pooled} {at:02}",
+                steering=random_spec(self.steering, self.name, at, seed),
+                layers=None,
+                tokens=None,
+                control_of=self.name,
+                pooled=pooled,
+            )
+            for at in range(count)
+        ]
+
+    def _added(self, vectors: LayerVectors) -> SteeringSpec:
+        layers = list(vectors) if self.layers is None else parts_of(self.layers, "Method: layers")
+        indices = None if layers is None else [index_of(layer) for layer in layers]
+        if not indices or any(layer not in vectors for layer in indices):
+            raise InvalidSpec(
+                f"Method {self.name!r}: layers={shown(self.layers)}; give some of {list(vectors)}, for which there are "
+                "vectors"
+            )
+        tokens = TokenSelection.parse("generated" if self.tokens is None else self.tokens)
+        return SteeringSpec(
+            [Add(vectors[at], layer=at, site=vectors.site, tokens=tokens) for at in indices if at is not None]
+        )
+
+    def _doses(self) -> tuple[float, ...]:
+        given = [number_of(dose) for dose in parts_of(self.doses, "Method: doses") or ()]
+        found = tuple(dose for dose in given if dose is not None and math.isfinite(dose) and dose)
+        if not found or len(found) < len(given) or len(set(found)) < len(found):
+            raise InvalidSpec(
+                f"Method {self.name!r}: doses={shown(self.doses)}; give finite numbers other than 0, each once"
+            )
+        if not self.scales and found != (1.0,):
+            raise InvalidSpec(f"Method {self.name!r}: doses={found}, but nothing in it has a scale; leave doses out")
+        return found
+
+
+async def shuffled(
+    model: ReadingModel,
+    positive: Sequence[Text],
+    negative: Sequence[Text],
+    *,
+    like: LayerVectors,
+    method: str = "difference",
+    tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+    groups: Sequence[Hashable] | None = None,
+    negative_groups: Sequence[Hashable] | None = None,
+    seed: int = 0,
+) -> LayerVectors:
+    """A control: the direction that the same texts give where labels are exchanged in half of the groups, drawn.
+
+    It has what comes with any direction between texts of this kind, but as many texts of the trait on one side as on
+    the other. It is as long as the vector that it is compared with; at its own length it would do less merely by being
+    shorter.
+
+    Args:
+        model: an open model.
+        positive, negative: the texts that the vector was extracted from.
+        like: the vector; layers, site and norms are its own.
+        method, tokens, groups, negative_groups: as it was extracted with, see `steercap.lab.directions.extract`.
+        seed: of the draw.
+
+    Returns:
+        Vectors at the layers of `like`.
+
+    Raises:
+        The errors of `steercap.lab.directions.extract`.
+    """
+    ours = list(range(len(positive)) if groups is None else groups)
+    theirs = list(ours if negative_groups is None and groups is not None else negative_groups or range(len(negative)))
+    every = list(dict.fromkeys([*ours, *theirs]))
+    turned = set(Random(seed).sample(every, len(every) // 2))  # noqa: S311 -- a control, no secret
+    labelled = [(text, group, True) for text, group in zip(positive, ours, strict=True)]
+    labelled += [(text, group, False) for text, group in zip(negative, theirs, strict=True)]
+    one = [(text, group) for text, group, kind in labelled if kind != (group in turned)]
+    other = [(text, group) for text, group, kind in labelled if kind == (group in turned)]
+    found = await extract(
+        model,
+        [text for text, _ in one],
+        [text for text, _ in other],
+        name="shuffled",
+        layers=list(like),
+        site=like.site,
+        groups=[group for _, group in one],
+        negative_groups=[group for _, group in other],
+        method=method,
+        tokens=tokens,
+        held_out=0,
+        seed=seed,
+    )
+    norms = like.norms()
+    drawn = found["shuffled"].unit()
+    return LayerVectors(
+        {layer: drawn[layer] * norms[layer] for layer in drawn}, name="shuffled", model=like.model, site=like.site
+    )
+
+
+def listed(methods: Sequence[Method]) -> Iterator[Method]:
+    """The methods, and before them that of no steering, if none of them is it."""
+    if not any(method.is_plain for method in methods):
+        yield Method(name=PLAIN)
+    yield from methods

@@ -1,0 +1,226 @@
+"""One picture: what methods bring about against what they cost, and all of them where they cost the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from steercap.core.extras import extra
+from steercap.errors import InvalidSpec
+from steercap.files.base import write_whole
+from steercap.lab.measures.statistics import Estimate
+from steercap.lab.studies.evaluation.summaries import Line, Matched
+from steercap.lab.studies.sweeps.plots import PLAIN, RANDOM, scale_log
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Of the palette of Okabe and Ito, which the colour-blind tell apart; then other marks begin.
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKS: Final = ("o", "s", "^", "D", "v", "P")
+#: Marks of controls, in grey.
+CONTROL_MARKS: Final = ("x", "+", "1", "2")
+#: Inches of the panel of doses, of one of a column, and of a row; dots per inch.
+DOSES, COLUMN, HEIGHT, DPI = 4.4, 2.0, 3.0, 150
+
+
+class Drawn(Protocol):
+    """What is drawn: `EvaluationResults`."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Labels of measures and tasks."""
+
+    @property
+    def plain(self) -> str:
+        """The method that changes nothing."""
+
+    def summary(self) -> list[Line]:
+        """Every method at every dose."""
+
+    def matched(self, *, by: str, at: float | None = None) -> list[Matched]:
+        """Methods where they cost the same."""
+
+    def reached_by_all(self, by: str) -> float:
+        """What all reach."""
+
+    def is_log(self, column: str) -> bool:
+        """Whether a column holds factors."""
+
+    def axis(self, column: str) -> str:
+        """What a column is called."""
+
+    def check(self, *columns: str) -> None:
+        """Check that columns are known."""
+
+
+def plot_methods(
+    results: Drawn | Mapping[str, Drawn],
+    to: str | Path,
+    *,
+    columns: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
+    by: str,
+    at: float | Mapping[str, float] | None = None,
+) -> Path:
+    """Draw what methods bring about and what they cost.
+
+    On the left the first column against the cost, each method a line through its doses, from no steering on. A dashed
+    line is where all are compared. On the right a panel a column: each method there, with its interval. Open marks are
+    methods that never cost as much, or have no doses, as they are. Controls are grey.
+
+    Args:
+        results: of an evaluation; or of several by what each is called, such as a trait: a row each.
+        to: the file; its ending says the format.
+        columns: measures and tasks, the first that which methods are for; all by default, that of the cost aside. For
+            several results, by their names.
+        by: what methods cost.
+        at: how much; by default the most that every method with doses reaches. For several results, by their names.
+
+    Raises:
+        InvalidSpec: a column that was not taken, none at all, or no method with doses.
+    """
+    rows = results if isinstance(results, Mapping) else {"": results}
+    chosen = {
+        name: _chosen(one, columns[name] if isinstance(columns, Mapping) else columns, by) for name, one in rows.items()
+    }
+    figure = _figure(rows, chosen, by, at)
+    with write_whole(Path(to)) as scratch:
+        figure.savefig(scratch, dpi=DPI, format=Path(to).suffix[1:] or "png")
+    return Path(to)
+
+
+def _chosen(results: Drawn, columns: Sequence[str] | None, by: str) -> list[str]:
+    found = [column for column in results.columns if column != by] if columns is None else list(columns)
+    results.check(by, *found)
+    if not found:
+        raise InvalidSpec("there is nothing to draw but the cost; evaluate(..., measures=) adds what methods are for")
+    return found
+
+
+def _figure(
+    rows: Mapping[str, Drawn], columns: Mapping[str, Sequence[str]], by: str, at: float | Mapping[str, float] | None
+) -> Figure:
+    with extra("evaluation"):
+        from matplotlib.figure import Figure
+
+    most = max(map(len, columns.values()))
+    figure = Figure(figsize=(DOSES + COLUMN * most + 1.2, HEIGHT * len(rows) + 0.7), layout="constrained")
+    panels = figure.subplots(len(rows), 1 + most, squeeze=False, width_ratios=[DOSES, *[COLUMN] * most])
+    styles = _styles(rows.values())
+    for row, (name, results) in zip(panels, rows.items(), strict=True):
+        own = at[name] if isinstance(at, Mapping) else at
+        where = results.reached_by_all(by) if own is None else own
+        _draw_doses(row[0], results, columns[name][0], styles, by=by, at=where)
+        _draw_matched(row[1:], results, columns[name], results.matched(by=by, at=where), styles)
+        row[1].set_title(f"where {results.axis(by)} is {where:.3g}", loc="left", fontsize=8)
+        if name:
+            row[0].set_title(name, loc="left", fontsize=11, fontweight="bold")
+    legend: dict[str, Any] = {}
+    for row in panels:
+        legend |= dict(zip(*reversed(row[0].get_legend_handles_labels()), strict=True))
+    figure.legend(
+        legend.values(), legend.keys(), loc="outside lower center", ncols=min(len(legend), 4), frameon=False, fontsize=8
+    )
+    return figure
+
+
+def _styles(results: Iterable[Drawn]) -> dict[str, dict[str, Any]]:
+    """Colour and mark of each method: no steering black, controls grey."""
+    found: dict[str, dict[str, Any]] = {}
+    own = controls = 0
+    for one in results:
+        for line in one.summary():
+            if line.method in found:
+                continue
+            if line.method == one.plain:
+                found[line.method] = {"color": PLAIN, "marker": "o"}
+            elif line.control_of:
+                found[line.method] = {"color": RANDOM, "marker": CONTROL_MARKS[controls % len(CONTROL_MARKS)]}
+                controls += 1
+            else:
+                found[line.method] = {"color": COLOURS[own % len(COLOURS)], "marker": MARKS[own % len(MARKS)]}
+                own += 1
+    return found
+
+
+def _draw_doses(axes: Any, results: Drawn, column: str, styles: Mapping[str, Any], *, by: str, at: float) -> None:
+    """The column against the cost, a line a method."""
+    lines: dict[str, list[Line]] = {}
+    for line in results.summary():
+        lines.setdefault(line.method, []).append(line)
+    plain = results.plain
+    dosed = {one.method for one in results.matched(by=by, at=at) if one.how != "as it is"}
+    axes.axvline(at, color=PLAIN, linewidth=0.8, linestyle="--", alpha=0.6)
+    for name in sorted(lines, key=lambda name: name == plain):  # on top
+        points = sorted(lines[name], key=lambda line: abs(line.dose))
+        if name in dosed:
+            points = [lines[plain][0], *points]
+        x, y = ([line.means[label] for line in points] for label in (by, column))
+        axes.errorbar(
+            [one.value for one in x],
+            [one.value for one in y],
+            yerr=_bars(y),
+            label=name,
+            linewidth=1.5,
+            elinewidth=0.8,
+            markersize=5,
+            alpha=0.95,
+            zorder=2 if styles[name]["color"] == RANDOM else 3,
+            linestyle="-" if name in dosed else "none",
+            **styles[name],
+        )
+    if results.is_log(by):
+        scale_log(axes, "x")
+    if results.is_log(column):
+        scale_log(axes, "y")
+    axes.set_xlabel(results.axis(by))
+    axes.set_ylabel(results.axis(column))
+    _bare(axes)
+
+
+def _draw_matched(
+    panels: Sequence[Any], results: Drawn, columns: Sequence[str], matched: Sequence[Matched], styles: Mapping[str, Any]
+) -> None:
+    """Every method where it costs what all do: a panel a column, a row a method, from the top."""
+    for at, (axes, column) in enumerate(zip(panels, columns, strict=False)):
+        for place, line in enumerate(matched):
+            own = line.means[column]
+            there = line.how == "interpolated" or line.method == results.plain
+            face = styles[line.method]["color"] if there else "white"
+            axes.errorbar(
+                [own.value],
+                [place],
+                xerr=_bars([own]),
+                markersize=5,
+                elinewidth=1.2,
+                linestyle="none",
+                markerfacecolor=face,
+                **styles[line.method],
+            )
+        plain = next(line.means[column] for line in matched if line.method == results.plain)
+        axes.axvline(plain.value, color=PLAIN, linewidth=0.7, linestyle=":", alpha=0.7)
+        axes.set_ylim(len(matched) - 0.5, -0.5)
+        axes.set_yticks(
+            range(len(matched)), [line.method for line in matched] if not at else [""] * len(matched), fontsize=8
+        )
+        axes.set_xlabel(results.axis(column), fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
+        if results.is_log(column):
+            scale_log(axes, "x")
+        else:
+            axes.locator_params(axis="x", nbins=4)
+        _bare(axes)
+    for axes in panels[len(columns) :]:
+        axes.set_axis_off()
+
+
+def _bars(found: Sequence[Estimate]) -> list[list[float]]:
+    """Lengths below and above; 0 where there is no interval."""
+    pairs = [(one.value - one.low, one.high - one.value) if one.low == one.low else (0.0, 0.0) for one in found]
+    return [[max(below, 0.0) for below, _ in pairs], [max(above, 0.0) for _, above in pairs]]
+
+
+def _bare(axes: Any) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

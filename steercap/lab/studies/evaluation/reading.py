@@ -1,0 +1,91 @@
+"""Fixed texts read under a method: log probabilities of tokens, with edits where they would have been made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.prompts import templated
+from steercap.errors import InvalidSpec, WorkerFailure
+from steercap.lab.measures.perplexity import READ
+from steercap.lab.studies.evaluation.dosing import over_read
+from steercap.lab.studies.evaluation.tasks.base import Item
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+#: The first log probability that vLLM gives is that of the second token.
+FIRST_SCORED: Final = 1
+
+
+class Parts(NamedTuple):
+    """The token ids of what is read.
+
+    Args:
+        prompt: what the model is asked.
+        lead: how the answer begins.
+        text: how it goes on; scored.
+    """
+
+    prompt: list[int]
+    lead: list[int]
+    text: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        """All of them."""
+        return [*self.prompt, *self.lead, *self.text]
+
+
+def parts_of(tokenizer: Any, prompt: Any, item: Item) -> list[Parts]:
+    """What is read of an item: one for each of its texts.
+
+    Args:
+        tokenizer: of the model.
+        prompt: a text, or a conversation for the chat template.
+        item: whose prompt that is, with or without the system prompt of a method.
+
+    Raises:
+        InvalidSpec: a text without a token.
+    """
+    read = tokenizer.encode(prompt) if isinstance(prompt, str) else templated(tokenizer, prompt, {}, spans=False)[0]
+    lead = tokenizer.encode(item.lead, add_special_tokens=False) if item.lead else []
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in item.texts]
+    if not all(texts) or len(read) + len(lead) < FIRST_SCORED:
+        raise InvalidSpec(f"{item!r} has a text without a token, or nothing before it")
+    return [Parts(list(read), list(lead), list(text)) for text in texts]
+
+
+async def logprobs_of(
+    model: SteerModel, parts: Sequence[Parts], spec: SteeringSpec | None
+) -> list[npt.NDArray[np.float64]]:
+    """Natural log probability of each token of each text, given all before it: float64 [tokens] each.
+
+    Args:
+        model: an open model.
+        parts: what is read.
+        spec: edits as for a generation, moved to where they would have been made; None for none.
+
+    Raises:
+        InvalidSpec: edits that cannot be on a text that is read: see `over_read`; a LogitBias that reaches into it.
+        WorkerFailure: vLLM gives no log probabilities.
+        The errors of `SteerModel.generate`.
+    """
+    prompts = [{"prompt_token_ids": one.ids} for one in parts]
+    steering = [None if spec is None else over_read(spec, len(one.prompt), len(one.ids)) for one in parts]
+    outputs = await model.generate(prompts, READ, steering=steering, raw_output=True)
+    return [_scored(one, raw.output.prompt_logprobs) for one, raw in zip(parts, outputs, strict=True)]
+
+
+def _scored(parts: Parts, logprobs: Sequence[Any] | None) -> npt.NDArray[np.float64]:
+    """Those of the text, from vLLM's entry for each token: a mapping that holds the token itself."""
+    ids = parts.ids
+    if logprobs is None or len(logprobs) != len(ids):
+        got = "none" if logprobs is None else len(logprobs)
+        raise WorkerFailure(f"vLLM gave {got} log probabilities for a text of {len(ids)} tokens; expected one each")
+    first = len(ids) - len(parts.text)
+    return np.array([logprobs[at][ids[at]].logprob for at in range(first, len(ids))], dtype=np.float64)

@@ -1,0 +1,287 @@
+"""What an evaluation found: every answer with its numbers, methods beside each other, and what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from steercap.core.extras import extra
+from steercap.errors import InvalidSpec
+from steercap.files.base import write_whole
+from steercap.lab.measures.base import Measure
+from steercap.lab.measures.statistics import Difference, Estimate, Floats, difference, estimate, slope
+from steercap.lab.studies.evaluation import tables
+from steercap.lab.studies.evaluation.columns import Columns
+from steercap.lab.studies.evaluation.definition import Condition, Evaluation
+from steercap.lab.studies.evaluation.matching import Place
+from steercap.lab.studies.evaluation.plots import plot_methods
+from steercap.lab.studies.evaluation.store import Answer
+from steercap.lab.studies.evaluation.summaries import Comparison, Drift, Line, Matched, corrected
+from steercap.lab.studies.evaluation.tasks.base import Task
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: What methods cost by default: the task of neutral prose.
+COST = "neutral"
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationResults:
+    """Answers under every method, numbers for them, and readings of fixed texts.
+
+    Intervals are of 95 %, over questions or the items of a task, see `steercap.lab.measures.statistics.estimate`.
+
+    Args:
+        evaluation: what was asked.
+        answers: every answer, in the order of the evaluation.
+        values: a number for each answer, by measure.
+        readings: a number for each item under each condition, by task.
+        measures, tasks: those taken, by label.
+    """
+
+    evaluation: Evaluation
+    answers: Sequence[Answer]
+    values: Mapping[str, Sequence[float]]
+    readings: Mapping[str, Mapping[Condition, Sequence[float]]]
+    measures: Mapping[str, Measure]
+    tasks: Mapping[str, Task]
+
+    @property
+    def columns(self) -> list[str]:
+        """Labels of measures and tasks."""
+        return self._numbers.names
+
+    @property
+    def plain(self) -> str:
+        """The method that changes nothing."""
+        return self.evaluation.plain
+
+    @property
+    def table(self) -> pa.Table:
+        """A row for each answer, its numbers in columns of their own, as a pyarrow Table."""
+        with extra("evaluation"):
+            import pyarrow as pa
+
+        rows = [msgspec.to_builtins(answer) for answer in self.answers]
+        for label, values in self.values.items():
+            for row, value in zip(rows, values, strict=True):
+                row[label] = value
+        return pa.Table.from_pylist(rows)
+
+    def save(self, to: str | Path) -> Path:
+        """Write the table of answers as one Parquet file, which appears whole or not at all."""
+        with extra("evaluation"):
+            from pyarrow import parquet
+
+        with write_whole(Path(to)) as scratch:
+            parquet.write_table(self.table, scratch)
+        return Path(to)
+
+    def summary(self) -> list[Line]:
+        """Every method at every dose, in the order of the evaluation; pooled methods are one."""
+        return [
+            Line(
+                line,
+                dose,
+                self._numbers.control_of(line),
+                {label: self._estimate(label, means[line, dose]) for label, means in self._numbers.means.items()},
+            )
+            for line, dose in self._numbers.lines
+        ]
+
+    def doses(self, method: str) -> list[float]:
+        """The doses of a method, in the order of the evaluation.
+
+        Args:
+            method: its name, or that which it is pooled under.
+
+        Raises:
+            InvalidSpec: there is none.
+        """
+        return self._numbers.doses(method)
+
+    def compare(self, column: str, *, against: str | None = None, dose: float | None = None) -> list[Comparison]:
+        """Every method at every dose against one of them, on the same questions, p adjusted for all of these.
+
+        Controls are left out: where they cost the same, `compare_matched` has them.
+
+        Args:
+            column: a measure or task.
+            against: name of the method; that of no steering by default.
+            dose: of it; may be left out if there is one.
+
+        Raises:
+            InvalidSpec: a column, method or dose that is not there, or several doses and none given.
+        """
+        self.check(column)
+        against = self.evaluation.plain if against is None else against
+        doses = self.doses(against)
+        at = doses[0] if dose is None and len(doses) == 1 else dose
+        if at not in doses:
+            raise InvalidSpec(f"{against!r} was evaluated at doses {doses}; give dose= one of them, not {dose}")
+        means = self._numbers.means[column]
+        return corrected(
+            [
+                Comparison(
+                    column, line, own, against, at, self._difference(column, means[line, own], means[against, at])
+                )
+                for line, own in self._numbers.lines
+                if (line, own) != (against, at) and not self._numbers.control_of(line)
+            ]
+        )
+
+    def matched(self, *, by: str = COST, at: float | None = None) -> list[Matched]:
+        """Methods where they cost the same, interpolated between doses: question by question, along a straight line.
+
+        A method has a way from no steering through its doses; the first place where it costs the amount counts. One
+        that never gets there is given at the dose that costs most, and says so; what has no doses is given as it is.
+
+        Args:
+            by: what they cost: a measure or task; the perplexity of neutral prose by default.
+            at: how much; by default what `reached_by_all` says.
+
+        Raises:
+            InvalidSpec: a column that was not taken.
+        """
+        self.check(by)
+        at = self.reached_by_all(by) if at is None else at
+        return [self._matched(line, self._numbers.place(line, by, at)) for line in self._numbers.methods]
+
+    def reached_by_all(self, by: str = COST) -> float:
+        """The most that every method with doses costs at one of them, controls aside.
+
+        Methods that nowhere cost more than no steering do not count: they would leave nothing to compare but dose 0.
+
+        Args:
+            by: what they cost.
+
+        Raises:
+            InvalidSpec: no method has doses and costs more than no steering, or a column that was not taken.
+        """
+        self.check(by)
+        most = []
+        for line in self._numbers.methods:
+            if self._numbers.has_doses(line) and not self._numbers.control_of(line):
+                costs = [cost for dose, cost in self._numbers.costs(line, by).items() if dose]
+                most += [max(costs)] if costs and max(costs) > self._numbers.plain_cost(by) else []
+        if not most:
+            raise InvalidSpec(
+                f"no method has doses at which its {by} is above that of no steering; say where to compare: at="
+            )
+        return math.exp(min(most)) if self._numbers[by].log else min(most)
+
+    def compare_matched(
+        self, column: str, *, against: str, by: str = COST, at: float | None = None
+    ) -> list[Comparison]:
+        """Every method against one of them where they cost the same, on the same questions, p adjusted for them all.
+
+        Controls are compared too. Left out are methods that never cost as much, and those without doses, which are as
+        they are: see `matched`; but for the one that all are compared with, which may be such a one.
+
+        Args:
+            column: a measure or task.
+            against: name of the method.
+            by, at: as for `matched`.
+
+        Raises:
+            InvalidSpec: a column or method that is not there, or `against` never costs as much.
+        """
+        self.check(column, by)
+        self.doses(against)
+        at = self.reached_by_all(by) if at is None else at
+        places = {line: self._numbers.place(line, by, at) for line in self._numbers.methods}
+        if self._numbers.has_doses(against) and not places[against].reached:
+            raise InvalidSpec(f"{against!r} never has {by} {at:.4g}; give a lower at=, or more doses")
+        theirs = places[against].between(self._numbers.along(against, column))
+        return corrected(
+            [
+                Comparison(
+                    column,
+                    line,
+                    place.dose,
+                    against,
+                    places[against].dose,
+                    self._difference(column, place.between(self._numbers.along(line, column)), theirs),
+                )
+                for line, place in places.items()
+                if line != against and place.reached and self._numbers.has_doses(line)
+            ]
+        )
+
+    def drift(self, column: str) -> list[Drift]:
+        """Every method in the course of the conversations, turn by turn.
+
+        Args:
+            column: a measure.
+
+        Raises:
+            InvalidSpec: a measure that was not taken, or questions of one turn.
+        """
+        if column not in self.values or self.evaluation.turns < 2:
+            raise InvalidSpec(
+                f"the drift of {column!r}: give one of the measures {list(self.values)}, and questions of several turns"
+            )
+        log, found = self._numbers[column].log, []
+        turns = [self._numbers.by_question(column, turn) for turn in range(self.evaluation.turns)]
+        for line, dose in self._numbers.lines:
+            rows = np.stack([turn[line, dose] for turn in turns], axis=1)
+            by_turn = [estimate(means, log=log) for means in rows.T]
+            found.append(Drift(line, dose, by_turn, estimate(slope(rows), log=log)))
+        return found
+
+    def markdown(self) -> str:
+        """The summary as a Markdown table."""
+        return tables.markdown(self.summary(), self.columns)
+
+    def save_summary(self, to: str | Path) -> Path:
+        """Write the summary: a `.md` as Markdown, a `.parquet` with a row for each method, dose and column.
+
+        Raises:
+            InvalidFile: another ending.
+        """
+        return tables.save(self.summary(), self.columns, Path(to))
+
+    def plot(self, to: str | Path, *, columns: Sequence[str] | None = None, by: str = COST) -> Path:
+        """Draw methods beside each other; see `steercap.lab.studies.evaluation.plots.plot_methods`."""
+        return plot_methods(self, to, columns=columns, by=by)
+
+    def check(self, *columns: str) -> None:
+        """Check that measures or tasks were taken.
+
+        Raises:
+            InvalidSpec: one was not.
+        """
+        for column in columns:
+            _ = self._numbers[column]
+
+    def is_log(self, column: str) -> bool:
+        """Whether a column holds factors."""
+        return self._numbers[column].log
+
+    def axis(self, column: str) -> str:
+        """What a column is called on an axis."""
+        return self._numbers[column].axis or column
+
+    @cached_property
+    def _numbers(self) -> Columns:
+        return Columns(self.evaluation, self.answers, self.values, self.readings, self.measures, self.tasks)
+
+    def _estimate(self, column: str, means: Floats) -> Estimate:
+        return estimate(means, log=self._numbers[column].log)
+
+    def _difference(self, column: str, ours: Floats, theirs: Floats) -> Difference:
+        return difference(ours, theirs, log=self._numbers[column].log)
+
+    def _matched(self, line: str, place: Place) -> Matched:
+        numbers = self._numbers
+        how = "as it is" if not numbers.has_doses(line) else "interpolated" if place.reached else "never"
+        means = {one: self._estimate(one, place.between(numbers.along(line, one))) for one in self.columns}
+        return Matched(line, numbers.control_of(line), how, place.dose, means)

@@ -1,0 +1,68 @@
+"""How surprising plain prose is: perplexity of fixed passages under a method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec
+from steercap.lab.studies.evaluation.tasks.base import Item, Task, first_of
+from steercap.lab.studies.evaluation.tasks.shipped import read_shipped
+
+
+@dataclass(frozen=True)
+class Passages(Task):
+    """exp of the mean negative log-likelihood of a passage's tokens, given a question that it answers: 1 and more.
+
+    The passages are the same for every method, so that this says what a method does to the model's language, whatever
+    it does to the subject. A method that asks for another style makes plain prose less likely, and ought to; that is
+    a part of what it costs.
+
+    Args:
+        texts: a passage by the question that it answers; those that come with steercap by default: twelve of some 40
+            words, written for it, about things that everybody knows.
+
+        first: only so many of them, from the first; all by default.
+
+    Raises:
+        InvalidSpec: no passage, an empty one, or fewer than `first`.
+    """
+
+    log = True
+    axis = "perplexity of neutral prose"
+    better = "less"
+
+    texts: Mapping[str, str] | None = None
+    first: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.texts is not None:
+            given = dict(self.texts) if isinstance(self.texts, Mapping) else {}
+            if not given or not all(isinstance(part, str) and part.strip() for one in given.items() for part in one):
+                raise InvalidSpec(f"Passages: texts={shown(self.texts)}; give passages by the questions they answer")
+            object.__setattr__(self, "texts", given)
+        _ = self.items
+
+    @property
+    def label(self) -> str:
+        return "neutral"
+
+    @property
+    def items(self) -> Sequence[Item]:
+        known = self.texts or read_shipped("passages", dict[str, str])
+        return first_of([Item(question, "", (text,)) for question, text in known.items()], self.first, "Passages")
+
+    def value(self, item: int, logprobs: Sequence[npt.NDArray[np.float64]]) -> float:  # noqa: ARG002 -- all alike
+        (tokens,) = logprobs
+        return math.exp(-float(tokens.mean()))
+
+    def __repr__(self) -> str:
+        return f"Passages({[tuple(item) for item in self.items]})"
+
+
+MEMBER = Passages

@@ -1,0 +1,28 @@
+"""The texts that come with steercap, written for it and free of any data set."""
+
+from __future__ import annotations
+
+import functools
+from importlib import resources
+from typing import TypeVar
+
+import msgspec
+
+from steercap.core.extras import extra
+
+Kind = TypeVar("Kind")
+
+
+@functools.cache
+def read_shipped(name: str, kind: type[Kind]) -> Kind:
+    """What a YAML file of `steercap/lab/studies/evaluation/shipped` holds.
+
+    Args:
+        name: of the file, without its ending.
+        kind: the type of it all.
+    """
+    with extra("experiments"):
+        import yaml
+
+    text = (resources.files("steercap.lab.studies.evaluation") / "shipped" / f"{name}.yaml").read_text(encoding="utf-8")
+    return msgspec.convert(yaml.safe_load(text), kind)

@@ -1,0 +1,22 @@
+"""Experiments: many ways of steering in one engine, with the controls that say what they are worth."""
+
+from steercap.lab.measures import MEASURES
+from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.studies.sweeps.grid import Condition, Sweep
+from steercap.lab.studies.sweeps.operations import OPERATIONS
+from steercap.lab.studies.sweeps.results import SweepResults
+from steercap.lab.studies.sweeps.running import run_sweep
+from steercap.lab.studies.sweeps.summaries import Effect, Summary
+
+__all__ = [
+    "MEASURES",
+    "OPERATIONS",
+    "Answered",
+    "Condition",
+    "Effect",
+    "Measure",
+    "Summary",
+    "Sweep",
+    "SweepResults",
+    "run_sweep",
+]

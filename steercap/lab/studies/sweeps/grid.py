@@ -1,0 +1,314 @@
+"""A sweep: what is steered, how strongly, on which prompts, and the controls that go with it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import msgspec
+
+from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import flag_of, index_of, number_of, parts_of, plain, shown
+from steercap.errors import InvalidSpec
+from steercap.lab.studies.sweeps.controls import derived_seed, random_like
+from steercap.lab.studies.sweeps.operations import OPERATIONS
+from steercap.steering.layers import LayerVectors
+from steercap.steering.spec import SteeringSpec
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of steering.
+
+    Args:
+        vector: name of the vector; of a control, the vector it is compared with; "" where nothing is steered.
+        operation: name of the operation, "" where nothing is steered.
+        layers: where, together.
+        scale: of the operation; of a reversed control its own, so minus the other's; 0 where nothing is steered.
+        control: "" for the vector itself, "none" for no steering, "random-03" for the fourth random vector, "reversed"
+            for the vector at a scale of the other sign.
+    """
+
+    vector: str = ""
+    operation: str = ""
+    layers: tuple[int, ...] = ()
+    scale: float = 0.0
+    control: str = ""
+
+
+class Request(NamedTuple):
+    """One answer to be had.
+
+    Args:
+        number: its place in the sweep, from 0.
+        condition: how it is steered.
+        prompt: index of the prompt.
+        sample: index of the sample.
+    """
+
+    number: int
+    condition: Condition
+    prompt: int
+    sample: int
+
+
+class Definition(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answers of a sweep depend on, in words: two sweeps of one definition are the same sweep.
+
+    Args:
+        vectors: SHA-256 of the vectors at the layers swept, by name.
+        model: what the model is; see `steercap.files.fingerprint`.
+    """
+
+    model: dict[str, str]
+    vectors: dict[str, str]
+    layers: list[list[int]]
+    scales: list[float]
+    operations: list[str]
+    tokens: str
+    relative: bool
+    random: int
+    reversed: bool
+    seed: int
+    prompts: list[Any]
+    sampling: dict[str, Any]
+    samples: int
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sweep:
+    """All combinations of vectors, layers, operations and scales, on the same prompts, with their controls.
+
+    A scale is a multiple of the vector: at scale 1, directions from `steercap.lab.directions.extract` move the mean
+    of the negative texts to that of the positive ones. With `relative=True` it is the length of what is added as a
+    fraction of the row's norm. For what it means to other operations, see `OPERATIONS`.
+
+    Every sweep holds the prompts without steering, once: condition "none", which also stands for every scale that
+    changes nothing, such as 0 of "add".
+
+    Args:
+        vectors: LayerVectors by name; a DirectionSet is such a mapping.
+        layers: what is steered: `(10, 14)` is each layer alone, `[(10,), (10, 12, 14)]` one alone and three at once,
+            each with its own vector.
+        scales: numbers, NumPy's included; the opposite sign is another condition.
+        operations: names in `OPERATIONS`.
+        tokens: which tokens are steered, as in every edit.
+        relative: whether scales are fractions of the row's norm; for "add" only.
+        random: random vectors of the same norm at each layer, for each vector: all operations, layers and scales. The
+            norm matters only to "add"; for the other operations they are random directions.
+        reversed: whether each scale is tried with the opposite sign too, for operations where that is the reverse
+            (`Operation.signed`): not for "cap" and "set_projection".
+        seed: of the random vectors and of the sampling.
+        prompts: str, or conversations of {"role", "content"} dicts.
+        sampling: vLLM's sampling parameters except `n` and `seed`, which the sweep sets.
+        samples: answers to each prompt; the same prompt and sample have the same seed under every condition.
+
+    Raises:
+        InvalidSpec: an empty axis, a name or number twice, a layer without a vector, or a number that does not fit.
+        UnknownName: an operation that does not exist.
+    """
+
+    vectors: Mapping[str, LayerVectors]
+    layers: Sequence[int | Sequence[int]]
+    scales: Sequence[float]
+    prompts: Sequence[Any]
+    operations: Sequence[str] = ("add",)
+    tokens: Tokens | TokenSelection = "generated"
+    relative: bool = False
+    random: int = 20
+    reversed: bool = True
+    seed: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        keep = object.__setattr__
+        keep(self, "vectors", {name: _named(name, vectors) for name, vectors in self.vectors.items()})
+        keep(self, "layers", tuple(_together(layers) for layers in self.layers))
+        keep(self, "scales", tuple(_scale(scale) for scale in self.scales))
+        keep(self, "operations", tuple(self.operations))
+        keep(self, "prompts", tuple(_prompt(prompt) for prompt in self.prompts))
+        keep(self, "tokens", TokenSelection.parse(self.tokens))
+        keep(self, "sampling", dict(self.sampling))
+        self._check_axes()
+        self._check_numbers()
+
+    def _check_kinds(self) -> None:
+        """Check that every argument is of the type that it must be, and make numbers and truth values plain."""
+        for axis in ("vectors", "layers", "scales", "operations", "prompts"):
+            given = plain(getattr(self, axis))
+            if axis != "vectors":
+                given = _several(given, axis)
+            elif not isinstance(given, Mapping) or isinstance(given, LayerVectors):
+                raise InvalidSpec(
+                    f"Sweep: vectors={shown(given)}; give LayerVectors by their name, as a DirectionSet does"
+                )
+            if not given:
+                raise InvalidSpec(f"Sweep: {axis}={shown(given)}; give at least one")
+            object.__setattr__(self, axis, given)
+        for name in self.operations:
+            _ = OPERATIONS[name]
+        for names, read, what in (
+            (("relative", "reversed"), flag_of, "True or False"),
+            (("random", "samples", "seed"), index_of, "a whole number"),
+        ):
+            for name in names:
+                value = read(getattr(self, name))
+                if value is None:
+                    raise InvalidSpec(f"Sweep: {name}={shown(getattr(self, name))}; give {what}")
+                object.__setattr__(self, name, value)
+        if not isinstance(self.sampling, Mapping):
+            raise InvalidSpec(f"Sweep: sampling={shown(self.sampling)}; give a dict of vLLM's sampling parameters")
+
+    def _check_axes(self) -> None:
+        for axis in ("layers", "scales", "operations"):
+            given = getattr(self, axis)
+            if len(set(given)) < len(given):
+                raise InvalidSpec(f"Sweep: {axis}={given} holds something twice")
+        for name, vectors in self.vectors.items():
+            if missing := sorted({layer for layers in self.groups for layer in layers} - set(vectors)):
+                raise InvalidSpec(f"Sweep: {name!r} has no vectors for layers {missing}; it has {list(vectors)}")
+
+    def _check_numbers(self) -> None:
+        for name in self.operations:
+            if self.relative and not OPERATIONS[name].relative:
+                raise InvalidSpec(f"Sweep: relative=True, but {name!r} has no scale relative to a row; use 'add'")
+        for count, least in (("random", 0), ("samples", 1)):
+            if getattr(self, count) < least:
+                raise InvalidSpec(f"Sweep: {count}={getattr(self, count)}; give {least} or more")
+        if taken := {"n", "seed"} & set(self.sampling):
+            raise InvalidSpec(f"Sweep: sampling has {sorted(taken)}, which the sweep sets; use samples= and seed=")
+        if self.samples > 1 and self.sampling.get("temperature") == 0:
+            raise InvalidSpec(
+                f"Sweep: samples={self.samples} at temperature 0 would all be the same text; raise it, or set samples=1"
+            )
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers steered together."""
+        return self.layers  # type: ignore[return-value]  # normalised above
+
+    def conditions(self) -> tuple[Condition, ...]:
+        """All ways of steering: none first, then each vector with its controls."""
+        found: dict[Condition, None] = {Condition(control="none"): None}
+        for name, operation, layers in product(self.vectors, self.operations, self.groups):
+            neutral = OPERATIONS[operation].neutral
+            scales = [scale for scale in self.scales if scale != neutral]
+            both = self.reversed and OPERATIONS[operation].signed
+            turned = [-scale for scale in scales if -scale not in self.scales] if both else []
+            controls = {"": scales, "reversed": turned} | {f"random-{at:02}": scales for at in range(self.random)}
+            for control, own in controls.items():
+                for scale in own:
+                    one = Condition(vector=name, operation=operation, layers=layers, scale=scale, control=control)
+                    found[one] = None
+        return tuple(found)
+
+    def spec(self, condition: Condition) -> SteeringSpec | None:
+        """The edits of one condition, made when they are asked for: a large sweep has more vectors than memory."""
+        if condition.control == "none":
+            return None
+        vectors = self.vectors[condition.vector]
+        if condition.control.startswith("random-"):
+            vectors = random_like(vectors, int(condition.control[len("random-") :]), self.seed, condition.layers)
+        how = OPERATIONS[condition.operation]
+        scope = {"site": vectors.site, "tokens": self.tokens}
+        return SteeringSpec(
+            [
+                how.edit(vectors[layer], condition.scale, relative=self.relative, layer=layer, **scope)
+                for layer in condition.layers
+            ]
+        )
+
+    def requests(self) -> Iterator[Request]:
+        """All answers to be had; those of one condition together, so that few steering slots are in use at once."""
+        each = product(self.conditions(), range(len(self.prompts)), range(self.samples))
+        for number, (condition, prompt, sample) in enumerate(each):
+            yield Request(number, condition, prompt, sample)
+
+    def sampling_of(self, request: Request) -> dict[str, Any]:
+        """vLLM's sampling parameters of one answer; its seed depends on prompt and sample, not on the condition."""
+        seed = derived_seed(f"{self.seed}/{request.prompt}/{request.sample}")
+        return {**self.sampling, "seed": seed}
+
+    def definition(self, model: Mapping[str, str]) -> Definition:
+        """What the answers depend on.
+
+        Args:
+            model: what the model is; see `steercap.files.fingerprint`.
+
+        Raises:
+            InvalidSpec: sampling parameters or prompts that JSON cannot say.
+        """
+        swept = sorted({layer for layers in self.groups for layer in layers})
+        found = Definition(
+            model=dict(model),
+            vectors={name: _digest(vectors, swept) for name, vectors in self.vectors.items()},
+            layers=[list(layers) for layers in self.groups],
+            scales=list(self.scales),
+            operations=list(self.operations),
+            tokens=str(self.tokens),
+            relative=self.relative,
+            random=self.random,
+            reversed=self.reversed,
+            seed=self.seed,
+            prompts=list(self.prompts),
+            sampling=dict(self.sampling),
+            samples=self.samples,
+        )
+        try:
+            return msgspec.json.decode(msgspec.json.encode(found), type=Definition)
+        except (TypeError, msgspec.MsgspecError) as error:
+            raise InvalidSpec(f"Sweep: prompts or sampling hold what JSON cannot represent: {error}") from error
+
+
+def _named(name: object, vectors: object) -> LayerVectors:
+    if not isinstance(name, str) or not name or not isinstance(vectors, LayerVectors):
+        raise InvalidSpec(f"Sweep: vectors hold {shown(name)}: {shown(vectors)}; give LayerVectors by their name")
+    return vectors.named(name)
+
+
+def _several(given: object, axis: str) -> list[Any]:
+    found = parts_of(given, f"Sweep: {axis}")
+    if found is None:
+        raise InvalidSpec(f"Sweep: {axis}={shown(given)}; give a list or mapping with at least one entry")
+    return found
+
+
+def _together(layers: object) -> tuple[int, ...]:
+    """Layers steered at once, from an index or several."""
+    index = index_of(layers)
+    indices: list[int | None] = [index]
+    if index is None:
+        indices = [index_of(layer) for layer in parts_of(layers, "Sweep: layers") or [None]]
+    if None in indices:
+        raise InvalidSpec(f"Sweep: layers hold {shown(layers)}; give an index, or several that are steered at once")
+    found = tuple(layer for layer in indices if layer is not None)
+    if not found or min(found) < 0 or len(set(found)) < len(found):
+        raise InvalidSpec(f"Sweep: layers hold {shown(layers)}; indices count from 0, and each is steered once")
+    return tuple(sorted(found))
+
+
+def _scale(scale: object) -> float:
+    number = number_of(scale)
+    if number is None or not math.isfinite(number):
+        raise InvalidSpec(f"Sweep: scales hold {shown(scale)}; give finite numbers")
+    return number + 0.0  # -0 is 0
+
+
+def _prompt(prompt: object) -> Any:
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
+        return [dict(message) for message in prompt]
+    raise InvalidSpec(f"Sweep: prompts hold {shown(prompt)}; give text, or a list of {{'role', 'content'}} dicts")
+
+
+def _digest(vectors: LayerVectors, layers: Sequence[int]) -> str:
+    found = hashlib.sha256(vectors.site.encode())
+    for layer in layers:
+        found.update(layer.to_bytes(4) + vectors[layer].numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,142 @@
+"""What a sweep found: every answer with its numbers, means by condition, and effects beside their controls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.extras import extra
+from steercap.errors import InvalidSpec
+from steercap.files.base import write_whole
+from steercap.lab.measures.base import Measure
+from steercap.lab.studies.sweeps.grid import Condition, Sweep
+from steercap.lab.studies.sweeps.plots import plot_doses
+from steercap.lab.studies.sweeps.store import Record
+from steercap.lab.studies.sweeps.summaries import Effect, Mean, Summary
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, eq=False)
+class SweepResults:
+    """Answers of a sweep and their numbers.
+
+    Args:
+        sweep: what was asked.
+        records: every answer, in the order of the sweep.
+        values: a number for each answer, by measure.
+        measures: the measures by label.
+    """
+
+    sweep: Sweep
+    records: Sequence[Record]
+    values: Mapping[str, Sequence[float]]
+    measures: Mapping[str, Measure]
+
+    @property
+    def table(self) -> pa.Table:
+        """A row for each answer, its numbers in columns of their own, as a pyarrow Table."""
+        with extra("experiments"):
+            import pyarrow as pa
+
+        rows = [msgspec.to_builtins(record) for record in self.records]
+        for label, values in self.values.items():
+            for row, value in zip(rows, values, strict=True):
+                row[label] = value
+        return pa.Table.from_pylist(rows)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the table as one Parquet file, which appears whole or not at all."""
+        with extra("experiments"):
+            from pyarrow import parquet
+
+        with write_whole(Path(path)) as scratch:
+            parquet.write_table(self.table, scratch)
+        return Path(path)
+
+    def summary(self) -> list[Summary]:
+        """Means of every measure by condition, in the order of the sweep."""
+        places: dict[Condition, list[int]] = {}
+        for place, record in enumerate(self.records):
+            places.setdefault(record.condition, []).append(place)
+        return [
+            Summary(condition, len(at), {label: self._mean(label, at) for label in self.values})
+            for condition, at in places.items()
+        ]
+
+    def effects(self, measure: str) -> list[Effect]:
+        """Every vector at every scale, with its controls.
+
+        Raises:
+            InvalidSpec: a measure that was not taken.
+        """
+        self.check(measure)
+        places: dict[tuple[str, str, tuple[int, ...]], dict[Condition, Mean]] = {}
+        for one in self.summary():
+            at = one.condition
+            places.setdefault((at.vector, at.operation, at.layers), {})[at] = one.means[measure]
+        plain = places.pop(("", "", ()))[Condition(control="none")]
+        found = []
+        for alike in places.values():
+            for condition, steered in alike.items():
+                if not condition.control:
+                    turned = [
+                        mean
+                        for other, mean in alike.items()
+                        if other.scale == -condition.scale and other.control in {"", "reversed"}
+                    ]
+                    random = tuple(
+                        mean.value
+                        for other, mean in alike.items()
+                        if other.scale == condition.scale and other.control.startswith("random-")
+                    )
+                    found.append(Effect(condition, steered, plain, turned[0] if turned else None, random))
+        return found
+
+    def plot(self, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None) -> Path:
+        """Draw measures against scale; see `steercap.lab.studies.sweeps.plots.plot_doses`."""
+        return plot_doses(self, path, vector=vector, measures=measures)
+
+    def check(self, *measures: str) -> None:
+        """Check that measures were taken.
+
+        Raises:
+            InvalidSpec: one was not.
+        """
+        if missing := [measure for measure in measures if measure not in self.values]:
+            raise InvalidSpec(f"{missing} was not measured, but {list(self.values)}; run_sweep(..., measures=) adds it")
+
+    def _mean(self, label: str, places: Sequence[int]) -> Mean:
+        by_prompt: dict[int, list[float]] = {}
+        for place in places:
+            by_prompt.setdefault(self.records[place].prompt_index, []).append(self.values[label][place])
+        return mean_of(list(by_prompt.values()), log=self.measures[label].log)
+
+
+def mean_of(by_prompt: Sequence[Sequence[float]], *, log: bool = False) -> Mean:
+    """Mean and standard error over prompts; answers to one prompt are alike, so prompts are what is counted.
+
+    Args:
+        by_prompt: the values of each prompt's answers, NaN where there is none.
+        log: whether the mean is the geometric one.
+    """
+    known: list[npt.NDArray[Any]] = []
+    for values in by_prompt:
+        array = np.asarray(values, dtype=np.float64)
+        array = array[~np.isnan(array)]
+        if len(array):
+            known.append(np.log(array) if log else array)
+    if not known:
+        return Mean(math.nan, math.nan, 0)
+    means = np.array([array.mean() for array in known])
+    error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
+    middle = float(means.mean())
+    return Mean(math.exp(middle) if log else middle, error, sum(map(len, known)))

@@ -1,0 +1,27 @@
+"""Vectors by gradient: an edit is trained as taps apply it, the model frozen, in transformers."""
+
+from steercap.lab.training.examples import Example, Preference, Prompted
+from steercap.lab.training.hooked import HookedModel
+from steercap.lab.training.objectives import OBJECTIVES
+from steercap.lab.training.objectives.base import Objective
+from steercap.lab.training.results import Trained, Validation
+from steercap.lab.training.settings import TrainingSettings
+from steercap.lab.training.starts import TrainableAdd, TrainableLowRank
+from steercap.lab.training.training import losses_of, train, train_many
+
+__all__ = [
+    "OBJECTIVES",
+    "Example",
+    "HookedModel",
+    "Objective",
+    "Preference",
+    "Prompted",
+    "TrainableAdd",
+    "TrainableLowRank",
+    "Trained",
+    "TrainingSettings",
+    "Validation",
+    "losses_of",
+    "train",
+    "train_many",
+]

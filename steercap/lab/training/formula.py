@@ -1,0 +1,171 @@
+"""The formula of the tap, `h <- h + f(u·h + b) w`, differentiable, over sequences that each have vectors of their own.
+
+`core.program.Response` says what f is, `kernels.reference` computes the same for an engine. Shape legend: n =
+sequences, t = tokens of the longest, k = specs that are trained side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+
+from steercap.core.program import Response
+from steercap.steering.edits.base import RankOne
+
+Rows = Float[torch.Tensor, "n t width"]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One rank-one edit of k specs of one form.
+
+    Args:
+        write, read: float [k, width]; `read` None where no projection is needed.
+        responses: f of each.
+        joined: whether it reads the row as it was before the part before it.
+        relaxed: whether the gradient of f's threshold is wanted.
+    """
+
+    write: Float[torch.Tensor, "k width"]
+    read: Float[torch.Tensor, "k width"] | None
+    responses: tuple[Response, ...]
+    joined: bool
+    relaxed: bool
+
+    def number(self, name: str, owners: Int[torch.Tensor, " n"]) -> Any:
+        """A number of f: a float where all specs have the same, else [n, 1], one for each sequence."""
+        found = [getattr(response, name) for response in self.responses]
+        if not any(torch.is_tensor(one) for one in found) and len(set(found)) == 1:
+            return found[0]
+        like = self.write
+        return torch.stack([torch.as_tensor(one, dtype=like.dtype, device=like.device) for one in found])[owners, None]
+
+
+@dataclass(frozen=True)
+class Doses:
+    """What the edits are multiplied by, sequence by sequence.
+
+    Args:
+        factors: [n], 0 for a sequence that is not edited, -1 for the opposite; None for 1 everywhere.
+        nulled: bool [n], sequences that have what they hold of each write direction taken away, where it is positive,
+            in place of the edit; None for none.
+    """
+
+    factors: Float[torch.Tensor, " n"] | None = None
+    nulled: Bool[torch.Tensor, " n"] | None = None
+
+
+def stacked(lowered: Sequence[Sequence[RankOne]]) -> list[Part]:
+    """The rank-one edits of one edit of each of k specs, side by side.
+
+    Args:
+        lowered: of each spec, what the edit comes down to.
+    """
+    return [_part(together) for together in zip(*lowered, strict=True)]
+
+
+def _part(together: Sequence[RankOne]) -> Part:
+    reads = [one.read for one in together if one.read is not None]
+    gates = [value for one in together for value in (one.read, one.response.threshold, one.response.bias)]
+    threshold = any(_is_above(one.response.threshold, -inf) for one in together)
+    return Part(
+        write=torch.cat([one.write for one in together]),
+        read=torch.cat(reads) if reads else None,
+        responses=tuple(one.response for one in together),
+        joined=together[0].joined,
+        relaxed=threshold and any(torch.is_tensor(value) and value.requires_grad for value in gates),
+    )
+
+
+def changed(
+    rows: Rows,
+    parts: Iterable[Part],
+    *,
+    owners: Int[torch.Tensor, " n"],
+    scope: Bool[torch.Tensor, "n t"],
+    doses: Doses,
+    gate_width: float,
+) -> Rows:
+    """The rows after one edit.
+
+    Args:
+        rows: in float32, or wider.
+        parts: what the edit comes down to.
+        owners: which of the k specs each sequence has.
+        scope: the tokens to edit.
+        doses: what the edit is multiplied by.
+        gate_width: of the relaxation of f's threshold, in the units of the projection; see `gate`.
+    """
+    before = rows
+    for part in parts:
+        before = before if part.joined else rows
+        write = part.write[owners, None]
+        length = _length(part, before, rows, owners, gate_width)
+        if doses.factors is not None:
+            length = length * doses.factors[:, None]
+        if doses.nulled is not None:
+            squared = write.square().sum(-1).clamp(min=torch.finfo(rows.dtype).tiny)
+            taken = -(rows * write).sum(-1).clamp(min=0) / squared
+            length = torch.where(doses.nulled[:, None], taken, length)
+        rows = rows + torch.where(scope, length, 0.0)[..., None] * write
+    return rows
+
+
+def _length(
+    part: Part, before: Rows, rows: Rows, owners: Int[torch.Tensor, " n"], gate_width: float
+) -> Float[torch.Tensor, "n t"]:
+    """f(u·h + b)."""
+
+    def f(name: str) -> Any:
+        return part.number(name, owners)
+
+    length: torch.Tensor
+    if part.read is None:
+        length = torch.ones_like(rows[..., 0]) * f("offset")
+    else:
+        p = (before * part.read[owners, None]).sum(-1) + f("bias")
+        reach = _bounded(p, f("floor"), inf)
+        length = _bounded(f("gain") * reach + f("offset"), f("low"), f("high")) - f("minus") * reach
+        threshold = f("threshold")
+        if _is_above(threshold, -inf):
+            length = length * gate(p, threshold, gate_width if part.relaxed else 0.0)
+    if part.responses[0].relative:
+        length = length * torch.linalg.vector_norm(rows, dim=-1)
+    return length
+
+
+def _is_above(number: Any, bound: float) -> bool:
+    """Whether a number is above a bound; one that is trained always may be."""
+    return torch.is_tensor(number) or number > bound
+
+
+def _bounded(value: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
+    """A value within bounds, either a float or a tensor; infinite ones cost nothing."""
+    if _is_above(low, -inf):
+        value = torch.maximum(value, torch.as_tensor(low, dtype=value.dtype, device=value.device))
+    if torch.is_tensor(high) or high < inf:
+        value = torch.minimum(value, torch.as_tensor(high, dtype=value.dtype, device=value.device))
+    return value
+
+
+def gate(p: Float[torch.Tensor, "n t"], threshold: Any, width: float) -> Float[torch.Tensor, "n t"]:
+    """1 where p is above the threshold, else 0, with the gradient of sigmoid((p - threshold) / width).
+
+    The straight-through estimator (Bengio et al. 2013, arXiv:1308.3432): what is computed is what the saved edit
+    computes, and only the gradient is that of something smooth.
+
+    Args:
+        p: projections.
+        threshold: a number, or [n, 1].
+        width: 0 for no gradient.
+    """
+    hard: torch.Tensor = (p > threshold).to(p.dtype)
+    if not width:
+        return hard
+    soft = torch.sigmoid((p - threshold) / width)
+    return hard + soft - soft.detach()

@@ -1,0 +1,173 @@
+"""A transformers model whose rows can be visited, and changed, at steercap's points: by hooks, in each pass.
+
+transformers has several implementations of attention, and some leave out what a model asks for: sdpa the soft cap of
+Gemma 2. So the one that it chooses is compared with its eager one, which is complete, before anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+
+from steercap.architectures.decoder import Decoder, decoder_of
+from steercap.architectures.families import families_of, family_of
+from steercap.architectures.families.base import Family
+from steercap.architectures.families.wrappers import architectures_within
+from steercap.architectures.sites import SITES
+from steercap.architectures.sites.base import Visit
+from steercap.core.extras import extra
+from steercap.core.spec import Point
+from steercap.errors import UnsupportedModel
+
+#: Tokens of the text on which implementations of attention are compared.
+COMPARED: Final = 32
+#: A token's loss may differ by this on average, and in 16 bits by a few units of rounding of the dtype.
+BOUND, UNITS = 1e-4, 4
+EAGER: Final = {"attn_implementation": "eager"}
+#: A point, and what is done to its rows.
+Visited: TypeAlias = "tuple[Point, Visit]"
+
+
+class HookedModel:
+    """A transformers model and its decoder layers, as steercap names them. Nothing in it requires a gradient.
+
+    Attention is computed by the implementation that transformers chooses if its losses on a short text are those of the
+    eager one, and by the eager one if not, or if the model caps its scores, which sdpa leaves out.
+
+    Args:
+        path: checkpoint, or a name on the hub.
+        dtype: dtype to compute in.
+        device: where, as torch names it; None leaves it where transformers loads it.
+        **loading: further arguments of transformers' `from_pretrained`.
+
+    Raises:
+        UnsupportedModel: its layers are not to be found, or of no known kind; or `attn_implementation` was given, and
+            computes another loss than the eager one, or losses that are not finite.
+    """
+
+    def __init__(
+        self, path: str | Path, dtype: torch.dtype = torch.float32, *, device: str | None = None, **loading: Any
+    ) -> None:
+        with extra("cuda", "cpu"):
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        config = AutoConfig.from_pretrained(str(path))
+        text = config.get_text_config()
+        kind = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+        self.path = str(path)
+        self.config: Any = config
+        self.model: Any = kind.from_pretrained(str(path), dtype=dtype, **loading)
+        if device is not None:
+            self.model.to(device)
+        self.model.eval().requires_grad_(requires_grad=False)
+        self._check_attention(loading, lambda: kind.from_pretrained(str(path), dtype=dtype, **{**loading, **EAGER}))
+        decoder = self.model if text is config else self.model.get_decoder()
+        count = text.num_hidden_layers
+        within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        self.decoder: Decoder = decoder_of(decoder, count, range(count))
+        self.layers: Mapping[int, nn.Module] = self.decoder.layers
+        self.family: Family = _family((*config.architectures, *within), self.layers)
+        self.width: int = text.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        found: torch.dtype = self.model.dtype
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        found: torch.device = self.model.device
+        return found
+
+    def visit(self, hooks: ExitStack, visits: Iterable[Visited]) -> None:
+        """Visit rows of points, [..., width], which may be changed in place, in each pass, until the hooks are removed.
+
+        Args:
+            hooks: removes them when it is closed.
+            visits: in their order; those of one module run in the order in which they were put in.
+        """
+        for point, visit in visits:
+            hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
+
+    def _check_attention(self, loading: Mapping[str, Any], load_eager: Callable[[], Any]) -> None:
+        """Compute attention as the eager implementation does.
+
+        Args:
+            loading: further arguments that the model was loaded with.
+            load_eager: loads the model with the eager implementation, for classes that cannot change theirs.
+
+        Raises:
+            UnsupportedModel: the implementation was given, and does not; or losses to compare are not finite.
+        """
+        with extra("cuda", "cpu"):
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        text = self.model.config.get_text_config()
+        chosen = text._attn_implementation  # noqa: SLF001 -- transformers has no public name for it
+        computes = ALL_ATTENTION_FUNCTIONS.get(chosen)
+        if chosen == "eager" or (
+            computes is not None and not computes.__module__.startswith(("transformers.", "steercap."))
+        ):
+            return  # one that the user registered is meant to differ
+        own = self._short_losses(self.model)
+        other = self.model
+        if self.model._can_set_attn_implementation():  # noqa: SLF001
+            self.model.set_attn_implementation("eager")
+        else:
+            other = load_eager().eval().requires_grad_(requires_grad=False)
+            if other.device != self.device:
+                other.to(self.device)
+        right = self._short_losses(other)
+        if not right.isfinite().all():
+            raise UnsupportedModel(
+                f"{self.path} in {self.dtype}: the losses of a short text are not finite, so {chosen!r} cannot be "
+                "compared with the eager implementation; give another dtype, or attn_implementation='eager'"
+            )
+        bound = max(BOUND, UNITS * torch.finfo(self.dtype).eps)
+        is_capped = chosen == "sdpa" and getattr(text, "attn_logit_softcapping", None) is not None
+        if float((own - right).abs().mean()) <= bound and not is_capped:
+            if other is self.model:
+                self.model.set_attn_implementation(chosen)
+        elif loading.get("attn_implementation") is None:
+            self.model = other
+        else:
+            raise UnsupportedModel(
+                f"attn_implementation={chosen!r} of {self.path}: the loss of a short text is {own.mean():.5f}, "
+                f"and {right.mean():.5f} by the eager implementation"
+                + (", and it leaves out attn_logit_softcapping" if is_capped else "")
+                + "; leave attn_implementation out, or give 'eager'"
+            )
+
+    @torch.no_grad()
+    def _short_losses(self, model: Any) -> torch.Tensor:
+        """Losses of `COMPARED` random tokens but the first, none of which stands for an image or the like: float32."""
+        text = self.model.config.get_text_config()
+        places = {
+            value for name, value in vars(self.model.config).items() if name.endswith(("_token_id", "_token_index"))
+        }
+        ids = [one for one in range(min(text.vocab_size, 1024)) if one not in places]
+        drawn = torch.randint(len(ids), (1, COMPARED), generator=torch.Generator().manual_seed(0))
+        tokens = torch.tensor(ids)[drawn].to(self.device)
+        scores = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+        return nn.functional.cross_entropy(scores, tokens[0, 1:], reduction="none")
+
+
+def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:
+    """Of some visits those at sites whose rows others begin with, or the rest; the first are to be put in first."""
+    return [one for one in visits if SITES[one[0].site].first == first]
+
+
+def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Family:
+    """The family of transformers' layers: by their architecture, or by their classes; else what is derived of them."""
+    try:
+        return family_of(architectures)
+    except UnsupportedModel:
+        return families_of(list(layers.values()))[0]

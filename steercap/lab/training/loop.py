@@ -1,0 +1,227 @@
+"""The steps: each trait has an optimiser of its own, one pass of the model serves them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from steercap.errors import TrainingDiverged
+from steercap.lab.training.batches import Encoded, Picked, Steps, loader
+from steercap.lab.training.examples import Tokens
+from steercap.lab.training.folder import State, TraitState, load_state, own, save_state
+from steercap.lab.training.results import Validation
+from steercap.lab.training.settings import TrainingSettings
+from steercap.lab.training.steered import SteeredTraits
+from steercap.lab.training.trainable import TrainableSpec
+
+
+@dataclass(eq=False)
+class Trait:
+    """One trait on its way.
+
+    Args:
+        name: of it.
+        spec: what is trained.
+        examples, held_out: as tokens, those that are learned from and the others.
+        settings: of the training.
+    """
+
+    name: str
+    spec: TrainableSpec
+    examples: Sequence[tuple[Tokens, ...]]
+    held_out: Sequence[tuple[Tokens, ...]]
+    settings: TrainingSettings
+    best: dict[str, torch.Tensor] = field(default_factory=dict)
+    best_step: int = 0
+    waited: int = 0
+    history: list[Validation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.optimizer = self.settings.optimizer(list(self.spec.parameters()))
+        make = self.settings.scheduler
+        self.scheduler = None if make is None else make(self.optimizer)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has waited long enough for a lower loss."""
+        return self.waited >= self.settings.patience
+
+    def step(self) -> None:
+        """Move what is trained by its gradient."""
+        if self.settings.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.spec.parameters(), self.settings.max_grad_norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def look(self, step: int, loss: float | None, validation_loss: float) -> None:
+        """Take in how it does on what is held out.
+
+        Raises:
+            TrainingDiverged: its losses or vectors are no longer numbers.
+        """
+        norm, lr = self.spec.norm(), float(self.optimizer.param_groups[0]["lr"])
+        if not all(map(isfinite, (validation_loss, norm, 0.0 if loss is None else loss))):
+            raise TrainingDiverged(
+                f"{self.name}: after {step} steps the loss is {loss}, on what is held out {validation_loss}, and the "
+                f"norm {norm}; lower the learning rate, or set max_grad_norm"
+            )
+        better = not self.history or validation_loss < min(one.validation_loss for one in self.history)
+        self.history.append(Validation(step, loss, validation_loss, norm, lr))
+        self.waited = 0 if better else self.waited + 1
+        if better:
+            self.best_step, self.best = step, self._values()
+
+    def state(self) -> TraitState:
+        """How far it is."""
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return TraitState(
+            self._values(),
+            self.best,
+            self.best_step,
+            self.waited,
+            self.optimizer.state_dict(),
+            scheduler,
+            tuple(self.history),
+        )
+
+    def restore(self, state: TraitState) -> None:
+        """Go on from where it was."""
+        self.spec.load_state_dict(state.values)
+        self.best = own(state.best)
+        self.best_step, self.waited, self.history = state.best_step, state.waited, list(state.history)
+        self.optimizer.load_state_dict(own(state.optimizer))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(own(state.scheduler))
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self.spec.state_dict().items()}
+
+
+@dataclass(eq=False)
+class Loop:
+    """The steps of a training.
+
+    Args:
+        traits: what is trained.
+        module: the model with their edits.
+        settings: of the training.
+        folder: where its state is kept.
+        model: what the model is called.
+        device: where it computes.
+        progress: called with the steps that were taken, and with all.
+    """
+
+    traits: Sequence[Trait]
+    module: SteeredTraits
+    settings: TrainingSettings
+    folder: Path
+    model: str
+    device: torch.device
+    progress: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.rank, self.world = rank(), world()
+        self._losses = torch.zeros(len(self.traits), dtype=torch.float64)
+        self._counted = 0
+
+    def run(self) -> None:
+        """Take the steps that are left."""
+        start = self._resume()
+        wrapped: Any = DistributedDataParallel(self.module) if self.world > 1 else self.module
+        sizes = {trait.name: len(trait.examples) for trait in self.traits}
+        size, steps = self.settings.batch_size, self.settings.steps
+        share = {"rank": self.rank, "world": self.world}
+        order = Steps(sizes, size, self.settings.seed, start=start, stop=steps, live=self._live, **share)
+        examples = Encoded([trait.examples for trait in self.traits])
+        if not self._live():
+            return
+        for step, batch in enumerate(loader(examples, order, self.module.selections, self.device), start + 1):
+            self._step(wrapped, batch)
+            if step % self.settings.evaluate_every == 0 or step == steps:
+                self._look(step)
+                if not self._live():
+                    break
+            self._report(step)
+        self._report(steps)
+
+    def _step(self, wrapped: Any, batch: Any) -> None:
+        for trait in self.traits:
+            trait.spec.zero_grad()
+        loss, means = wrapped(batch, self.settings.batch_size)
+        (loss * self.world).backward()  # DistributedDataParallel takes the mean over processes
+        self._losses += means.double().cpu()
+        self._counted += 1
+        for number in self._live():
+            self.traits[number].step()
+
+    def _look(self, step: int) -> None:
+        """See how the traits do that are still trained, and write it all down."""
+        live = self._live()
+        found = self._held_out(live)
+        losses = _summed(self._losses) / max(self._counted, 1)
+        for number in live:
+            loss = float(losses[number]) if self._counted else None
+            self.traits[number].look(step, loss, found[number])
+        self._losses.zero_()
+        self._counted = 0
+        if self.rank == 0:
+            save_state(self.folder, State(step, {trait.name: trait.state() for trait in self.traits}), self.model)
+        if self.world > 1:
+            distributed.barrier()
+
+    def _held_out(self, live: Sequence[int]) -> dict[int, float]:
+        """Mean loss of what is held out, by trait."""
+        picked = [Picked(number, place, None) for number in live for place in range(len(self.traits[number].held_out))]
+        mine, size = picked[self.rank :: self.world], self.settings.batch_size * len(live)
+        chunks = [mine[at : at + size] for at in range(0, len(mine), size)]
+        sums = torch.zeros(len(self.traits), dtype=torch.float64)
+        examples = Encoded([trait.held_out for trait in self.traits])
+        for batch in loader(examples, chunks, self.module.selections, self.device):
+            sums.index_add_(0, batch.owners.cpu(), self.module.losses(batch).double().cpu())
+        sums = _summed(sums)
+        return {number: float(sums[number]) / len(self.traits[number].held_out) for number in live}
+
+    def _resume(self) -> int:
+        """The step to go on from, the traits as they were then; at the very first, a look before any step."""
+        state = load_state(self.folder)
+        if state is None:
+            self._look(0)
+            return 0
+        for trait in self.traits:
+            trait.restore(state.traits[trait.name])
+        return state.step
+
+    def _live(self) -> list[int]:
+        return [number for number, trait in enumerate(self.traits) if not trait.done]
+
+    def _report(self, step: int) -> None:
+        if self.progress is not None and self.rank == 0:
+            self.progress(step, self.settings.steps)
+
+
+def rank() -> int:
+    """Which process this is of those that `torch.distributed` has brought together."""
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def world() -> int:
+    """How many processes those are."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def _summed(values: torch.Tensor) -> torch.Tensor:
+    """The sum over processes."""
+    if world() == 1:
+        return values
+    on = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    sent = values.to(on)
+    distributed.all_reduce(sent)
+    return sent.cpu()

@@ -1,0 +1,45 @@
+"""Distillation of a system prompt: the edited model without it is to predict what the model with it predicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch.nn.functional import log_softmax
+
+from steercap.lab.training.batches import Batch
+from steercap.lab.training.examples import Prompted, Tokens, conversation, tokens_of
+from steercap.lab.training.objectives.base import Objective, Steered, mean_of, unedited
+
+
+@dataclass(frozen=True)
+class Distillation(Objective):
+    """Mean over a response's tokens of KL(p(·|system, x, y) ‖ p_edited(·|x, y)), in nats.
+
+    Hinton et al. 2015 (arXiv:1503.02531); of prompts: Snell et al. 2022 (arXiv:2209.15189).
+
+    Args:
+        temperature: of both distributions; the loss is multiplied by its square, as Hinton et al. do.
+    """
+
+    temperature: float = 1.0
+    example: ClassVar[type] = Prompted
+
+    def tokens(self, tokenizer: Any, example: Any) -> tuple[Tokens, ...]:
+        return tuple(
+            tokens_of(tokenizer, conversation(example.prompt, system), example.response)
+            for system in (None, example.system)
+        )
+
+    def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
+        ours, prompted = batch.roles
+        with torch.no_grad():
+            wanted = log_softmax(model.logits(prompted, unedited(prompted)) / self.temperature, dim=-1)
+        found = log_softmax(model.logits(ours) / self.temperature, dim=-1)
+        away = (wanted.exp() * (wanted - found)).sum(-1)
+        return self.temperature**2 * mean_of(away, ours)
+
+
+MEMBER = Distillation()

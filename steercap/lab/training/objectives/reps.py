@@ -1,0 +1,64 @@
+"""Reference-free preference steering, RePS (Wu et al. 2025, arXiv:2505.20809)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch.nn.functional import logsigmoid
+
+from steercap.lab.training.batches import Batch, Padded
+from steercap.lab.training.examples import Preference, Tokens
+from steercap.lab.training.formula import Doses
+from steercap.lab.training.objectives.base import Objective, Steered, lengths, unedited
+from steercap.lab.training.objectives.bipo import pair
+
+
+@dataclass(frozen=True)
+class RePS(Objective):
+    """-log σ(Δ⁺) - log σ(Δ⁻): with the edit the chosen response is to be likelier, with its direction taken away the
+    rejected one.
+
+        Δ⁺ = β⁺/|c| log p⁺(c|x) - 1/|r| log p⁺(r|x);   β⁺ = max(log p(r|x) - log p(c|x), 1)
+        Δ⁻ = β⁻/|r| log p⁰(r|x) - 1/|c| log p⁰(c|x);   β⁻ = max(log p(c|x) - log p(r|x), 1)
+
+    p⁺ has the edit times a factor that is drawn. p⁰ has `h <- h - relu(h·w) w / ‖w‖²` in place of it, for each
+    direction w that it writes, so the edit must not begin at zero. p is the model without any, and gives no gradient.
+
+    Args:
+        factors: what the edit is multiplied by: one of these, drawn; where nothing is drawn, the mean over all.
+    """
+
+    factors: tuple[float, ...] = (1.0,)
+    example: ClassVar[type] = Preference
+    needs_direction: ClassVar[bool] = True
+
+    def tokens(self, tokenizer: Any, example: Any) -> tuple[Tokens, ...]:
+        return pair(tokenizer, example)
+
+    def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
+        both = batch.roles[0] + batch.roles[1]
+        with torch.no_grad():
+            chosen, rejected = model.log_probs(both, unedited(both)).chunk(2)
+        known = torch.tensor(self.factors, device=chosen.device, dtype=chosen.dtype)
+        if batch.draws is None:
+            each = [known[number].expand(len(batch.owners)) for number in range(len(known))]
+        else:
+            each = [known[(batch.draws * len(known)).long()]]
+        scaled = [_mean_log_probs(model, both, Doses(torch.cat([one, one]))) for one in each]
+        up = (rejected - chosen).clamp(min=1)
+        plus = torch.stack([-logsigmoid(up * ours - theirs) for ours, theirs in scaled]).mean(0)
+        nulled = Doses(nulled=torch.ones_like(both.owners, dtype=torch.bool))
+        ours, theirs = _mean_log_probs(model, both, nulled)
+        return plus - logsigmoid((chosen - rejected).clamp(min=1) * theirs - ours)
+
+
+def _mean_log_probs(model: Steered, both: Padded, doses: Doses) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each chosen and each rejected response, the mean log probability of its tokens."""
+    chosen, rejected = (model.log_probs(both, doses) / lengths(both)).chunk(2)
+    return chosen, rejected
+
+
+MEMBER = RePS()

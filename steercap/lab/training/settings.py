@@ -1,0 +1,120 @@
+"""How training is to go, besides what is learned from and what is trained."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+
+from steercap.core.values import choices, index_of, number_of, parts_of, shown
+from steercap.errors import InvalidSetting
+from steercap.lab.training.penalties import Penalties
+
+#: Makes an optimiser of the parameters of one trait.
+MakeOptimizer: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"
+#: Makes a scheduler, which is stepped with the optimiser.
+MakeScheduler: TypeAlias = "Callable[[torch.optim.Optimizer], Any]"
+
+#: What is used if none is given.
+ADAMW: Final = functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=0.0)
+#: Least value of each whole number.
+_LEAST: Final = {"steps": 1, "batch_size": 1, "evaluate_every": 1, "patience": 1}
+#: What a run can be resumed with another value of.
+FREE: Final = frozenset({"device"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """Settings of `train`.
+
+    Args:
+        fields: names of the edits' fields to train, such as "vector", "read" or "scale"; None for all vectors but a
+            gate's `probe`.
+        steps: most steps of the optimiser.
+        batch_size: examples of each trait in a step.
+        evaluate_every: steps between two looks at what is held out; what a kill may lose.
+        patience: looks without a lower loss until a trait is done.
+        optimizer: makes an optimiser of an iterable of parameters: a class of `torch.optim`, or
+            `functools.partial(torch.optim.SGD, lr=0.1)`. Each trait has one of its own.
+        scheduler: makes a learning rate scheduler of an optimiser, stepped with it; None for none.
+        norm_penalty, sparsity_penalty: weights of the sum of squares and of the sum of absolute values of what is
+            trained, which are added to its loss.
+        max_grad_norm: longest gradient of a trait, clipped; None for no bound.
+        gate_width: of the relaxation of thresholds that are trained, in the units of the projection: see
+            `steercap.lab.training.formula.gate`.
+        seed: of the split, the order of the examples, what objectives draw, and the start.
+        dtype: that the model computes in, if it is not loaded yet. The edits are trained in float32, or wider.
+        device: where, if it is not loaded yet; None for the first GPU, or the CPU.
+
+    Raises:
+        InvalidSetting: a value that does not fit.
+    """
+
+    fields: Sequence[str] | None = None
+    steps: int = 200
+    batch_size: int = 8
+    evaluate_every: int = 20
+    patience: int = 5
+    optimizer: MakeOptimizer = ADAMW
+    scheduler: MakeScheduler | None = None
+    norm_penalty: float = 0.0
+    sparsity_penalty: float = 0.0
+    max_grad_norm: float | None = None
+    gate_width: float = 1.0
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            if (index_of(getattr(self, name)) or 0) < least:
+                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give a whole number, {least} or more")
+        if index_of(self.seed) is None:
+            raise InvalidSetting(f"seed={shown(self.seed)}; give a whole number")
+        for name in ("gate_width", "max_grad_norm"):
+            given = getattr(self, name)
+            if given is not None and not (number_of(given) or 0) > 0:
+                raise InvalidSetting(f"{name}={shown(given)}; give a number above 0")
+        _ = self.penalties
+        if self.fields is not None:
+            names = [self.fields] if isinstance(self.fields, str) else parts_of(self.fields, "fields")
+            if not names or not all(isinstance(name, str) for name in names):
+                raise InvalidSetting(f"fields={shown(self.fields)}; give names of an edit's fields, such as ['vector']")
+            object.__setattr__(self, "fields", tuple(names))
+
+    @property
+    def penalties(self) -> Penalties:
+        """What is added to the losses."""
+        return Penalties(self.norm_penalty, self.sparsity_penalty)
+
+    def described(self) -> dict[str, str]:
+        """The settings in words, by name, of what results depend on."""
+        return {field.name: described(getattr(self, field.name)) for field in fields(self) if field.name not in FREE}
+
+
+def settings_of(given: dict[str, Any]) -> TrainingSettings:
+    """Settings by name.
+
+    Raises:
+        InvalidSetting: a name that is none, or a value that does not fit.
+    """
+    known = [field.name for field in fields(TrainingSettings)]
+    if unknown := sorted(set(given) - set(known)):
+        raise InvalidSetting(f"unknown settings of training {unknown}; {choices(unknown[0], known)}")
+    return TrainingSettings(**given)
+
+
+def described(value: Any) -> str:
+    """A value in words that are the same in another process: of a function its name, of a partial its arguments too."""
+    if isinstance(value, functools.partial):
+        arguments = [*map(described, value.args), *(f"{name}={described(v)}" for name, v in value.keywords.items())]
+        return f"{described(value.func)}({', '.join(arguments)})"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)

@@ -1,0 +1,183 @@
+"""The model with the edits of several traits, each sequence with those of its own: what objectives are computed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import torch
+from jaxtyping import Float
+from torch import nn
+
+from steercap.core.spec import Point
+from steercap.core.tokens import TokenSelection
+from steercap.errors import InvalidVector
+from steercap.lab.training.batches import Batch, Padded
+from steercap.lab.training.formula import Doses, Part, changed, stacked
+from steercap.lab.training.hooked import HookedModel, firsts
+from steercap.lab.training.objectives.base import Objective
+from steercap.lab.training.penalties import Penalties
+from steercap.lab.training.trainable import TrainableSpec
+
+#: The doses of a pass in which every sequence has its edits, once.
+ONCE = Doses()
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """What the hooks need of the pass that is under way."""
+
+    padded: Padded
+    doses: Doses
+    lowered: Sequence[Sequence[Part]]
+
+
+class SteeredTraits(nn.Module):
+    """A frozen model, and beside it the trainable specs of one or several traits, of one form.
+
+    Its parameters are those of the specs alone, so that it can be given to DistributedDataParallel or accelerate as it
+    is: the model is no submodule. `forward` is the sum of the traits' losses.
+
+    Args:
+        model: the frozen model.
+        specs: of each trait: the same edits at the same points and tokens, with vectors of its own.
+        objective: what is made small.
+        penalties: what is added to it.
+        gate_width: see `steercap.lab.training.formula.gate`.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        specs: Sequence[TrainableSpec],
+        objective: Objective,
+        penalties: Penalties,
+        gate_width: float,
+    ) -> None:
+        super().__init__()
+        self.specs = nn.ModuleList(specs)  # so that torch knows their parameters
+        self._specs = tuple(specs)
+        self._held = (model,)  # a tuple hides it from torch
+        self._objective, self._penalties, self._gate_width = objective, penalties, gate_width
+        self._edits, self._keepers = specs[0].edits, specs[0].keepers
+        #: The selections of tokens of the edits, each once.
+        self.selections: tuple[TokenSelection, ...] = tuple(dict.fromkeys(edit.selection for edit in self._edits))
+        self._points = [edit.points(len(model.layers)) for edit in self._edits]
+        self._now: _Pass | None = None
+
+    def forward(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses of some examples.
+
+        Args:
+            batch: of any traits.
+            size: examples of each trait in the whole step, of which these may be a part.
+
+        Returns:
+            What is to be made small, and of each trait the sum of the losses of these examples over `size`, detached:
+            float [traits].
+        """
+        with self.hooked():
+            losses = self._objective.losses(self, batch)
+        means = torch.zeros(len(self.specs), dtype=losses.dtype, device=losses.device)
+        means = means.index_add(0, batch.owners, losses / size)
+        penalties = [self._penalties.of(spec) for spec in self._specs]
+        shares = torch.bincount(batch.owners, minlength=len(self.specs)) / size
+        weighed = sum(share * penalty for share, penalty in zip(shares, penalties, strict=True))
+        return means.sum() + weighed, means.detach()
+
+    def losses(self, batch: Batch) -> Float[torch.Tensor, " examples"]:
+        """The losses of examples, without penalties and gradient."""
+        with torch.no_grad(), self.hooked():
+            return self._objective.losses(self, batch)
+
+    def logits(self, padded: Padded, doses: Doses = ONCE) -> Float[torch.Tensor, "counted vocabulary"]:
+        """Logits where a token of a response is predicted, sequence by sequence; in float32, or the model's own dtype
+        if that is wider.
+        """
+        (model,) = self._held
+        found = [spec.lowered() for spec in self._specs]
+        self._now = _Pass(padded, doses, [stacked(edits) for edits in zip(*found, strict=True)])
+        try:
+            with _counted_only(model, padded):
+                logits = model.model(input_ids=padded.ids, use_cache=False).logits
+        finally:
+            self._now = None
+        return _wide(logits.flatten(0, -2))
+
+    def log_probs(self, padded: Padded, doses: Doses = ONCE) -> Float[torch.Tensor, " n"]:
+        """Of each sequence the sum of the log probabilities of its response's tokens."""
+        logits = self.logits(padded, doses)
+        each = -nn.functional.cross_entropy(logits, padded.targets[padded.counted], reduction="none")
+        rows = padded.counted.nonzero()[:, 0]
+        return torch.zeros(len(padded.ids), dtype=each.dtype, device=each.device).index_add(0, rows, each)
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """The edits are made in each pass within."""
+        (model,) = self._held
+        points = dict.fromkeys(point for points in self._points for point in points)
+        visits = [(point, partial(self._change, point)) for point in points]
+        with ExitStack() as hooks:
+            model.visit(hooks, [*firsts(visits, first=True), *firsts(visits, first=False)])
+            yield
+
+    def _change(self, point: Point, hidden: torch.Tensor) -> None:
+        """Change the rows of a point in place: a copy is edited, so that what autograd has kept stays as it was."""
+        now = self._now
+        if now is None:
+            return
+        rows = _wide(hidden.clone().reshape(*now.padded.ids.shape, -1))
+        edits = [number for number, points in enumerate(self._points) if point in points]
+        for keeper, numbers in groupby(edits, key=lambda number: self._keepers[number]):
+            before = rows
+            for number in numbers:
+                rows = self._edited(number, rows, now)
+            if keeper is not None:
+                rows = _restored(rows, before)
+        hidden.copy_(rows.to(hidden.dtype).reshape(hidden.shape))
+
+    def _edited(self, number: int, rows: torch.Tensor, now: _Pass) -> torch.Tensor:
+        """The rows after one edit, or those of them that it is of."""
+        edit, parts = self._edits[number], now.lowered[number]
+        scope = now.padded.scopes[self.selections.index(edit.selection)]
+        width = parts[0].write.shape[-1]
+        change = partial(changed, parts=parts, owners=now.padded.owners, doses=now.doses, gate_width=self._gate_width)
+        if edit.part is None:
+            if width != rows.shape[-1]:
+                raise InvalidVector(f"{edit}: the vector has width {width}, the rows are {rows.shape[-1]} wide")
+            return change(rows, scope=scope)
+        if rows.shape[-1] % width:
+            raise InvalidVector(f"{edit}: the vector has width {width}, of rows that are {rows.shape[-1]} wide")
+        pieces = list(rows.split(width, dim=-1))
+        for place in range(len(pieces)) if edit.part == "each" else [edit.part]:
+            pieces[place] = change(pieces[place], scope=scope)
+        return torch.cat(pieces, dim=-1)
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    """In float32 at least, as taps compute."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def _restored(rows: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Rows with the norms that they had before; a row of zeros stays."""
+    had, now = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (before, rows))
+    return rows * torch.where(now > 0, had / now.clamp(min=torch.finfo(now.dtype).tiny), 1.0)
+
+
+@contextmanager
+def _counted_only(model: HookedModel, padded: Padded) -> Iterator[None]:
+    """Logits are made where they are counted alone: of a prompt's tokens none are, and they need the most memory."""
+    head = model.model.get_output_embeddings()
+
+    def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0].reshape(*padded.ids.shape, -1)[padded.counted][None], *args[1:])
+
+    handle = head.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

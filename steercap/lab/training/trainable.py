@@ -1,0 +1,128 @@
+"""A spec whose vectors are parameters: lowered by the edits themselves, so that what is trained is what a tap applies.
+
+An edit's own `lower` is run on an edit that holds parameters in place of its vectors, and torch follows it back to
+them. No operation is written a second time here; one that is added to `steercap.steering.edits` can be trained at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from steercap.core.values import shown
+from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.steering.edits.base import Edit, RankOne
+from steercap.steering.edits.replace import Replace
+from steercap.steering.spec import SteeringSpec
+
+#: Vectors that only decide whether a row is edited; trained where they are named.
+GATES: Final = frozenset({"probe"})
+#: Fields that say where an edit is, not what it is.
+_SCOPE: Final = frozenset(field.name for field in dataclasses.fields(Edit))
+
+
+class TrainableSpec(nn.Module):
+    """The edits of a spec with parameters in place of vectors and numbers.
+
+    Args:
+        spec: what training starts from.
+        fields: names of the fields to train, of the edits that have them: "vector", "read", "probe", "scale", ...; None
+            for all vectors but those of gates, which are trained where they are named.
+        dtype: of the parameters.
+
+    Raises:
+        InvalidSpec: a bias of logits or a replacement, which are not trained.
+        InvalidSetting: a field that no edit has, or that is no vector and no number.
+    """
+
+    def __init__(
+        self, spec: SteeringSpec, fields: Sequence[str] | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self._start = spec
+        self.edits: tuple[Edit, ...] = tuple(_trainable(edit) for edit in spec.flat())
+        self.keepers = tuple(keeper for _, keeper in spec.segments())
+        self.values = nn.ParameterDict()
+        for number, edit in enumerate(self.edits):
+            for name, value in _fields(edit, fields).items():
+                self.values[f"{number}/{name}"] = nn.Parameter(torch.as_tensor(value, dtype=dtype))
+        if fields is not None and (unknown := set(fields) - {key.split("/")[1] for key in self.values}):
+            raise InvalidSetting(
+                f"fields={shown(sorted(unknown))}: no edit has such a vector or number; {self.edits[0].name} has "
+                f"{', '.join(_fields(self.edits[0], _names(self.edits[0])))}"
+            )
+
+    def lowered(self) -> tuple[tuple[RankOne, ...], ...]:
+        """Each edit as rank-one edits, in order, of which torch knows how they depend on the parameters."""
+        return tuple(_shadow(edit, self._of(number)).lower() for number, edit in enumerate(self.edits))
+
+    def spec(self, values: Mapping[str, torch.Tensor] | None = None) -> SteeringSpec:
+        """The spec as it is now, a copy: gates are hard, numbers are numbers.
+
+        Args:
+            values: parameters by name, as `state_dict` has them, in place of those that it holds.
+
+        Raises:
+            InvalidVector: a vector that is not finite, or zero where its direction counts.
+        """
+        found = (
+            dict(self.values.items()) if values is None else {k.removeprefix("values."): v for k, v in values.items()}
+        )
+        by_edit: dict[int, dict[str, Any]] = {number: {} for number in range(len(self.edits))}
+        for key, value in found.items():
+            number, name = key.split("/")
+            by_edit[int(number)][name] = value.detach() if value.dim() else float(value)
+        return _rebuilt(self._start, iter(range(len(self.edits))), by_edit)
+
+    def norm(self) -> float:
+        """Square root of the sum of squares of what is trained."""
+        return float(torch.cat([value.detach().double().flatten() for value in self.values.values()]).norm())
+
+    def _of(self, number: int) -> dict[str, torch.Tensor]:
+        return {key.split("/")[1]: value for key, value in self.values.items() if key.startswith(f"{number}/")}
+
+
+def _trainable(edit: Any) -> Edit:
+    if not isinstance(edit, Edit) or isinstance(edit, Replace):
+        raise InvalidSpec(f"{edit}: steercap.lab.training trains edits that add to rows; leave it out")
+    if edit.part is not None and any(one.response.relative for one in edit.lower()):
+        raise InvalidSpec(f"{edit}: part= leaves other parts alone, and relative= is of whole rows; leave one out")
+    return edit
+
+
+def _names(edit: Edit) -> list[str]:
+    return [field.name for field in dataclasses.fields(edit) if field.name not in _SCOPE]
+
+
+def _fields(edit: Edit, names: Sequence[str] | None) -> dict[str, Any]:
+    """Of an edit what is to be trained: vectors, and numbers that are named."""
+    found = {name: getattr(edit, name) for name in _names(edit)}
+    if names is None:
+        return {name: value for name, value in found.items() if torch.is_tensor(value) and name not in GATES}
+    return {name: value for name, value in found.items() if name in names and _is_real(value)}
+
+
+def _is_real(value: Any) -> bool:
+    return torch.is_tensor(value) or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _shadow(edit: Edit, values: Mapping[str, torch.Tensor]) -> Edit:
+    """An edit that holds these values, unchecked and not copied."""
+    shadow: Edit = object.__new__(type(edit))
+    vars(shadow).update(vars(edit) | dict(values))
+    return shadow
+
+
+def _rebuilt(spec: SteeringSpec, numbers: Iterator[int], values: Mapping[int, Mapping[str, Any]]) -> SteeringSpec:
+    """A spec with other values in its edits, those of specs inside included."""
+    edits: list[Any] = []
+    for edit in spec.edits:
+        if isinstance(edit, SteeringSpec):
+            edits.append(_rebuilt(edit, numbers, values))
+        elif isinstance(edit, Edit):
+            edits.append(dataclasses.replace(edit, **values[next(numbers)]))
+    return SteeringSpec(edits, spec.preserve_norm)

@@ -1,0 +1,361 @@
+"""One call: from examples to the edit that makes them likely, in a folder that a killed run goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+
+from steercap.core.extras import extra
+from steercap.core.prompts import repeating, warn_of_doubled
+from steercap.core.values import shown
+from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.files.fingerprint import model_name, weights_of
+from steercap.lab.training.batches import Encoded, Picked, generator, loader
+from steercap.lab.training.examples import Example, Preference, Prompted, Tokens, digest_of
+from steercap.lab.training.folder import FOLDER, Definition, check_name, write_history
+from steercap.lab.training.hooked import HookedModel
+from steercap.lab.training.loop import Loop, Trait, rank, world
+from steercap.lab.training.objectives import OBJECTIVES
+from steercap.lab.training.objectives.base import Objective
+from steercap.lab.training.penalties import Penalties
+from steercap.lab.training.results import Trained
+from steercap.lab.training.settings import TrainingSettings, described, settings_of
+from steercap.lab.training.splitting import split
+from steercap.lab.training.starts import Start
+from steercap.lab.training.steered import SteeredTraits
+from steercap.lab.training.trainable import TrainableSpec
+from steercap.steering.edits.base import Edit
+from steercap.steering.spec import SteeringSpec, spec_of
+
+#: What can be learned from; which of them, the objective says.
+AnyExample: TypeAlias = "Example | Preference | Prompted"
+#: What training starts from.
+AnyEdit: TypeAlias = "Edit | SteeringSpec | Start"
+#: Called with the steps that were taken, and with all.
+Progress: TypeAlias = "Callable[[int, int], None]"
+
+
+def train(
+    model: str | Path | HookedModel,
+    examples: Sequence[AnyExample],
+    *,
+    edit: AnyEdit,
+    out: str | Path,
+    objective: str | Objective = "likelihood",
+    name: str | None = None,
+    validation: float | Sequence[AnyExample] = 0.2,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Trained:
+    """Train an edit by gradient, the model frozen. It needs no engine and no GPU.
+
+    Args:
+        model: a checkpoint, a name on the hub, or a `HookedModel`, which several calls can share.
+        examples: `Example`s, `Preference`s or `Prompted`s, as the objective wants them.
+        edit: what to start from: an edit or a spec with the vectors that it begins with, or
+            `TrainableAdd(layers=[14])`, `TrainableLowRank(layers=[14], rank=4)`.
+        out: folder of the run. An interrupted one goes on, on a CPU to the same vector bit for bit; a finished one is
+            read.
+        objective: a name in `steercap.lab.training.OBJECTIVES`, or a member with settings of its own, such as
+            `BiPO(beta=0.2)`.
+        name: what the edit means, and its file; the name of the folder if left out.
+        validation: share of the sources that are held out, or examples that are.
+        progress: called with the steps that were taken, and with all.
+        **settings: of `TrainingSettings`: steps, batch_size, optimizer, norm_penalty, seed, ...
+
+    Under `torchrun` or `accelerate launch`, with `torch.distributed` initialised, processes share the examples of each
+    step.
+
+    Returns:
+        The edit where the loss on what is held out was least: `trained.spec`, in the file `trained.file`.
+
+    Raises:
+        InvalidSetting, InvalidSpec, InvalidPrompt: something that does not fit, before any step.
+        RunDiffers: the folder holds another training; the message names the difference.
+        TrainingDiverged: losses are no longer numbers.
+        UnsupportedModel: the model's layers are not to be found.
+    """
+    known = Path(out).name if name is None else name
+    held = validation if isinstance(validation, (int, float)) else {known: validation}
+    found = train_many(
+        model,
+        {known: examples},
+        edit=edit,
+        out=out,
+        objective=objective,
+        validation=held,
+        progress=progress,
+        **settings,
+    )
+    return found[known]
+
+
+def train_many(
+    model: str | Path | HookedModel,
+    examples: Mapping[str, Sequence[AnyExample]],
+    *,
+    edit: AnyEdit | Mapping[str, AnyEdit],
+    out: str | Path,
+    objective: str | Objective = "likelihood",
+    validation: float | Mapping[str, Sequence[AnyExample]] = 0.2,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> dict[str, Trained]:
+    """Train several edits in the same passes of the model, each on examples of its own: as `train` would one by one.
+
+    Args:
+        model: as for `train`.
+        examples: by the name of the trait.
+        edit: for all, or by name; of one form: the same edits at the same points and tokens.
+        out, objective, progress: as for `train`.
+        validation: share of the sources of each, or examples by name.
+        **settings: of `TrainingSettings`.
+
+    Returns:
+        By name, what `train` would give, up to rounding.
+
+    Raises:
+        The errors of `train`.
+    """
+    wanted = settings_of(settings)
+    if not isinstance(examples, Mapping) or not examples:
+        raise InvalidSetting(f"examples={shown(examples)}; give examples by the name of the trait")
+    for name in examples:
+        check_name(name)
+    if wanted.batch_size < world():
+        raise InvalidSetting(f"batch_size={wanted.batch_size} for {world()} processes; each needs one example at least")
+    how = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    hooked = hooked_of(model, wanted)
+    tokenizer = _tokenizer(hooked)
+    parts = {}
+    for name, given in examples.items():
+        held = validation[name] if isinstance(validation, Mapping) else validation
+        parts[name] = _sides(given, held, partial(_encoded, how, tokenizer), wanted.seed)
+    starts = {
+        name: _start(edit[name] if isinstance(edit, Mapping) else edit, hooked, wanted, name) for name in examples
+    }
+    _check_form(starts)
+    if how.needs_direction:
+        _check_directions(starts)
+    definition = _definition(hooked, how, wanted, starts, parts)
+    folder = _opened(Path(out), definition)
+    traits = [
+        Trait(name, _trainable(starts[name], hooked, wanted), parts[name].seen, parts[name].unseen, wanted)
+        for name in examples
+    ]
+    specs = [trait.spec for trait in traits]
+    module = SteeredTraits(hooked, specs, how, wanted.penalties, wanted.gate_width)
+    Loop(traits, module, wanted, folder, model_name(hooked.path), hooked.device, progress).run()
+    return {trait.name: _result(trait, folder, definition, model_name(hooked.path)) for trait in traits}
+
+
+def losses_of(
+    model: str | Path | HookedModel,
+    examples: Sequence[AnyExample],
+    steering: Edit | SteeringSpec,
+    *,
+    objective: str | Objective = "likelihood",
+    batch_size: int = 8,
+) -> torch.Tensor:
+    """The loss of each example under any edit: what trained edits are compared with others by. What objectives draw is
+    averaged over.
+
+    Args:
+        model, examples, objective: as for `train`.
+        steering: the edit.
+        batch_size: examples in a pass.
+
+    Returns:
+        float [examples].
+
+    Raises:
+        The errors of `train`.
+    """
+    how = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    hooked = hooked_of(model, TrainingSettings())
+    tokens = _encoded(how, _tokenizer(hooked), examples)
+    spec = _trainable(spec_of(steering), hooked, TrainingSettings())
+    module = SteeredTraits(hooked, [spec], how, Penalties(), 1.0)
+    places = [Picked(0, place, None) for place in range(len(tokens))]
+    chunks = [places[at : at + batch_size] for at in range(0, len(places), batch_size)]
+    batches = loader(Encoded([tokens]), chunks, module.selections, hooked.device)
+    return torch.cat([module.losses(batch).cpu() for batch in batches])
+
+
+def hooked_of(model: str | Path | HookedModel, settings: TrainingSettings) -> HookedModel:
+    """The model, loaded if it is not yet."""
+    if isinstance(model, HookedModel):
+        return model
+    device = settings.device or (f"cuda:{rank() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
+    return HookedModel(model, settings.dtype, device=device)
+
+
+def _tokenizer(model: HookedModel) -> Any:
+    with extra("cuda", "cpu"):
+        from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model.path)
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Examples as tokens, those that are learned from and those that are held out."""
+
+    seen: list[tuple[Tokens, ...]]
+    unseen: list[tuple[Tokens, ...]]
+
+
+def _sides(
+    examples: Sequence[AnyExample], validation: Any, encode: Callable[[Any], list[tuple[Tokens, ...]]], seed: int
+) -> _Sides:
+    """The tokens of a trait's examples, split by source, or beside those that are given to be held out."""
+    tokens = encode(examples)
+    if not isinstance(validation, (int, float)):
+        return _Sides(tokens, encode(validation))
+    seen, unseen = split([example.source for example in examples], validation, seed)
+    return _Sides([tokens[place] for place in seen], [tokens[place] for place in unseen])
+
+
+def _encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> list[tuple[Tokens, ...]]:
+    if wrong := [example for example in examples if not isinstance(example, how.example)]:
+        raise InvalidSetting(
+            f"{type(how).__name__} learns from {how.example.__name__}s, and one example is {shown(wrong[0])}"
+        )
+    if not examples:
+        raise InvalidSetting("no examples; give one at least")
+    found = [how.tokens(tokenizer, example) for example in examples]
+    read = ((one.prompt, tokens[0].ids) for one, tokens in zip(examples, found, strict=True))
+    if suspects := repeating(read):
+        warn_of_doubled(suspects, tokenizer.encode(""))
+    return found
+
+
+def _start(edit: AnyEdit, model: HookedModel, settings: TrainingSettings, name: str) -> SteeringSpec:
+    """What a trait starts from."""
+    if isinstance(edit, Start):
+        return edit.spec(model.width, len(model.layers), generator(settings.seed, name, "start"))
+    return spec_of(edit)
+
+
+def _trainable(spec: SteeringSpec, model: HookedModel, settings: TrainingSettings) -> TrainableSpec:
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    return TrainableSpec(spec, settings.fields, dtype).to(model.device)
+
+
+def _check_form(starts: Mapping[str, SteeringSpec]) -> None:
+    """Check that all traits have the same edits at the same points and tokens.
+
+    Raises:
+        InvalidSpec: one differs.
+    """
+    forms = {
+        name: [
+            (type(edit), edit.layer, str(edit.layers), edit.site, edit.selection, edit.part, keeper, len(edit.lower()))
+            for edit, keeper in spec.segments()
+            if isinstance(edit, Edit)
+        ]
+        for name, spec in starts.items()
+    }
+    first, *others = forms
+    if odd := [name for name in others if forms[name] != forms[first]]:
+        raise InvalidSpec(f"{odd[0]} has other edits than {first}: {starts[odd[0]].flat()}; train them in two calls")
+
+
+def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
+    """Check that each edit writes something.
+
+    Raises:
+        InvalidSetting: one begins at zero.
+    """
+    for name, spec in starts.items():
+        for edit in spec.of_rows():
+            if not all(one.write.any() for one in edit.lower()):
+                raise InvalidSetting(
+                    f"{name}: {edit} writes nothing, and this objective takes away what it writes; begin with "
+                    "TrainableAdd(norm=0.1), or with a vector that is not zero"
+                )
+
+
+def _definition(
+    model: HookedModel,
+    how: Objective,
+    settings: TrainingSettings,
+    starts: Mapping[str, SteeringSpec],
+    parts: Mapping[str, _Sides],
+) -> Definition:
+    known = weights_of(model.path) if Path(model.path).exists() else str(getattr(model.config, "_commit_hash", ""))
+    return Definition(
+        model={"name": model_name(model.path), "weights": known, "dtype": described(model.dtype)},
+        objective=repr(how),
+        settings=settings.described(),
+        edits={name: _digest(spec) for name, spec in starts.items()},
+        examples={name: digest_of(sides.seen) for name, sides in parts.items()},
+        held_out={name: digest_of(sides.unseen) for name, sides in parts.items()},
+        world=world(),
+    )
+
+
+def _digest(spec: SteeringSpec) -> str:
+    """SHA-256 of the edits of a spec: hexadecimal."""
+    found = hashlib.sha256(repr((spec.flat(), spec.preserve_norm)).encode())
+    for edit in spec.of_rows():
+        for one in edit.lower():
+            for vector in (one.write, one.read):
+                found.update(b"" if vector is None else vector.contiguous().numpy().tobytes())
+            said = ", ".join(f"{name}={value!r}" for name, value in msgspec.structs.asdict(one.response).items())
+            found.update(f"Response({said})".encode())  # what it is called in folders, whatever its class is called
+    return found.hexdigest()
+
+
+def _opened(out: Path, definition: Definition) -> Path:
+    """The folder of a run; process 0 writes it."""
+    if rank() == 0 and FOLDER.open(out, definition) is None:
+        FOLDER.write(out, definition)
+    if world() > 1:
+        torch.distributed.barrier()
+    return out
+
+
+def _result(trait: Trait, folder: Path, definition: Definition, model: str) -> Trained:
+    """What has become of a trait, written down by process 0."""
+    spec = trait.spec.spec(trait.best)
+    best = min(one.validation_loss for one in trait.history)
+    provenance = {
+        "method": "training",
+        "objective": definition.objective,
+        "model": definition.model,
+        "dtype": definition.model["dtype"],
+        "settings": definition.settings,
+        "seed": trait.settings.seed,
+        "examples": len(trait.examples),
+        "held_out": len(trait.held_out),
+        "examples_sha256": definition.examples[trait.name],
+        "held_out_sha256": definition.held_out[trait.name],
+        "steps": trait.history[-1].step,
+        "best_step": trait.best_step,
+        "validation_loss_before": trait.history[0].validation_loss,
+        "validation_loss": best,
+    }
+    if not trait.best_step:
+        warnings.warn(
+            f"{trait.name}: no step lowered the loss on what is held out, {best:.4g}, so the edit is the one that "
+            "training began with; give more examples, or another learning rate",
+            stacklevel=2,
+        )
+    file = folder / f"{trait.name}.safetensors"
+    found = Trained(trait.name, spec, tuple(trait.history), trait.best_step, file, model, provenance)
+    if rank() == 0:
+        spec.save(file, model=model, provenance=provenance)
+        write_history(folder / f"{trait.name}.history.json", trait.history)
+        with suppress(InvalidSpec):  # not all edits are directions
+            found.directions.save(folder / f"{trait.name}.directions.safetensors")
+    return found

@@ -1,0 +1,309 @@
+"""The field `steercap` of a request's body, from JSON to specs.
+
+    {"capture": {"layers": [5, 10], "sites": "resid_post", "tokens": "generated", "codec": "full8"},
+     "steering": {"edits": [{"op": "add", "vector": "calm", "layers": [10], "scale": 4.0}]},
+     "deliver": "inline"}
+
+A vector is a list of numbers or the name of one that was uploaded. Steering by name alone is a spec that was uploaded,
+or vectors that are added as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar, get_args
+
+from steercap.core.spec import CaptureSpec, resolve_layers
+from steercap.core.values import choices, shown
+from steercap.errors import InvalidSpec
+from steercap.server.call import Asked, Delivery
+from steercap.server.library import Library
+from steercap.steering.directions import DirectionSet
+from steercap.steering.edits import EDITS
+from steercap.steering.edits.base import Edit
+from steercap.steering.edits.inputs import model_of
+from steercap.steering.layers import LayerVectors
+from steercap.steering.logit_bias import LogitBias
+from steercap.steering.monitor import Monitor, monitors_of
+from steercap.steering.spec import SteeringSpec
+
+Made = TypeVar("Made")
+
+#: What `capture` may hold: fields of CaptureSpec whose values JSON has, and `project` and `sae` by name.
+CAPTURE: Final = (
+    "layers",
+    "sites",
+    "at",
+    "tokens",
+    "reduce",
+    "codec",
+    "k",
+    "seed",
+    "before_edits",
+    "allow_nonfinite",
+    "project",
+    "sae",
+)
+#: Fields of edits that hold a vector, or several.
+VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")
+#: The operation of `LogitBias`, beside those of edits.
+LOGIT_BIAS: Final = "logit_bias"
+DELIVERIES: Final = get_args(Delivery)
+_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
+_SLICE: Final = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::(-?\d{1,9}))?")
+
+
+def asked_of(body: Any, library: Library, owner: str) -> Asked:
+    """What the field asks.
+
+    Args:
+        body: its value.
+        library: what has names.
+        owner: whose request it is.
+
+    Raises:
+        InvalidRequest: it does not say what can be done; of the kind that says why.
+    """
+    given = _object(body, "steercap", ("capture", "steering", "monitors", "codec", "deliver"))
+    deliver = given.get("deliver", "fetch")
+    if deliver not in DELIVERIES:
+        raise InvalidSpec(f"steercap.deliver={shown(deliver)}; give {' or '.join(map(repr, DELIVERIES))}")
+    if deliver == "folder" and not library.folder:
+        raise InvalidSpec(
+            "steercap.deliver='folder': this server has no folder; `steercap serve --folder` gives it one"
+        )
+    capture = given.get("capture")
+    if "deliver" in given and capture is None:
+        raise InvalidSpec("steercap.deliver says how rows are handed over; give it beside capture=")
+    if given.get("codec") is not None:
+        if not isinstance(capture, Mapping) or "codec" in capture:
+            raise InvalidSpec("steercap.codec is for rows; give it beside capture=, or within it, not both")
+        capture = {**capture, "codec": given["codec"]}
+    steering = given.get("steering")
+    return Asked(
+        None if capture is None else capture_of(capture, library, owner),
+        None if steering is None else steering_of(steering, library, owner),
+        deliver,
+        monitors_asked(given.get("monitors"), library, owner),
+    )
+
+
+def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
+    """A CaptureSpec from JSON.
+
+    Raises:
+        InvalidSpec: of the kind that says what is wrong.
+    """
+    if asked is True:
+        return CaptureSpec()
+    given = dict(_object(asked, "steercap.capture", CAPTURE))
+    for name in ("layers", "tokens"):
+        if name in given:
+            given[name] = ranges(given[name])
+    if isinstance(given.get("at"), Sequence) and not isinstance(given["at"], str):
+        given["at"] = [tuple(one) if isinstance(one, list) else one for one in given["at"]]
+    if (project := given.get("project")) is not None:
+        given["project"] = directions_of(project, library, owner)
+    if (saes := given.get("sae")) is not None:
+        given["sae"] = [library.sae(name) for name in (saes if isinstance(saes, list) else [saes])]
+    return CaptureSpec(**given)
+
+
+def steering_of(asked: Any, library: Library, owner: str) -> SteeringSpec:
+    """A SteeringSpec from JSON: a name, an edit, a list of these, or an object with `edits`.
+
+    Raises:
+        InvalidSpec: of the kind that says what is wrong.
+    """
+    if isinstance(asked, Mapping) and "edits" in asked:
+        given = _object(asked, "steercap.steering", ("edits", "preserve_norm"))
+        if not isinstance(given["edits"], list):
+            raise InvalidSpec(f"steercap.steering.edits={shown(given['edits'])}; give a list")
+        edits = [one for edit in given["edits"] for one in _edits_of(edit, library, owner)]
+        return SteeringSpec(edits, preserve_norm=given.get("preserve_norm", False))
+    parts = asked if isinstance(asked, list) else [asked]
+    return SteeringSpec([one for part in parts for one in _edits_of(part, library, owner)])
+
+
+def monitors_asked(asked: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
+    """Monitors from JSON: a list of objects, in which a probe is a list of numbers or the name of vectors.
+
+    Raises:
+        InvalidSpec: of the kind that says what is wrong.
+    """
+    if asked is None:
+        return ()
+    if not isinstance(asked, list):
+        raise InvalidSpec(f"steercap.monitors={shown(asked)}; give a list of objects")
+    return monitors_of([_monitor_of(one, library, owner) for one in asked])
+
+
+def _monitor_of(asked: Any, library: Library, owner: str) -> Monitor:
+    known = [one.name for one in dataclasses.fields(Monitor)]
+    given = dict(_object(asked, "a monitor", known))
+    if given.get("steering") is not None:
+        given["steering"] = steering_of(given["steering"], library, owner)
+    if "tokens" in given:
+        given["tokens"] = ranges(given["tokens"])
+    if _is_name(given.get("probe")):
+        name, vectors = given["probe"], layer_vectors(given["probe"], library, owner)
+        given.setdefault("site", vectors.site)
+        given.setdefault("name", name)
+        given.setdefault("model", vectors.model)
+        if given.get("layer") is None and len(vectors) == 1:
+            given["layer"] = next(iter(vectors))
+        if given.get("layer") not in list(vectors):
+            raise InvalidSpec(f"a monitor with {_lacking(given.get('layer'), {'probe': name}, list(vectors))}")
+        given["probe"] = vectors[given["layer"]]
+    return _made(Monitor, given)
+
+
+def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | LogitBias | SteeringSpec]:
+    if isinstance(asked, str):
+        if (
+            isinstance(content := library.get(asked.partition("/")[0], owner).content, SteeringSpec)
+            and "/" not in asked
+        ):
+            return [content]
+        return _edits_of({"op": "add", "vector": asked}, library, owner)
+    if not isinstance(asked, Mapping):
+        raise InvalidSpec(f"steering={shown(asked)}; give a name, or an object such as {{'op': 'add', ...}}")
+    op = asked.get("op", "add")
+    if op == LOGIT_BIAS:
+        return [_bias_of(asked)]
+    kind = EDITS[op] if isinstance(op, str) else None
+    if kind is None:
+        raise InvalidSpec(f"op={shown(op)}; {choices(op, (*EDITS, LOGIT_BIAS))}")
+    known = [one.name for one in dataclasses.fields(kind) if one.init]
+    given = dict(_object(asked, f"an edit {op!r}", ("op", *known)))
+    given.pop("op", None)
+    for name in ("layers", "tokens", "elements"):
+        if name in given:
+            given[name] = ranges(given[name])
+    named = {name: given[name] for name in VECTORS if _is_name(given.get(name))}
+    if not named:
+        return [_made(kind, given)]
+    found = {name: layer_vectors(value, library, owner) for name, value in named.items()}
+    site = next(iter(found.values())).site
+    given.setdefault("site", site)
+    layers, model = _layers_of(given, found, named), given.get("model") or model_of(found, f"an edit {op!r}")
+    for name in ("layer", "layers"):
+        given.pop(name, None)
+    return [
+        _made(
+            kind,
+            given | {"model": model, "layer": layer} | {name: vectors[layer] for name, vectors in found.items()},
+        )
+        for layer in layers
+    ]
+
+
+def _bias_of(asked: Mapping[str, Any]) -> LogitBias:
+    """A bias of logits; JSON has token ids as text."""
+    given = _object(asked, f"an edit {LOGIT_BIAS!r}", ("op", "bias", "tokens"))
+    bias: Any = given.get("bias")
+    if isinstance(bias, Mapping):
+        bias = {int(one) if _ID.fullmatch(str(one)) else one: add for one, add in bias.items()}
+    return LogitBias(bias, **({"tokens": ranges(given["tokens"])} if "tokens" in given else {}))
+
+
+def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], named: Mapping[str, str]) -> list[int]:
+    """The layers of edits whose vectors have names: those asked for, or all that the vectors have.
+
+    Args:
+        given: the edit.
+        found: its vectors, by field.
+        named: their names, by field.
+    """
+    common = [layer for layer in next(iter(found.values())) if all(layer in one for one in found.values())]
+    asked = given.get("layer") if given.get("layer") is not None else given.get("layers")
+    if asked is None:
+        return common
+    wanted = [asked] if isinstance(asked, int) else asked if isinstance(asked, list) else None
+    if not common:
+        raise InvalidSpec(f"{', '.join(map(repr, named.values()))} have vectors for no layer in common")
+    if wanted is None:
+        wanted = list(resolve_layers(asked, max(common) + 1))
+    if missing := [layer for layer in wanted if layer not in common]:
+        raise InvalidSpec(f"an edit with {_lacking(missing[0], named, common)}")
+    return wanted
+
+
+def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:
+    """Say that vectors by name have none for a layer, and for which they have one.
+
+    Args:
+        layer: that was asked for.
+        named: names of the vectors, by field.
+        known: the layers that they have, at least one.
+    """
+    what = " and ".join(f"{field}={name!r}" for field, name in named.items())
+    near = f"; the nearest is {min(known, key=lambda one: abs(one - layer))}" if isinstance(layer, int) else ""
+    return f"{what} and layer={shown(layer)}: there are vectors for layers {known}{near}"
+
+
+def _made(kind: type[Made], given: Mapping[str, Any]) -> Made:
+    try:
+        made = kind(**given)
+    except TypeError as error:  # something that it needs is missing
+        raise InvalidSpec(f"{kind.__name__}: {str(error).partition(' ')[2]}") from error
+    return made
+
+
+def layer_vectors(name: str, library: Library, owner: str) -> LayerVectors:
+    """Find the vectors of a name: "calm", the only direction of a set "calm", or one of several, "traits/calm".
+
+    Raises:
+        InvalidSpec: nothing has the name, or what has it is not one direction.
+    """
+    first, slash, direction = name.partition("/")
+    content = library.get(first, owner).content
+    if isinstance(content, LayerVectors):
+        if slash:
+            raise InvalidSpec(
+                f"{name!r}: {first!r} holds one vector for each layer, and no directions by name; give {first!r}"
+            )
+        return content
+    if not isinstance(content, DirectionSet):
+        raise InvalidSpec(f"{name!r} is no vector: {first!r} holds steering; give the name of vectors")
+    known = list(content)
+    if not slash and len(known) == 1:
+        return content[known[0]]
+    if direction in content:
+        return content[direction]
+    why = f"{first!r} has no direction {direction!r}" if slash else f"{first!r} is no vector: it holds directions"
+    listed = "" if slash else f" {', '.join(known)}"
+    raise InvalidSpec(f"{why}{listed}; give one of them, such as {f'{first}/{known[0]}'!r}")
+
+
+def directions_of(name: Any, library: Library, owner: str) -> LayerVectors | DirectionSet:
+    """What rows are projected on, by name.
+
+    Raises:
+        InvalidSpec: nothing has the name, or what has it holds no directions.
+    """
+    if not _is_name(name):
+        raise InvalidSpec(f"steercap.capture.project={shown(name)}; give the name of vectors that were uploaded")
+    content = library.get(name.partition("/")[0], owner).content
+    return content if isinstance(content, DirectionSet) and "/" not in name else layer_vectors(name, library, owner)
+
+
+def ranges(value: Any) -> Any:
+    """A value with slices in place of texts such as "4:12" and "::2"."""
+    if isinstance(value, str) and (found := _SLICE.fullmatch(value)):
+        return slice(*(None if part is None else int(part) for part in found.groups()))
+    return [ranges(one) for one in value] if isinstance(value, list) else value
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _object(value: Any, what: str, known: Sequence[str]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidSpec(f"{what}={shown(value)}; give an object")
+    if unknown := [name for name in value if name not in known]:
+        raise InvalidSpec(f"{what} has an unknown field {shown(unknown[0])}; {choices(unknown[0], known)}")
+    return value

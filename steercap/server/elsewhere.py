@@ -1,0 +1,82 @@
+"""Routes of vLLM's that answer nothing of steercap's: presets steer those that generate, the rest is refused.
+
+A field that a route does not know is no error to vLLM. Unseen, it would be asked, answered, and not done.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from steercap.server.call import CURRENT, Asked, Call
+from steercap.server.captures import owner_of
+from steercap.server.middleware import (
+    FIELDS,
+    MOST_BODY,
+    NO_TEXT,
+    PATHS,
+    App,
+    Message,
+    Receive,
+    Send,
+    body_of,
+    decoded,
+    header,
+    refuse,
+    replayed,
+)
+from steercap.server.presets import Presets
+
+#: Where a preset steers: what they generate goes through the engine's `generate`, once or several times.
+STEERED: Final = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/chat/completions/batch",
+    "/cohere/v2/chat",
+    "/inference/v1/generate",
+)
+#: What runs no model, where a preset's name is the model's.
+AT_REST: Final = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+
+
+class Elsewhere:
+    """Put around a route of vLLM's.
+
+    Args:
+        app: the route's own.
+        presets: names of models that stand for steering.
+        most_body: bytes that a body may have.
+    """
+
+    def __init__(self, app: App, presets: Presets, most_body: int = MOST_BODY) -> None:
+        self._app = app
+        self._presets = presets
+        self._most = most_body
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        body = await body_of(scope, receive, send, self._most)
+        if body is None:
+            return
+        given, is_text = decoded(body)
+        given = given if isinstance(given, dict) else {}
+        if asked := [name for name in FIELDS if given.get(name) is not None]:
+            await refuse(send, 400, f"{path} answers no {asked[0]!r}; ask {' or '.join(PATHS)}")
+            return
+        steering = self._presets.of(given.get("model"))
+        if steering is not None and (path not in (*STEERED, *AT_REST) or given.get("use_beam_search")):
+            await refuse(send, 400, f"{path} cannot be steered; ask {', '.join((*PATHS, *STEERED))}, or another model")
+            return
+        call = None
+        if steering is not None and path in STEERED:
+            if not is_text:
+                await refuse(send, 400, NO_TEXT)
+                return
+            call = Call(Asked(steering=steering), owner_of(header(scope, b"authorization")))
+        token = CURRENT.set(call)
+        try:
+            await self._app(scope, replayed(body, receive), send)
+        except RecursionError:  # /invocations reads a body by itself, and answers 500
+            await refuse(send, 400, "the body is nested too deeply")
+        finally:
+            CURRENT.reset(token)

@@ -1,0 +1,236 @@
+"""What vLLM's server takes for its engine: requests that ask something of steercap run as jobs, others as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from steercap.captures import files
+from steercap.captures.handle import CaptureHandle
+from steercap.core.receipt import SteeringReceipt
+from steercap.errors import InvalidRequest, SteercapError
+from steercap.kernels.codecs.coded import coding_of
+from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, receipts_of
+from steercap.requests.preparing import prepare
+from steercap.server.call import CURRENT, Call
+from steercap.server.captures import Captures
+from steercap.server.folder import Folder
+from steercap.server.numbers import Numbers
+
+if TYPE_CHECKING:
+    from steercap.adapters.types import RequestOutput
+    from steercap.core.budget import Ticket
+    from steercap.model import SteerModel
+
+#: The most bytes of files that are handed over within an answer.
+MOST_INLINE: Final = 8 << 20
+
+
+class ServedEngine:
+    """vLLM's engine, as vLLM's server sees it.
+
+    Args:
+        model: the open model.
+        captures: where rows wait.
+        translated: what vLLM's server answers with the right status, of an error of ours.
+        folder: where rows are written that are asked for so, if the operator gave one.
+    """
+
+    def __init__(
+        self,
+        model: SteerModel,
+        captures: Captures,
+        translated: Callable[[SteercapError], Exception],
+        folder: Folder | None = None,
+    ) -> None:
+        self._model = model
+        self._llm: Any = model.engine
+        self._captures = captures
+        self._translated = translated
+        self._folder = folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Nothing: the model is closed by those who opened it."""
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's outputs of one request; see `AsyncLLM.generate`."""
+        call = CURRENT.get()
+        if call is None:
+            found: AsyncGenerator[RequestOutput, None] = self._llm.generate(
+                prompt, sampling_params, request_id, **options
+            )
+            return found
+        first = call.prompts * sampling_params.n
+        call.prompts += 1
+        return self._asked(call, first, prompt, sampling_params, options)
+
+    async def _asked(
+        self, call: Call, first: int, prompt: Any, params: Any, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        from steercap.adapters.prompts import rendered
+
+        engine = self._model.serving.here()
+        options = {name: value for name, value in options.items() if value is not None}
+        options.pop("prompt_text", None)
+        options.pop("tokenization_kwargs", None)
+        try:
+            if call.asked.capture is not None:
+                self._room(call).require_room(call.owner)
+            job = await prepare(
+                engine,
+                rendered(prompt),
+                params,
+                call.asked.capture,
+                call.asked.steering,
+                options=options,
+                monitors=call.asked.monitors,
+            )
+            async with aclosing(self._run(call, first, job)) as outputs:
+                async for output in outputs:
+                    yield output
+        except SteercapError as error:
+            call.error = type(error).__name__
+            raise self._translated(error) from error
+
+    async def _run(self, call: Call, first: int, job: Job) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a job, the last of them once its edits are known to have been made and its rows are here."""
+        ticket = await memory_for(job, object())
+        ours = job.plan is not None  # the workers hold something of it that is for us to free
+        texts: dict[int, str] = {}
+        tokens: dict[int, list[int]] = {}
+        numbers = Numbers(call, first, job)
+        try:
+            async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=None)) as outputs:
+                async for output in outputs:
+                    grown(output, job.params, texts, tokens)
+                    samples = [(index, len(ids)) for index, ids in sorted(tokens.items())]
+                    receipts = await receipts_of(job, complete.plan, samples, ended=output.finished)
+                    await numbers.take(tokens)
+                    if output.finished:
+                        ours = False
+                        ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
+                        found = await self._handed_over(call, job, ended, ticket, receipts)
+                        call.results += [
+                            {"choice": first + sample.index} | one for sample, one in zip(ended, found, strict=True)
+                        ]
+                    yield output
+        finally:
+            if ours and job.plan is not None:
+                job.engine.abandon(job.plan, ticket)
+
+    async def _handed_over(
+        self,
+        call: Call,
+        job: Job,
+        samples: Sequence[Sample],
+        ticket: Ticket | None,
+        receipts: Sequence[SteeringReceipt] | None,
+    ) -> list[dict[str, Any]]:
+        """What the answer says of each sample."""
+        found: list[dict[str, Any]] = [{} for _ in samples]
+        for one, receipt in zip(found, receipts or (), strict=False):
+            one["steering"] = {
+                "rows": list(receipt.rows),
+                "computed": receipt.computed,
+                "cached": receipt.cached,
+                "digest": receipt.digest,
+            }
+        if job.watch is not None:
+            for one, sample in zip(found, samples, strict=True):
+                one["monitors"] = [msgspec.to_builtins(report) for report in job.watch.reports(sample.index)]
+        if ticket is None:
+            return found
+        if not job.hands_over:
+            assert job.plan is not None
+            job.engine.done_with(job.plan, ticket)
+            return found
+        handles = handles_of(job, samples, ticket, receipts)
+        try:
+            await self._model.fetch_captures_batch(handles)
+            for one, handle, place in zip(found, handles, await self._delivered(call, handles), strict=True):
+                one["capture"] = described(handle) | place
+        finally:
+            for handle in handles:
+                handle.release()
+        return found
+
+    def _room(self, call: Call) -> Captures | Folder:
+        """What keeps the rows of a request."""
+        return self._folder if self._folder is not None and call.asked.delivery == "folder" else self._captures
+
+    async def _delivered(self, call: Call, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
+        """Where the rows of each handle are."""
+        if isinstance(folder := self._room(call), Folder):
+            written = await folder.write(handles, call.owner)
+            return [{"file": one.file, "bytes": one.bytes, "sha256": one.sha256} for one in written]
+        return [self._handed(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
+
+    def _handed(self, call: Call, content: bytes) -> dict[str, Any]:
+        """Where a file is that the client gets from here."""
+        if call.asked.delivery == "inline":
+            call.inline += len(content)
+            if call.inline > MOST_INLINE:
+                raise InvalidRequest(
+                    f"the rows take {call.inline:,} bytes, and an answer holds {MOST_INLINE:,}; leave deliver= out "
+                    "and fetch them, or keep fewer"
+                )
+            return {"bytes": len(content), "data": base64.b64encode(content).decode()}
+        waiting = self._captures.put(content, call.owner)
+        call.unsaid.append(partial(self._captures.remove, waiting.name, call.owner))
+        # It goes when its time is over, also where nobody asks for anything any more.
+        asyncio.get_running_loop().call_later(self._captures.time_to_live + 1, self._captures.sweep)
+        return {
+            "id": waiting.name,
+            "bytes": len(content),
+            "url": f"/v1/steercap/captures/{waiting.name}",
+            "expires_in": round(self._captures.expires_in(waiting), 1),
+        }
+
+
+def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dict[int, list[int]]) -> None:
+    """Enter what an output says of its samples: all of each, or what is new."""
+    new = params.output_kind.name == "DELTA"
+    for sample in output.outputs:
+        texts[sample.index] = (texts.get(sample.index, "") if new else "") + sample.text
+        if new:
+            tokens.setdefault(sample.index, []).extend(sample.token_ids)
+        else:
+            tokens[sample.index] = [*sample.token_ids]
+
+
+def described(handle: CaptureHandle) -> dict[str, Any]:
+    """What a handle holds, for msgspec's JSON: its points with shapes and dtypes, which tokens its rows are of, and the
+    header of its file, less the text, which the answer has.
+    """
+    saved, receipt = handle.as_saved(), handle.receipt
+    points = []
+    for point in handle.points:
+        kept = saved.rows[point]
+        first = kept[0] if isinstance(kept, tuple) else kept
+        codec, parameters = coding_of(first)
+        rows = handle.captures[point] if codec == "raw" and not isinstance(kept, tuple) else None
+        one: dict[str, Any] = {"layer": point.layer, "site": point.site, "codec": codec, **parameters}
+        if rows is not None:
+            one |= {"shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}
+        points.append(one)
+    return {
+        "points": points,
+        "rows": len(handle.positions),
+        "reduce": receipt.reduce,
+        "prompt_tokens": len(handle.prompt_token_ids),
+        "output_tokens": len(handle.output_token_ids),
+        "directions": list(handle.directions),
+        "verified": receipt.verified,
+        "header": msgspec.structs.replace(saved.header, text=""),
+    }

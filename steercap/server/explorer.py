@@ -1,0 +1,54 @@
+"""`/explorer`: the page that looks through a model, and its parts, from the package alone.
+
+The page is open, as it says nothing of the model; what it shows comes from `/v1`, which keys guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+PATH: Final = "/explorer"
+PAGE: Final = "index.html"
+#: What browsers are told of the parts, by the end of their names; of other files none is served.
+KINDS: Final[Mapping[str, str]] = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+#: Nothing from elsewhere is loaded, asked or framed, and no script or style stands in the page.
+POLICY: Final = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+HEADERS: Final[Mapping[str, str]] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def routes() -> list[Route]:
+    """The page, and its parts."""
+    parts = assets()
+
+    async def page(_request: Request) -> Response:
+        return Response(parts[PAGE], 200, dict(HEADERS), KINDS["html"])
+
+    async def part(request: Request) -> Response:
+        name = request.path_params["name"]  # looked up among what was read: no path is made of it
+        if name not in parts:
+            return Response("no such part of the page", 404, media_type="text/plain")
+        return Response(parts[name], 200, dict(HEADERS), KINDS[name.rpartition(".")[2]])
+
+    return [Route(PATH, page, methods=["GET", "HEAD"]), Route(f"{PATH}/{{name}}", part, methods=["GET", "HEAD"])]
+
+
+def assets() -> dict[str, bytes]:
+    """The parts of the page by name."""
+    folder = resources.files("steercap.server") / "assets"
+    return {one.name: one.read_bytes() for one in folder.iterdir() if one.name.rpartition(".")[2] in KINDS}

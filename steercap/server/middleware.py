@@ -1,0 +1,326 @@
+"""Between vLLM's server and the network: takes `steercap` out of a request's body, and puts what came of it into the
+answer, one JSON document or the last event of a stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from steercap.client.connection import ERROR_HEADER
+from steercap.core.values import shown
+from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
+from steercap.server.asks import asked_of
+from steercap.server.call import CURRENT, Asked, Call
+from steercap.server.captures import owner_of
+from steercap.server.library import Library
+from steercap.server.presets import Presets
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
+
+#: The routes whose requests may ask something of steercap.
+PATHS: Final = ("/v1/chat/completions", "/v1/completions")
+#: Bytes of a body, which are counted while it is read.
+MOST_BODY: Final = 128 << 20
+#: Fields of a body that ask something of steercap.
+FIELDS: Final = ("steercap", "store_activations", "selectors")
+#: Of a body that asks something of steercap; vLLM takes it, and its engine may fail on it with a 500.
+NO_TEXT: Final = "steercap: the body holds half of a surrogate pair, which no text does"
+_DONE: Final = b"data: [DONE]"
+#: Types of errors, as vLLM's server names them.
+_KINDS: Final[Mapping[int, str]] = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    413: "RequestEntityTooLarge",
+    429: "RateLimitError",
+    500: "InternalServerError",
+}
+#: How the events of a stream begin that hold an object.
+_OBJECT: Final = b"data: {"
+
+
+class Keyless:
+    """Put around the routes of a server that asks for no API key: all clients are one, whichever key they send.
+
+    OpenAI's clients always send one, and curl sends none: what one of them captured, the other fetches.
+
+    Args:
+        app: the routes.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request without the key that it brought."""
+        if scope["type"] == "http":
+            headers = [(name, said) for name, said in scope["headers"] if name.lower() != b"authorization"]
+            scope = {**scope, "headers": headers}
+        await self._app(scope, receive, send)
+
+
+class Asking:
+    """Put around a route of vLLM's.
+
+    Args:
+        app: the route's own.
+        library: what has names.
+        presets: names of models that stand for steering.
+        most_body: bytes that a body may have.
+    """
+
+    def __init__(self, app: App, library: Library, presets: Presets, most_body: int = MOST_BODY) -> None:
+        self._app = app
+        self._library = library
+        self._presets = presets
+        self._most = most_body
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        body = await body_of(scope, receive, send, self._most)
+        if body is None:
+            return
+        try:
+            body, call = self._read(body, owner_of(header(scope, b"authorization")))
+        except RecursionError:
+            await refuse(send, 400, "steercap: it is nested too deeply")
+            return
+        except SteercapError as error:
+            status = 400 if isinstance(error, InvalidRequest) else 429
+            await refuse(send, status, str(error), type(error).__name__)
+            return
+        scope = {**scope, "headers": _resized(scope["headers"], len(body))}
+        if call is None:
+            await self._app(scope, replayed(body, receive), send)
+            return
+        token = CURRENT.set(call)
+        try:
+            await self._app(scope, replayed(body, receive), Answer(call, send))
+        finally:
+            CURRENT.reset(token)
+            for forget in call.unsaid:
+                forget()
+
+    def _read(self, body: bytes, owner: str) -> tuple[bytes, Call | None]:
+        """The body as vLLM is to read it, and what it asks of steercap.
+
+        Raises:
+            SteercapError: what it asks cannot be done.
+        """
+        given, is_text = decoded(body)
+        if not isinstance(given, dict):
+            return body, None  # vLLM says what is wrong with it
+        steering = self._presets.of(given.get("model"))
+        field, store, selectors = (given.pop(name, None) for name in FIELDS)
+        if field is None and store is None and selectors is None and steering is None:
+            return body, None
+        if not is_text:
+            raise InvalidSpec(NO_TEXT)
+        if store is not None or selectors is not None:
+            field = _shorthand(field, store, selectors)
+        asked = Asked() if field is None else asked_of(field, self._library, owner)
+        if steering is not None:
+            both = steering if asked.steering is None else steering + asked.steering
+            asked = replace(asked, steering=both)
+        if given.get("use_beam_search"):
+            raise InvalidSpec("steercap: beams of a beam search are requests of their own; leave use_beam_search out")
+        return json.dumps(given).encode(), Call(asked, owner) if asked else None
+
+
+def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
+    """`store_activations` and `selectors`, as `capture` says them."""
+    if field is not None and (not isinstance(field, Mapping) or "capture" in field):
+        raise InvalidSpec("store_activations and selectors say what steercap.capture says; give one of them")
+    if store is not None and not isinstance(store, bool):
+        raise InvalidSpec(f"store_activations={shown(store)}; give true or false")
+    if not store:
+        if selectors is not None:
+            raise InvalidSpec("selectors say which activations to store; give store_activations: true with them")
+        return field
+    return {**(field or {}), "capture": True if selectors is None else {"at": selectors}}
+
+
+class Answer:
+    """An answer on its way out, into which what came of the request is put.
+
+    Args:
+        call: the request.
+        send: where it goes.
+    """
+
+    def __init__(self, call: Call, send: Send) -> None:
+        self._call = call
+        self._send = send
+        self._start: Message | None = None
+        self._stream = False
+        self._held = b""
+
+    async def __call__(self, message: Message) -> None:
+        """Pass one message on."""
+        if message["type"] == "http.response.start":
+            kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
+            self._stream = kind.startswith(b"text/event-stream")
+            if self._stream or message["status"] != 200:
+                await self._send({**message, "headers": _blamed(message["headers"], self._call.error)})
+            else:
+                self._start = message
+            return
+        if message["type"] != "http.response.body" or not (self._stream or self._start):
+            await self._send(message)
+        elif self._stream:
+            await self._event(message)
+        else:
+            await self._document(message)
+
+    async def _event(self, message: Message) -> None:
+        """One part of a stream; the event of ours comes before the last."""
+        self._held += message.get("body", b"")
+        more = message.get("more_body", False)
+        end = self._held.rfind(b"\n\n") + 2 if more else len(self._held)
+        ready, self._held = self._held[:end], self._held[end:]
+        events = [self._with_numbers(event) for event in ready.split(b"\n\n")]  # whose own text has no bare line ends
+        if (self._call.results or self._call.error) and _DONE in events:
+            failed = self._call.error
+            came: dict[str, Any] = (
+                {"error": failed} if failed else {"results": self._call.results, **self._numbers(None)}
+            )
+            chunk = {"object": "steercap", "choices": [], "steercap": came}
+            events.insert(events.index(_DONE), b"data: " + msgspec.json.encode(chunk))
+            if not failed:
+                self._call.unsaid.clear()
+        ready = b"\n\n".join(events)
+        await self._send({**message, "body": ready})
+
+    def _with_numbers(self, event: bytes) -> bytes:
+        """An event with what waits of its choices."""
+        if not self._call.live or not event.startswith(_OBJECT):
+            return event
+        found = msgspec.json.decode(event[len(_OBJECT) - 1 :])
+        numbers = self._numbers({one.get("index") for one in found.get("choices", ())})
+        return _OBJECT[:-1] + msgspec.json.encode({**found, "steercap": numbers}) if numbers else event
+
+    def _numbers(self, choices: Collection[Any] | None) -> dict[str, list[Any]]:
+        """What waits of choices, None for all, by its kind; it waits no more."""
+        found: dict[str, list[Any]] = {}
+        left = []
+        for one in self._call.live:
+            if choices is None or one.choice in choices:
+                found.setdefault(one.kind, []).append({"choice": one.choice, **one.content})
+            else:
+                left.append(one)
+        self._call.live = left
+        return found
+
+    async def _document(self, message: Message) -> None:
+        """One part of a JSON document."""
+        self._held += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        assert self._start is not None
+        found, body = msgspec.json.decode(self._held), self._held
+        if isinstance(found, dict):  # it is null where the client has gone
+            found["steercap"] = {"results": self._call.results}
+            body = msgspec.json.encode(found)
+            self._call.unsaid.clear()
+        await self._send({**self._start, "headers": _resized(self._start["headers"], len(body))})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+async def body_of(scope: Message, receive: Receive, send: Send, most: int) -> bytes | None:
+    """The whole body; None if it is longer than may be, which is answered, or its client has gone."""
+    said = header(scope, b"content-length")
+    length = int(said) if said.isdecimal() and len(said) < len(str(most)) + 9 else 0
+    fits, parts, length = length <= most, list[bytes](), 0
+    while fits:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        length += len(parts[-1])
+        fits = length <= most
+        if fits and not message.get("more_body", False):
+            return b"".join(parts)
+    await refuse(send, 413, f"the body is longer than {most:,} bytes")
+    return None
+
+
+def decoded(body: bytes) -> tuple[Any, bool]:
+    """A body as vLLM's server reads it, None where it cannot be read, and whether all its texts are texts.
+
+    vLLM reads by Python's json, which knows NaN, encodings other than UTF-8, and halves of surrogate pairs. What that
+    takes and we did not see would be asked and not done.
+    """
+    try:
+        return msgspec.json.decode(body), True
+    except (ValueError, RecursionError):
+        pass
+    try:
+        given = json.loads(body)
+        json.dumps(given, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return given, False
+    except (ValueError, RecursionError):
+        return None, True
+    return given, True
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Gives the body once, then what comes after it."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+def failure(status: int, reason: str, error: str = "", param: str | None = None) -> tuple[bytes, dict[str, str]]:
+    """An error as OpenAI's clients read it: its body and headers.
+
+    Args:
+        status: of HTTP.
+        reason: what they are told.
+        error: its class, if it is one of ours that clients raise.
+        param: the field of the request that is to blame.
+    """
+    body = json.dumps({"error": {"message": reason, "type": _KINDS[status], "param": param, "code": status}}).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    if error:
+        headers[ERROR_HEADER] = error
+    if status == 413:  # the rest of the body is not read
+        headers["connection"] = "close"
+    return body, headers
+
+
+async def refuse(send: Send, status: int, reason: str, error: str = "") -> None:
+    """Answer a request by an error."""
+    body, headers = failure(status, reason, error, "steercap")
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _blamed(headers: Any, error: str) -> list[tuple[bytes, bytes]]:
+    """Headers of an answer that say, if it is an error of ours, of which class."""
+    return [*headers, *([(ERROR_HEADER.encode(), error.encode())] if error else [])]
+
+
+def header(scope: Message, name: bytes) -> str:
+    """The first of a name, "" where there is none."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
+
+
+def _resized(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in headers if name.lower() not in {b"content-length", b"transfer-encoding"}]
+    return [*kept, (b"content-length", str(length).encode())]

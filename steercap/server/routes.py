@@ -1,0 +1,229 @@
+"""`/v1/steercap`: captures, vectors, the model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from steercap.errors import CaptureMemoryFull, SteercapError
+from steercap.kernels.codecs import ENCODINGS
+from steercap.server.captures import Captures, owner_of
+from steercap.server.folder import Folder
+from steercap.server.library import Library, Named, read
+from steercap.server.middleware import failure
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+#: Bytes of a capture that are sent at once: what a slow client does not take is not copied for it.
+_PART: Final = 1 << 20
+#: Of a capture that is asked for by its name.
+NOT_WAITING: Final = "no such capture is waiting: it was deleted, its time is over, or it is not yours"
+_RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+
+
+class Routes:
+    """The routes of one server.
+
+    Args:
+        model: the open model.
+        captures: what waits.
+        library: what has names.
+        aliases: names of models that stand for steering.
+        folder: what rows are written to, if the operator gave one.
+    """
+
+    def __init__(
+        self,
+        model: SteerModel,
+        captures: Captures,
+        library: Library,
+        aliases: tuple[str, ...],
+        folder: Folder | None = None,
+    ) -> None:
+        self._model = model
+        self._captures = captures
+        self._library = library
+        self._aliases = aliases
+        self._folder = folder
+
+    @property
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/v1/steercap/model", self.model, methods=["GET"]),
+            Route("/v1/steercap/captures", self.list_captures, methods=["GET"]),
+            Route("/v1/steercap/captures/{name}", self.capture, methods=["GET", "HEAD"]),
+            Route("/v1/steercap/captures/{name}", self.forget_capture, methods=["DELETE"]),
+            Route("/v1/steercap/vectors", self.list_vectors, methods=["GET"]),
+            Route("/v1/steercap/vectors/{name}", self.put_vector, methods=["PUT"]),
+            Route("/v1/steercap/vectors/{name}", self.vector, methods=["GET"]),
+            Route("/v1/steercap/vectors/{name}", self.forget_vector, methods=["DELETE"]),
+        ]
+
+    async def model(self, request: Request) -> Response:
+        """What the model has, and what is held of it."""
+        owner, model = owner_of(request.headers.get("authorization", "")), self._model
+        stats, folder = await model.stats(), self._folder
+        points = [
+            {"layer": point.layer, "site": point.site, **msgspec.structs.asdict(schema)}
+            for point, schema in model.points.items()
+        ]
+        return JSONResponse(
+            {
+                "model": model.serving.model,
+                **model.origin,
+                "num_layers": model.num_layers,
+                "hidden_size": model.hidden_size,
+                "points": points,
+                "codecs": ["raw", *(name for name, codec in ENCODINGS.items() if codec.is_codec)],
+                "presets": list(self._aliases),
+                "folder": folder is not None,
+                "limits": {
+                    "captures_bytes": self._captures.most_of_a_key,
+                    "captures_seconds": self._captures.time_to_live,
+                    "vectors_bytes": self._library.most_of_a_key,
+                    "folder_bytes": folder.most_of_a_key if folder is not None else 0,
+                },
+                "held": {
+                    "captures_bytes": self._captures.held(owner),
+                    "vectors": len(list(self._library.of(owner))),
+                    "folder_bytes": folder.written(owner) if folder is not None else 0,
+                },
+                "engine": dataclasses.asdict(stats),
+            }
+        )
+
+    async def list_captures(self, request: Request) -> Response:
+        """Those of the caller."""
+        owner = owner_of(request.headers.get("authorization", ""))
+        found = [
+            {"id": one.name, "bytes": one.size, "expires_in": round(self._captures.expires_in(one), 1)}
+            for one in self._captures.of(owner)
+        ]
+        return JSONResponse({"object": "list", "data": found})
+
+    async def capture(self, request: Request) -> Response:
+        """One, as a safetensors file, whole or a range of its bytes."""
+        one = self._captures.get(*_named(request))
+        if one is None:
+            return refused(404, NOT_WAITING)
+        tag = f'"{one.name}"'
+        headers = {"accept-ranges": "bytes", "etag": tag}
+        asked = request.headers.get("range", "").lower()
+        whole = request.method == "HEAD" or request.headers.get("if-range", tag) != tag
+        # RFC 9110, 14.2: other units are ignored, and several ranges may be.
+        if whole or not asked.startswith("bytes=") or "," in asked:
+            return _file(one.content, 0, one.size, 200, headers)
+        found = _range(asked, one.size)
+        if found is None:
+            return Response(status_code=416, headers={"content-range": f"bytes */{one.size}"})
+        start, stop = found
+        headers["content-range"] = f"bytes {start}-{stop - 1}/{one.size}"
+        return _file(one.content, start, stop, 206, headers)
+
+    async def forget_capture(self, request: Request) -> Response:
+        """Let go of one."""
+        name, owner = _named(request)
+        if not self._captures.remove(name, owner):
+            return refused(404, NOT_WAITING)
+        return JSONResponse({"id": name, "object": "steercap.capture", "deleted": True})
+
+    async def list_vectors(self, request: Request) -> Response:
+        """The caller's own, and the operator's."""
+        owner = owner_of(request.headers.get("authorization", ""))
+        return JSONResponse({"object": "list", "data": [one.described() for one in self._library.of(owner)]})
+
+    async def vector(self, request: Request) -> Response:
+        """What one is."""
+        try:
+            return JSONResponse(self._library.get(*_named(request)).described())
+        except SteercapError as error:
+            return refused(404, str(error))
+
+    async def put_vector(self, request: Request) -> Response:
+        """Upload a file of vectors, directions or steering; what had the name goes."""
+        try:
+            found = await self._received(request, *_named(request))
+        except ClientDisconnect:
+            return Response(status_code=400)  # which nobody reads
+        except CaptureMemoryFull as error:
+            return refused(429, str(error), type(error).__name__)
+        except SteercapError as error:
+            return refused(400, str(error), type(error).__name__)
+        if found is None:
+            return refused(413, f"the file is longer than {self._library.most_bytes:,} bytes")
+        return JSONResponse(found.described(), 201)
+
+    async def _received(self, request: Request, name: str, owner: str) -> Named | None:
+        """What came as a file, kept; None where it is too long, of which no more is read than shows it.
+
+        Raises:
+            SteercapError: it cannot be kept.
+        """
+        said = request.headers.get("content-length", "")
+        length, counted, parts = 0, 0, list[bytes]()
+        with self._library.receiving(name, owner) as came:
+            if said.isdecimal():
+                if len(said) > len(str(self._library.most_bytes)) or int(said) > self._library.most_bytes:
+                    return None
+                came(counted := int(said))
+            async for part in request.stream():
+                length += len(part)
+                if length > self._library.most_bytes:
+                    return None
+                if length > counted:  # in steps, as counting goes through all that is kept
+                    came(counted := length + _PART)
+                parts.append(part)
+            content = await asyncio.to_thread(read, b"".join(parts))
+            return self._library.keep(name, owner, content, length)
+
+    async def forget_vector(self, request: Request) -> Response:
+        """Let go of one of the caller's own."""
+        name, owner = _named(request)
+        if not self._library.remove(name, owner):
+            return refused(404, "no vector or steering of yours has the name")
+        return JSONResponse({"name": name, "deleted": True})
+
+
+def _file(content: bytes, start: int, stop: int, status: int, headers: Mapping[str, str]) -> Response:
+    """A part of a file, sent as fast as it is taken."""
+
+    async def parts() -> AsyncIterator[memoryview]:
+        for first in range(start, stop, _PART):
+            yield memoryview(content)[first : min(first + _PART, stop)]
+
+    kept = {**headers, "content-length": str(stop - start)}
+    return StreamingResponse(parts(), status, kept, "application/octet-stream")
+
+
+def _named(request: Request) -> tuple[str, str]:
+    return request.path_params["name"], owner_of(request.headers.get("authorization", ""))
+
+
+def _range(asked: str, size: int) -> tuple[int, int] | None:
+    """Where a range of bytes starts and stops; None where there is none such."""
+    found = _RANGE.fullmatch(asked.strip())
+    if found is None or not any(found.groups()):
+        return None
+    first, last = (int(part) if part else None for part in found.groups())
+    if first is None:
+        assert last is not None
+        start, stop = max(0, size - last), size
+    else:
+        start, stop = first, size if last is None else min(size, last + 1)
+    return (start, stop) if start < stop else None
+
+
+def refused(status: int, message: str, error: str = "") -> Response:
+    """An error as OpenAI's clients read it; `error` is its class, if it is one of ours that clients raise."""
+    body, headers = failure(status, message, error)
+    return Response(body, status, headers)

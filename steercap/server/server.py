@@ -1,0 +1,206 @@
+"""One server from its start to its end."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steercap.adapters.releases import importing
+from steercap.core.extras import extra
+from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
+from steercap.files.fingerprint import warn_of_other_model
+from steercap.model import SteerModel
+from steercap.server.asks import steering_of
+from steercap.server.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
+from steercap.server.elsewhere import Elsewhere
+from steercap.server.engine import ServedEngine
+from steercap.server.folder import MOST_BYTES as FOLDER_BYTES
+from steercap.server.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
+from steercap.server.folder import Folder
+from steercap.server.library import NAME, OPERATOR, Library
+from steercap.server.middleware import PATHS, Asking, Keyless
+from steercap.server.presets import Presets
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server keeps, and for whom.
+
+    Args:
+        vectors: files of vectors, directions or steering that everybody may use, by name.
+        saes: folders of SAEs, by name, that rows can be looked at with.
+        presets: steering by name, as a request says it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
+        captures_seconds: how long a capture waits to be fetched.
+        captures_bytes: bytes of captures that wait at once.
+        captures_bytes_of_a_key: of these, those of one API key.
+        folder: where rows are written that are asked for so; None for nowhere.
+        folder_bytes: bytes of files in it.
+        folder_bytes_of_a_key: bytes that requests of one API key write to it.
+    """
+
+    vectors: Mapping[str, Path] = field(default_factory=dict)
+    saes: Mapping[str, Path] = field(default_factory=dict)
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    captures_seconds: float = TIME_TO_LIVE
+    captures_bytes: int = MOST_BYTES
+    captures_bytes_of_a_key: int = MOST_BYTES_OF_A_KEY
+    folder: Path | None = None
+    folder_bytes: int = FOLDER_BYTES
+    folder_bytes_of_a_key: int = FOLDER_BYTES_OF_A_KEY
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the operator gave names.
+
+    Args:
+        library: vectors, steering and SAEs.
+        presets: what each preset steers by.
+    """
+
+    library: Library
+    presets: Mapping[str, SteeringSpec]
+
+    @staticmethod
+    def of(settings: ServerSettings) -> Names:
+        """Read the files that settings name; no model is needed for it, so that it comes before the engine's start.
+
+        Raises:
+            InvalidSpec: not a name, or a preset that means nothing.
+            InvalidFile: a file of vectors, or of an SAE, that cannot be used.
+        """
+        with extra("cuda", "cpu"):
+            from steercap.server.features import loaded
+
+        library = Library(folder=settings.folder is not None, saes=loaded(settings.saes))
+        for name, path in settings.vectors.items():
+            try:
+                library.add(name, OPERATOR, path.read_bytes())
+            except (InvalidFile, OSError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise InvalidFile(f"vectors {name}={path}: {reason}") from error
+        for name in settings.presets:
+            if not NAME.fullmatch(name):
+                raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
+        presets = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
+        return Names(library, presets)
+
+
+async def application(
+    model: SteerModel,
+    flags: argparse.Namespace,
+    settings: ServerSettings,
+    folder: Folder | None = None,
+    names: Names | None = None,
+) -> FastAPI:
+    """vLLM's application over an open model, with routes and a field of a request's body of our own.
+
+    Args:
+        model: open, and for as long as it is served.
+        flags: of `vllm serve`, see `adapters.server.read_flags`; those of the engine count for nothing here.
+        settings: of the server.
+        folder: where rows are written that are asked for so; open, and for as long as it is served.
+        names: what `Names.of` read of the settings; read here if left out.
+
+    Raises:
+        InvalidSpec: an SAE of rows that this model does not have.
+        UnsupportedRunner: vLLM's server is not what is known of it.
+        InvalidSetting: the model's engine is to be started again if it dies.
+        The errors of `Names.of`.
+    """
+    if model.settings.restart:
+        raise InvalidSetting(
+            "restart=True: vLLM's server ends with its engine; leave it out, and have what watches over the server "
+            "start that again"
+        )
+    with extra("cuda", "cpu"), importing():
+        from steercap.adapters import server
+        from steercap.server import explorer
+        from steercap.server.features import FeaturesOfRows, require_fitting
+        from steercap.server.looking import Looking
+        from steercap.server.routes import Routes
+
+    names = names or Names.of(settings)
+    require_fitting(names.library.saes, model)
+    _look_at_models(names.library, model.serving.here().vllm.names)
+    library, served_names = names.library, flags.served_model_name or [flags.model]
+    presets = Presets(served_names, names.presets)
+    served = argparse.Namespace(**{**vars(flags), "served_model_name": [*served_names, *presets.aliases]})
+    captures = Captures(
+        time_to_live=settings.captures_seconds,
+        most_bytes=settings.captures_bytes,
+        most_of_a_key=settings.captures_bytes_of_a_key,
+    )
+    engine = ServedEngine(model, captures, server.translated, folder)
+    app = await server.application(
+        engine, served, PATHS, lambda route: Asking(route, library, presets), lambda route: Elsewhere(route, presets)
+    )
+    app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
+    looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
+    app.router.routes.extend([*looking, *explorer.routes()])
+    if not server.tells_clients_apart(flags):
+        app.router.middleware_stack = Keyless(app.router.middleware_stack)
+    return app
+
+
+def _look_at_models(library: Library, names: Collection[str]) -> None:
+    """Warn of what the operator gave that was made for another model than the one of these names."""
+    for one in library.of(OPERATOR):
+        parts = one.content.of_rows() if isinstance(one.content, SteeringSpec) else [one.content]
+        for label in sorted({part.model for part in parts}):
+            warn_of_other_model(f"--vectors {one.name}", label, names)
+    for name, sae in library.saes.items():
+        warn_of_other_model(f"--sae {name}", sae.model, names, tuned=True)
+
+
+async def serve(
+    model: str, flags: Sequence[str], settings: ServerSettings, names: Names | None = None, **steercap: Any
+) -> None:
+    """Open a model, and serve it until the process is told to end.
+
+    Args:
+        model: path or name of the model.
+        flags: of `vllm serve`.
+        settings: of the server.
+        names: what `Names.of` read of the settings; read here, before the engine's start, if left out.
+        **steercap: of `SteerModel`, beside vLLM's arguments, which are among the flags.
+
+    Raises:
+        InvalidRequest, InvalidFile: flags, files or presets that cannot be used.
+        The errors of `SteerModel.start`.
+    """
+    with extra("cuda", "cpu"), importing():
+        from steercap.adapters import server
+
+    names = names or Names.of(settings)
+    read = server.read_flags(model, flags)
+    with closing(server.listening(read)) as sock:  # before the engine: a port that is taken is known at once
+        # Pictures that vLLM's cache leaves out of one request must have come with another before; requests that wait
+        # for room would change the order.
+        arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
+        with opened_folder(model, settings) as folder:
+            async with SteerModel(model, **arguments) as opened:
+                await server.serve(await application(opened, read, settings, folder, names), sock, read)
+
+
+@contextmanager
+def opened_folder(model: str, settings: ServerSettings) -> Iterator[Folder | None]:
+    """The folder that settings name, for as long as the block runs; None where they name none.
+
+    Raises:
+        The errors of `Folder`.
+    """
+    if settings.folder is None:
+        yield None
+        return
+    limits = {"most_bytes": settings.folder_bytes, "most_of_a_key": settings.folder_bytes_of_a_key}
+    with Folder(settings.folder, model=model, **limits) as folder:
+        yield folder

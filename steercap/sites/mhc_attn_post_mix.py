@@ -1,5 +1,0 @@
-"""By what a layer's attention block is added to each stream: [streams], float32, 0 to 2."""
-
-from steercap.sites.streams import Coefficients
-
-MEMBER = Coefficients("mhc_attn_post_mix", "attn", output=0, axes=1)

@@ -1,5 +1,0 @@
-"""By what a layer's feed-forward block is added to each stream: [streams], float32, 0 to 2."""
-
-from steercap.sites.streams import Coefficients
-
-MEMBER = Coefficients("mhc_ffn_post_mix", "ffn", output=0, axes=1)

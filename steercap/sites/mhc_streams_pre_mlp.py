@@ -1,5 +1,0 @@
-"""The streams as a layer's feed-forward block finds them: [streams, hidden]."""
-
-from steercap.sites.streams import Streams
-
-MEMBER = Streams("mhc_streams_pre_mlp", "ffn")

@@ -1,0 +1,301 @@
+"""Directions by name, of one model and site, with where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from steercap.core.values import choices, parts_of, shown
+from steercap.errors import InvalidSpec, InvalidVector, UnknownName
+from steercap.files import native
+from steercap.files.native import Kind
+from steercap.steering.layers import FrozenMapping, LayerVectors
+
+#: What a direction of one layer is known by.
+Mark: TypeAlias = tuple[float, ...]
+#: Squares of the waves' frequencies: primes, so that no wave is a multiple of another.
+WAVES: Final = (2.0, 3.0, 5.0, 7.0)
+#: Marks nearer than this are one direction's. Float32 moves a mark by less than 1e-6 at width 8,192; another direction,
+#: at an angle of x, moves its four marks by about 0.7 x each.
+MARKED: Final = 1e-4
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where directions come from; "" and {} where that is not known.
+
+    Args:
+        revision: of the model.
+        dtype: that the model computed in.
+        prompts: SHA-256 of all token ids read, by name of the direction.
+        tokens: which tokens' rows, as `TokenSelection` writes it, or "response".
+        reduce: how a text's rows became one.
+        method: name of the method in `METHODS`.
+        seed: of the split, and of methods that draw.
+        rows: how many texts showed it and did not, those held out not counted, by name.
+        held_out: how many of each were held out, by name.
+        auc: area under the ROC curve of the projections of texts held out, by name and layer; 0.5 is chance.
+        row_norms: mean length of what each text's rows became, by name and layer, in the units of the stream. A mean
+            over tokens is somewhat shorter than its tokens' rows, which `Add(relative=True)` goes by.
+    """
+
+    revision: str = ""
+    dtype: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    tokens: str = ""
+    reduce: str = ""
+    method: str = ""
+    seed: int = 0
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    held_out: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    auc: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    row_norms: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class DirectionSet(Mapping[str, LayerVectors]):
+    """Directions by name: `directions["optimistic"]` is its vectors by layer, which add, scale and compare.
+
+    Args:
+        directions: at least one, all of the same model, site, width and layers; each is kept under its key. They are
+            copies, and every look gives copies: nothing that was projected on changes.
+        provenance: where they come from.
+
+    Raises:
+        InvalidSpec: none, an empty name, or some that differ in model, site, width or layers.
+
+    Two sets are equal if their directions and provenance are.
+    """
+
+    directions: Mapping[str, LayerVectors]
+    provenance: Provenance = field(default_factory=Provenance)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directions, Mapping) or not self.directions:
+            raise InvalidSpec(
+                "DirectionSet: no directions; give a mapping from name to LayerVectors, with at least one"
+            )
+        for name, vectors in self.directions.items():
+            if not isinstance(name, str) or not name or not isinstance(vectors, LayerVectors):
+                raise InvalidSpec(f"DirectionSet: {shown(name)}: {shown(vectors)}; give LayerVectors by their name")
+        if not isinstance(self.provenance, Provenance):
+            raise InvalidSpec(f"DirectionSet: provenance={shown(self.provenance)}; give a Provenance")
+        named = {name: vectors.named(name) for name, vectors in self.directions.items()}
+        object.__setattr__(self, "directions", FrozenMapping(named))
+        first, *others = self.values()
+        for other in others:
+            first.require_alike(other)
+
+    @property
+    def model(self) -> str:
+        """The model they were made for, "" if unknown."""
+        return self._first.model
+
+    @property
+    def site(self) -> str:
+        """Their place in the layer."""
+        return self._first.site
+
+    @property
+    def width(self) -> int:
+        """Elements of each vector."""
+        return self._first.width
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that each has a vector for, ascending."""
+        return tuple(self._first)
+
+    def at(self, layer: int) -> Float[torch.Tensor, "names hidden"]:
+        """The vectors of one layer, in the order of the names: float32 [names, hidden].
+
+        Raises:
+            LayerOutOfRange: a layer they have no vectors for.
+        """
+        return torch.stack([vectors[layer] for vectors in self.values()])
+
+    def units(self, layer: int) -> Float[torch.Tensor, "names hidden"]:
+        """The vectors of one layer at length 1, in the order of the names: float32 [names, hidden].
+
+        Raises:
+            LayerOutOfRange: a layer they have no vectors for.
+            InvalidVector: one is zero.
+        """
+        vectors = self.at(layer).double()
+        norms = torch.linalg.vector_norm(vectors, dim=1)
+        if zero := [name for name, norm in zip(self, norms.tolist(), strict=True) if not norm]:
+            raise InvalidVector(f"the vectors of {shown(zero)} at layer {layer} are zero and have no direction")
+        vectors /= norms[:, None]
+        return vectors.float()
+
+    def project(self, rows: Float[torch.Tensor, "rows hidden"], layer: int) -> Float[torch.Tensor, "rows names"]:
+        """Scalar products of rows with the unit vectors of one layer: float32 [rows, names], in the stream's units.
+
+        Args:
+            rows: of real floating-point numbers, [hidden] or [..., hidden].
+            layer: theirs.
+
+        Raises:
+            LayerOutOfRange: a layer they have no vectors for.
+            InvalidVector: rows that are not such a tensor, or of another width; a direction that is zero.
+        """
+        units = self.units(layer)
+        if not isinstance(rows, torch.Tensor) or not rows.is_floating_point() or rows.is_meta:
+            raise InvalidVector(f"rows={shown(rows)}; give a tensor of real numbers, [rows, hidden]")
+        if not rows.dim() or rows.shape[-1] != self.width:
+            raise InvalidVector(f"rows are {list(rows.shape)}, and the directions have width {self.width}")
+        return rows.to(device="cpu", dtype=torch.float32) @ units.T
+
+    def marks(self, layer: int) -> tuple[Mark, ...]:
+        """What the directions of one layer are known by, in the order of the names; see `marks_of`."""
+        return marks_of(self.units(layer))
+
+    def cosines(self, layer: int) -> Float[torch.Tensor, "names names"]:
+        """Cosine of every two directions at one layer: float64 [names, names]."""
+        units = self.units(layer).double()
+        return (units @ units.T).clamp(-1, 1)
+
+    def select(self, names: str | Iterable[str]) -> DirectionSet:
+        """Some of them, in the order given.
+
+        Raises:
+            UnknownName: a name that is not here.
+        """
+        wanted = [names] if isinstance(names, str) else _parts(names, "names")
+        return replace(self, directions={name: self[name] for name in wanted})
+
+    def at_layers(self, layers: Iterable[int]) -> DirectionSet:
+        """The same directions at some of their layers alone.
+
+        Raises:
+            LayerOutOfRange: a layer they have no vectors for.
+        """
+        wanted = _parts(layers, "layers")
+        return self._each(lambda vectors: vectors.at_layers(wanted))
+
+    def unit(self) -> DirectionSet:
+        """The same directions at length 1.
+
+        Raises:
+            InvalidVector: one is zero.
+        """
+        return self._each(LayerVectors.unit)
+
+    def orthogonal(self) -> DirectionSet:
+        """Each without what lies in the span of those before it: the order of the names counts."""
+        done: dict[str, LayerVectors] = {}
+        for name, vectors in self.items():
+            done[name] = vectors.without(*(self[other] for other in done))
+        return replace(self, directions=done)
+
+    def __or__(self, other: DirectionSet) -> DirectionSet:
+        """The directions of both; of equal names those of the other. What both say of their origin must agree.
+
+        Raises:
+            InvalidSpec: they differ in model, site, width, layers or how they were made.
+        """
+        if not isinstance(other, DirectionSet):
+            return NotImplemented
+        return DirectionSet({**self, **other}, _joined(self.provenance, other.provenance))
+
+    def save(self, path: str | Path) -> Path:
+        """Write directions and provenance to one safetensors file; see `steercap.files.native`."""
+        return native.save(self, path, _kind(), model=self.model)
+
+    @staticmethod
+    def load(path: str | Path) -> DirectionSet:
+        """Read what `save` wrote.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        return native.load(path, _kind(), DirectionSet)
+
+    @property
+    def _first(self) -> LayerVectors:
+        return next(iter(self.values()))
+
+    def _each(self, how: Any) -> DirectionSet:
+        return replace(self, directions={name: how(vectors) for name, vectors in self.items()})
+
+    def __getitem__(self, name: str) -> LayerVectors:
+        """The vectors of one direction.
+
+        Raises:
+            UnknownName: there is none of this name; a KeyError too.
+        """
+        if not isinstance(name, str) or name not in self.directions:
+            raise UnknownName(f"no direction {shown(name)}; {choices(name, self)}")
+        return self.directions[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.directions)
+
+    def __len__(self) -> int:
+        return len(self.directions)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DirectionSet):
+            return NotImplemented
+        return list(self.items()) == list(other.items()) and self.provenance == other.provenance
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values()))
+
+    def __repr__(self) -> str:
+        about = f"model={self.model!r}, site={self.site!r}, method={self.provenance.method!r}"
+        return f"DirectionSet({list(self)}, layers={list(self.layers)}, width={self.width}, {about})"
+
+
+def marks_of(units: Float[torch.Tensor, "names hidden"]) -> tuple[Mark, ...]:
+    """A few numbers that directions are known by: scalar products with fixed waves of growing frequency.
+
+    Numbers, not a digest of the bytes: the unit vector of a unit vector, or one computed on another machine, differs in
+    its last bits and is the same direction.
+
+    Args:
+        units: of length 1, float32 [names, hidden].
+    """
+    places = np.arange(units.shape[1], dtype=np.float64)
+    waves = np.cos(np.outer(places**2, np.sqrt(WAVES)))
+    return tuple(tuple(mark) for mark in (units.double().numpy() @ waves).tolist())
+
+
+def alike(one: Mark, other: Mark) -> bool:
+    """Whether two marks are of one direction."""
+    return len(one) == len(other) and all(abs(mine - theirs) < MARKED for mine, theirs in zip(one, other, strict=True))
+
+
+def _parts(given: object, what: str) -> list[Any]:
+    found = parts_of(given, what)
+    if found is None:
+        raise InvalidSpec(f"{what}={shown(given)}; give several in a list")
+    return found
+
+
+def _joined(first: Provenance, second: Provenance) -> Provenance:
+    """The provenance of the directions of both."""
+    for name in ("revision", "dtype", "tokens", "reduce", "method", "seed"):
+        mine, theirs = getattr(first, name), getattr(second, name)
+        if mine != theirs:
+            raise InvalidSpec(
+                f"these directions were made in different ways: {name} is {mine!r} for some, {theirs!r} for others"
+            )
+    return replace(
+        first,
+        prompts={**first.prompts, **second.prompts},
+        rows={**first.rows, **second.rows},
+        held_out={**first.held_out, **second.held_out},
+        auc={**first.auc, **second.auc},
+        row_norms={**first.row_norms, **second.row_norms},
+    )
+
+
+def _kind() -> Kind:
+    return Kind("directions", {"DirectionSet": DirectionSet, "LayerVectors": LayerVectors, "Provenance": Provenance})

@@ -1,0 +1,55 @@
+"""Add a vector to the rows that a probe picks: conditional steering (Lee et al. 2024, arXiv:2409.05907)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from steercap.core.program import Response
+from steercap.errors import InvalidVector
+from steercap.steering.edits.base import Edit, RankOne, Vector, unit
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AddIf(Edit):
+    """h <- h + scale v where h·probe + bias > threshold, and h unchanged elsewhere; each row is decided separately.
+
+    Args:
+        vector: v, [hidden], in the units of the stream.
+        probe: [hidden], used as it is, not normalised: the weights of a linear probe, say.
+        threshold: what the probe's value must exceed.
+        scale: a factor; with `relative` a fraction of the row's own norm.
+        bias: the probe's own bias.
+        relative: scale by the norm of the row; of the vector then only the direction counts.
+        layer, layers, site, tokens, part, model: see `Edit`.
+    """
+
+    vector: Vector
+    probe: Vector
+    threshold: float = 0.0
+    scale: float = 1.0
+    bias: float = 0.0
+    relative: bool = False
+
+    def _check(self) -> None:
+        vector, probe = self._keep("vector"), self._keep("probe")
+        for number in ("threshold", "scale", "bias"):
+            self._number(number)
+        if vector.shape != probe.shape:
+            raise InvalidVector(f"AddIf: the probe has width {len(probe)}, the vector {len(vector)}; they must agree")
+        if not probe.any():
+            raise InvalidVector("AddIf: probe is zero, so every row would have the same value")
+        self._flag("relative")
+        if self.relative:
+            unit(self, "vector")
+
+    def lower(self) -> tuple[RankOne, ...]:
+        assert isinstance(self.vector, torch.Tensor)
+        assert isinstance(self.probe, torch.Tensor)
+        write = unit(self, "vector") if self.relative else self.vector[None]
+        response = Response(bias=self.bias, offset=self.scale, threshold=self.threshold, relative=self.relative)
+        return (RankOne(write, response, self.probe[None]),)
+
+
+MEMBER = AddIf

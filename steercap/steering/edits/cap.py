@@ -1,0 +1,46 @@
+"""Bound a projection: activation capping, as published for the assistant axis (Lu et al. 2026, arXiv:2601.10387)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from steercap.core.program import Response
+from steercap.errors import InvalidEdit
+from steercap.steering.edits.base import Edit, RankOne, Vector, unit
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Cap(Edit):
+    """h <- h + (clamp(p, low, high) - p) v̂ with p = h·v̂, v̂ = v/‖v‖: rows within the bounds are unchanged.
+
+    Args:
+        vector: v, [hidden]; its length does not count.
+        low: least projection on v̂, in the units of the stream; None for no bound.
+        high: greatest projection; None for no bound.
+        layer, layers, site, tokens, part, model: see `Edit`.
+    """
+
+    vector: Vector
+    low: float | None = None
+    high: float | None = None
+
+    def _check(self) -> None:
+        self._keep("vector")
+        for bound in ("low", "high"):
+            if getattr(self, bound) is not None:
+                self._number(bound)
+        if self.low is None and self.high is None:
+            raise InvalidEdit("Cap: neither low= nor high= is given, so nothing would be bounded; give one")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise InvalidEdit(f"Cap: low={self.low} is above high={self.high}; no projection lies between them")
+        unit(self, "vector")
+
+    def lower(self) -> tuple[RankOne, ...]:
+        direction = unit(self, "vector")
+        low = -inf if self.low is None else self.low
+        high = inf if self.high is None else self.high
+        return (RankOne(direction, Response(gain=1.0, minus=1.0, low=low, high=high), direction),)
+
+
+MEMBER = Cap

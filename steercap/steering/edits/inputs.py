@@ -1,0 +1,148 @@
+"""Vectors and rows as users hand them over, as float32 copies of our own, or an error that says what is wrong.
+
+A copy, so that no later change of the user's tensor reaches what was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from steercap.core.values import shown
+from steercap.errors import InvalidVector
+from steercap.files.fingerprint import short_name
+
+#: What a user may give as a vector, or as rows: a tensor, an array, or numbers; kept as a float32 copy. For something
+#: at one layer also vectors by layer, see `at_layer`.
+Vector: TypeAlias = (
+    "torch.Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[Sequence[float]] | Mapping[int, torch.Tensor]"
+)
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
+    """Take the vector of one layer from `LayerVectors` or a dict by layer; anything else is returned as it is.
+
+    Args:
+        value: what a user gave as a vector.
+        what: what it is, for messages: "Add: vector".
+        layer: the layer that it is for; None if it is for several.
+        site: the site that it is for.
+
+    Raises:
+        InvalidVector: there is none for this layer, or they are of another site, or by name.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    known = list(value)
+    if not known or not all(isinstance(key, int) for key in known):
+        hint = f", as in directions[{known[0]!r}]" if known else ""
+        raise InvalidVector(f"{what} is a mapping with keys {shown(known)}; give a vector, or vectors by layer{hint}")
+    if layer is None:
+        raise InvalidVector(f"{what} has a vector for each of layers {known}; give layer=, one of these, to each edit")
+    if layer not in value:
+        near = min(known, key=lambda one: abs(one - layer))
+        hint = f"the nearest is {near}" if layer >= 0 else "count from 0 here, as they do"
+        raise InvalidVector(f"{what} has no vector for layer={layer}; it has them for layers {known}; {hint}")
+    of = getattr(value, "site", site)  # a dict has none
+    if of != site:
+        raise InvalidVector(f"{what} is of site {of!r}, and site={site!r} is asked for; give site={of!r}")
+    return value[layer]
+
+
+def model_of(given: Mapping[str, Any], what: str) -> str:
+    """The model of vectors by layer among an edit's arguments, "" where none says it.
+
+    Raises:
+        InvalidVector: they are of several models.
+    """
+    known = models_of(getattr(value, "model", "") for value in given.values() if isinstance(value, Mapping))
+    if len(known) > 1:
+        raise InvalidVector(f"{what}: its vectors are of models {known}; give those of one model")
+    return known[0] if known else ""
+
+
+def models_of(labels: Iterable[str]) -> list[str]:
+    """The models that labels name, each once, under the first of its names; "" names none."""
+    known: dict[str, str] = {}
+    for label in filter(None, labels):
+        known.setdefault(short_name(label), label)
+    return list(known.values())
+
+
+def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " ..."]:
+    """A contiguous float32 copy on the CPU.
+
+    Args:
+        value: real numbers: a tensor of any dtype, device, layout or strides, with or without gradient, an array, or
+            (nested) lists. Integers are taken as they are; truth values and complex numbers are not numbers here.
+        what: what it is, for messages: "Add: vector".
+        shapes: what it may be: "width" for one vector, "rows width" for several.
+
+    Raises:
+        InvalidVector: no such numbers, another shape, empty, or NaN or inf in float32.
+    """
+    if isinstance(value, Mapping):  # NumPy would take the keys of some for the numbers
+        raise InvalidVector(f"{what} is a mapping with keys {shown(list(value))}; give one of its values")
+    try:
+        given = _tensor(value)
+        dense = given.detach().to_dense()
+        kept = dense.to(device="cpu", dtype=torch.float32, copy=True).contiguous()
+        wrong = int((~kept.isfinite()).sum())
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidVector(
+            f"{what} is not made of real numbers: {reason}; give a tensor, an array or a list of them, "
+            f"not {shown(value)}"
+        ) from error
+    if kept.dim() not in {len(shape.split()) for shape in shapes} or not kept.numel():
+        flat = "; give heads and streams flat, as .flatten(-2) makes them, or one and part=" if kept.dim() > 1 else ""
+        raise InvalidVector(f"{what} has shape {tuple(kept.shape)}; expected [{'] or ['.join(shapes)}]{flat}")
+    if wrong:
+        raise InvalidVector(
+            f"{what} holds {wrong} values of {kept.numel()} that are NaN or inf (in float32); "
+            "look at where it was computed"
+        )
+    return kept
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """What a user gave, as a tensor.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: it holds something else than numbers, or rows of different lengths.
+    """
+    if isinstance(value, (list, tuple)) and value and all(isinstance(part, torch.Tensor) for part in value):
+        value = torch.stack([part.detach() for part in value])
+    if isinstance(value, torch.Tensor):
+        if value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"its elements are {str(value.dtype).removeprefix('torch.')}")
+        return value
+    if isinstance(value, (bytes, bytearray, memoryview)) or _holds_truth(value):
+        raise TypeError("bytes and truth values are not numbers")
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise TypeError("some are masked")
+    array = np.asarray(value)
+    if array.dtype.kind not in "iuf" and not array.dtype.name.startswith(("bfloat16", "float8")):  # of ml_dtypes
+        raise TypeError(f"its elements are {array.dtype.name}")
+    return torch.from_numpy(_plain(array))
+
+
+def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy of a dtype, byte order and strides that torch knows."""
+    known = array.dtype.kind == "f" and array.dtype.itemsize in {2, 4, 8}
+    with np.errstate(over="ignore"):  # what becomes infinite is refused
+        return np.array(array, dtype=array.dtype.newbyteorder("=") if known else np.float64, order="C")
+
+
+def _holds_truth(value: Any) -> bool:
+    """Whether a truth value stands among numbers, where NumPy would make it one of them."""
+    if isinstance(value, (list, tuple)):
+        return any(_holds_truth(part) for part in value)
+    return isinstance(value, (bool, np.bool_))

@@ -1,0 +1,120 @@
+"""Put rows in place of others: activation patching (Meng et al. 2022, arXiv:2202.05262)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from steercap.core.tokens import TokenSelection
+from steercap.core.values import Mask, index_of, mask_of, parts_of, plain, shown
+from steercap.errors import InvalidEdit, InvalidVector
+from steercap.kernels.bits import HOLE
+from steercap.steering.edits.base import Edit, RankOne, Vector
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Replace(Edit):
+    """h[positions] <- rows, the first row at the first position: for instance rows captured from another request.
+
+    The one edit that is not rank-one.
+
+    Args:
+        rows: [positions, width], or [width] for one position; rounded to the dtype of the point where they are put.
+        positions: one position or several, all different; negative counts from the end of the prompt. Or a mask, with a
+            truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions: the first row goes to
+            the first that is true.
+        elements: which elements of each row are put in place, the others staying as they are: a slice, a range,
+            indices, or a mask with a truth value for each. None for all of them.
+        layer, layers, site, part, model: see `Edit`; with `part` a row is that of a part, such as a head of `z`.
+        tokens: left out, since `positions` says it.
+    """
+
+    rows: Vector
+    positions: int | Sequence[int] | Sequence[bool] | Mask
+    elements: slice | Sequence[int] | Sequence[bool] | Mask | None = None
+
+    def _check(self) -> None:
+        positions = self._positions()
+        places = positions.places if isinstance(positions, Mask) else positions
+        rows = self._keep("rows", "positions width", "width")
+        if rows.dim() == 1:
+            rows = rows[None]
+            object.__setattr__(self, "rows", rows)
+        if len(rows) != len(places) or not places:
+            raise InvalidVector(f"Replace: {len(rows)} rows for {len(places)} positions; give one row each")
+        if len(set(places)) < len(places):
+            raise InvalidEdit(f"Replace: positions={shown(places)} names a position twice; which row is meant?")
+        selection = TokenSelection.parse(positions)
+        if self.selection not in {TokenSelection.parse("all"), selection}:
+            raise InvalidEdit("Replace: positions says which tokens; do not give tokens= too")
+        if (rows == HOLE).any():
+            raise InvalidVector(f"Replace: rows hold {HOLE:g}, which no row may have; look at where it was computed")
+        if self.elements is not None:
+            object.__setattr__(self, "elements", _elements(self.elements, rows.shape[-1]))
+        object.__setattr__(self, "positions", positions)
+        object.__setattr__(self, "tokens", selection)
+
+    def _positions(self) -> tuple[int, ...] | Mask:
+        """The positions as integers, in the order of the rows, or as a mask."""
+        given = plain(self.positions)
+        if isinstance(given, Mask):
+            return given
+        if (position := index_of(given)) is not None:
+            return (position,)
+        unordered = isinstance(given, AbstractSet)
+        parts = None if unordered else parts_of(given, "Replace: positions", InvalidEdit)
+        if parts is None:
+            raise InvalidEdit(
+                f"Replace: positions={shown(given)}; give integers, in the order of the rows, or a mask of truth values"
+            )
+        if (mask := mask_of(parts)) is not None:
+            return mask
+        found = [index_of(part) for part in parts]
+        if None in found:
+            raise InvalidEdit(f"Replace: positions={shown(given)}; give integers, or a mask of truth values alone")
+        return tuple(position for position in found if position is not None)
+
+    @property
+    def replaced(self) -> tuple[int, ...]:
+        assert isinstance(self.positions, (tuple, Mask))
+        return self.positions.places if isinstance(self.positions, Mask) else self.positions
+
+    def lower(self) -> tuple[RankOne, ...]:
+        rows = self.rows
+        assert isinstance(rows, torch.Tensor)
+        if self.elements is not None:
+            kept = torch.ones(rows.shape[-1], dtype=torch.bool)
+            kept[list(cast("tuple[int, ...]", self.elements))] = False
+            rows[:, kept] = HOLE
+        return (RankOne(rows, replaces=True),)
+
+
+def _elements(given: object, width: int) -> tuple[int, ...]:
+    """The elements that are put in place, ascending."""
+    parts: list[Any] | None = None
+    if isinstance(given, slice):
+        with suppress(TypeError, ValueError):
+            parts = list(range(width)[given])
+    elif isinstance(given, Mask):
+        parts = given.tolist()
+    else:
+        parts = parts_of(given, "Replace: elements", InvalidEdit)
+    mask = mask_of(parts or [])
+    if mask is not None and len(mask) != width:
+        raise InvalidEdit(f"Replace: elements= is a mask of {len(mask)} truth values for rows of {width} elements")
+    found = [index_of(part) for part in parts or ()] if mask is None else list(mask.places)
+    places = [place for place in found if place is not None and -width <= place < width]
+    if not places or len(places) < len(found):
+        raise InvalidEdit(
+            f"Replace: elements={shown(given)} for rows of {width} elements; give a slice, indices, or a mask, of one "
+            "element at least"
+        )
+    return tuple(sorted({place % width for place in places}))
+
+
+MEMBER = Replace

@@ -1,0 +1,304 @@
+"""One vector per layer: what most published steering vectors are, whatever file they came in; and their algebra.
+
+Vectors are added, scaled and compared layer by layer, computed in float64 and kept in float32. Those of different
+models, sites or layers are not combined: a number would come out, and mean nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+from jaxtyping import Float
+
+from steercap.architectures.sites import SITES
+from steercap.core.spec import name_of_site
+from steercap.core.values import FAR, index_of, number_of, parts_of, shown
+from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
+from steercap.files import native
+from steercap.files.native import Kind
+from steercap.steering.edits.inputs import Vector, float32_copy
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+#: Less than this share of the largest singular value of some vectors is rounding, not a direction of its own.
+RANK_TOLERANCE: Final = 1e-6
+
+
+class FrozenMapping(Mapping[Key, Value], Generic[Key, Value]):
+    """A mapping that cannot be changed; of a tensor in it every look gives a copy."""
+
+    def __init__(self, items: Mapping[Key, Value]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: Key) -> Value:
+        found: Any = self._items[key]
+        if isinstance(found, torch.Tensor):
+            found = found.clone()
+        value: Value = found
+        return value
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerVectors(Mapping[int, torch.Tensor]):
+    """Vectors by decoder layer, in the order of their layers.
+
+    Layers count from 0: layer `i` of `resid_post` is transformers' `hidden_states[i + 1]`.
+
+    Args:
+        vectors: [hidden] by layer, at least one; kept as float32 copies, in the units of the stream. Every look at one
+            gives another copy, so what was compiled or projected on once stays true.
+        name: what they mean, "" if unnamed.
+        model: the model they were made for, "" if unknown.
+        site: place in the layer, a name in `steercap.architectures.sites`; vectors for `z` have heads ×
+            head_dim numbers.
+
+    Raises:
+        InvalidSpec: no vector, a layer that is not an index from 0, or a label that is not text.
+        UnknownName: a site that does not exist.
+        InvalidVector: a vector that holds NaN or inf, is not [hidden], or is of another width than the first.
+
+    Two are equal if their labels, layers and values are, bit for bit. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` work
+    layer by layer; the result's name is "", see `named`.
+    """
+
+    vectors: Mapping[int, Vector]
+    name: str = ""
+    model: str = ""
+    site: str = "resid_post"
+
+    def __post_init__(self) -> None:
+        for label in ("name", "model", "site"):
+            if not isinstance(getattr(self, label), str):
+                raise InvalidSpec(f"LayerVectors: {label}={shown(getattr(self, label))}; give text")
+        object.__setattr__(self, "site", name_of_site(self.site))
+        _ = SITES[self.site]
+        if not isinstance(self.vectors, Mapping) or not self.vectors:
+            raise InvalidSpec("LayerVectors: no vectors; give a mapping from layer to [hidden], one layer at least")
+        kept = {_layer(layer): _vector(layer, vector) for layer, vector in self.vectors.items()}
+        if len(kept) < len(self.vectors):
+            raise InvalidSpec(f"LayerVectors: layers {shown(list(self.vectors))} name one twice; give each once")
+        object.__setattr__(self, "vectors", FrozenMapping(dict(sorted(kept.items()))))
+        widths = {layer: len(vector) for layer, vector in self.items()}
+        if len(set(widths.values())) > 1:
+            raise InvalidVector(f"LayerVectors: the widths by layer are {widths}; all layers of a model have the same")
+
+    @property
+    def width(self) -> int:
+        """Elements of each vector."""
+        return len(next(iter(self.values())))
+
+    def named(self, name: str) -> LayerVectors:
+        """The same vectors under another name.
+
+        Raises:
+            InvalidSpec: it is not text.
+        """
+        if not isinstance(name, str):
+            raise InvalidSpec(f"LayerVectors: name={shown(name)}; give text")
+        other = copy.copy(self)  # what it holds is checked, and never changes
+        object.__setattr__(other, "name", name)
+        return other
+
+    def at_layers(self, layers: Iterable[int]) -> LayerVectors:
+        """The same vectors at some of their layers alone, under the same name.
+
+        Raises:
+            InvalidSpec: no layer.
+            LayerOutOfRange: a layer they have no vector for.
+        """
+        wanted = parts_of(layers, "layers")
+        if wanted is None:
+            raise InvalidSpec(f"layers={shown(layers)}; give a list of some of {list(self)}")
+        if missing := [layer for layer in wanted if index_of(layer) not in self.vectors]:
+            raise LayerOutOfRange(f"no vectors for layers {shown(missing)}; they are for {list(self)}")
+        return dataclasses.replace(self, vectors={layer: self[layer] for layer in wanted})
+
+    def norms(self) -> dict[int, float]:
+        """Length of the vector of each layer, in the units of the stream."""
+        return {layer: float(vector.double().norm()) for layer, vector in self.items()}
+
+    def unit(self) -> LayerVectors:
+        """The same directions at length 1, under the same name.
+
+        Raises:
+            InvalidVector: a vector is zero.
+        """
+        norms = self.norms()
+        if zero := [layer for layer, norm in norms.items() if not norm]:
+            raise InvalidVector(f"{self!r}: the vectors of layers {zero} are zero and have no direction")
+        return self._each(lambda layer, vector: vector / norms[layer]).named(self.name)
+
+    def dot(self, other: LayerVectors) -> dict[int, float]:
+        """Scalar product with another's vector of each layer.
+
+        Raises:
+            InvalidSpec: it is of another model, site, width or other layers.
+        """
+        self.require_alike(other)
+        return {layer: float(vector.double() @ other[layer].double()) for layer, vector in self.items()}
+
+    def cosine(self, other: LayerVectors) -> dict[int, float]:
+        """Cosine with another's vector of each layer, in [-1, 1].
+
+        Raises:
+            InvalidSpec: it is of another model, site, width or other layers.
+            InvalidVector: a vector is zero.
+        """
+        self.require_alike(other)
+        return {layer: min(max(dot, -1.0), 1.0) for layer, dot in self.unit().dot(other.unit()).items()}
+
+    def without(self, *others: LayerVectors) -> LayerVectors:
+        """What is left after the part in the span of others is removed, layer by layer.
+
+        Raises:
+            InvalidSpec: one is of another model, site, width or other layers.
+        """
+        for other in others:
+            self.require_alike(other)
+
+        def left(layer: int, vector: torch.Tensor) -> torch.Tensor:
+            span = torch.stack([other[layer].double() for other in others], dim=1)
+            directions, sizes, _ = torch.linalg.svd(span, full_matrices=False)
+            basis = directions[:, sizes > sizes[0] * RANK_TOLERANCE]
+            rest: torch.Tensor = vector - basis @ (basis.T @ vector)
+            return rest
+
+        return self._each(left) if others else self.named("")
+
+    def __add__(self, other: LayerVectors) -> LayerVectors:
+        return self._combined(other, operator.add)
+
+    def __sub__(self, other: LayerVectors) -> LayerVectors:
+        return self._combined(other, operator.sub)
+
+    def __mul__(self, scale: float) -> LayerVectors:
+        return self._scaled(scale, operator.mul)
+
+    def __rmul__(self, scale: float) -> LayerVectors:
+        return self._scaled(scale, operator.mul)
+
+    def __truediv__(self, scale: float) -> LayerVectors:
+        return self._scaled(scale, operator.truediv)
+
+    def __neg__(self) -> LayerVectors:
+        return self._scaled(-1, operator.mul)
+
+    def _combined(self, other: LayerVectors, how: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> LayerVectors:
+        self.require_alike(other)
+        return self._each(lambda layer, vector: how(vector, other[layer].double()))
+
+    def _scaled(self, scale: object, how: Callable[[torch.Tensor, float], torch.Tensor]) -> LayerVectors:
+        number = number_of(scale)
+        if number is None:
+            raise InvalidSpec(f"{self!r} is scaled by a number, not by {shown(scale)}")
+        if not math.isfinite(number) or (how is operator.truediv and not number):
+            raise InvalidSpec(f"{self!r} cannot be scaled by {number}")
+        return self._each(lambda _, vector: how(vector, number))
+
+    def _each(self, how: Callable[[int, torch.Tensor], torch.Tensor]) -> LayerVectors:
+        """Every vector changed, in float64; without a name."""
+        return LayerVectors(
+            {layer: how(layer, vector.double()) for layer, vector in self.items()}, model=self.model, site=self.site
+        )
+
+    def require_alike(self, other: LayerVectors) -> None:
+        """Check that another's vectors can be combined with these.
+
+        Raises:
+            InvalidSpec: they are of another model, site, width or other layers.
+        """
+        if not isinstance(other, LayerVectors):
+            raise InvalidSpec(f"{self!r} is combined with other LayerVectors, not with {shown(other)}")
+        for what in ("model", "site", "width"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                raise InvalidSpec(f"{self!r} and {other!r} differ in {what}: {mine!r} and {theirs!r}")
+        if list(self) != list(other):
+            raise InvalidSpec(f"{self!r} has layers {list(self)}, {other!r} has {list(other)}; take those of both")
+
+    def save(self, path: str | Path) -> Path:
+        """Write vectors and labels to one safetensors file; see `steercap.files.native`."""
+        return native.save(self, path, _kind(), model=self.model)
+
+    @staticmethod
+    def load(path: str | Path) -> LayerVectors:
+        """Read what `save` wrote.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        return native.load(path, _kind(), LayerVectors)
+
+    def __getitem__(self, layer: int) -> Float[torch.Tensor, " hidden"]:
+        """A copy of the vector of one layer: float32 [hidden].
+
+        Raises:
+            LayerOutOfRange: there is none for this layer; a KeyError too.
+        """
+        index = index_of(layer)
+        if index is None or index not in self.vectors:
+            raise LayerOutOfRange(
+                f"{shown(layer)} is not a layer of these vectors; they are for layers {list(self)}, counted from 0"
+            )
+        vector = self.vectors[index]
+        assert isinstance(vector, torch.Tensor)
+        return vector
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.vectors)
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayerVectors):
+            return NotImplemented
+        if self._labels() != other._labels() or self.width != other.width:
+            return False
+        return all(torch.equal(self[layer], other[layer]) for layer in self)
+
+    def __hash__(self) -> int:
+        return hash(self._labels())
+
+    def __repr__(self) -> str:
+        labels = f"name={self.name!r}, model={self.model!r}, site={self.site!r}"
+        return f"LayerVectors(layers={list(self)}, width={self.width}, {labels})"
+
+    def _labels(self) -> tuple[object, ...]:
+        return self.name, self.model, self.site, *self
+
+
+def _layer(layer: object) -> int:
+    index = index_of(layer)
+    if index is None or not 0 <= index < FAR:
+        raise InvalidSpec(
+            f"LayerVectors: layer {shown(layer)}; layers are integers that count from 0, from the first layer"
+        )
+    return index
+
+
+def _vector(layer: object, vector: Vector) -> Float[torch.Tensor, " hidden"]:
+    """A float32 copy that no later change of the user's tensor reaches: [hidden]."""
+    return float32_copy(vector, f"LayerVectors: the vector of layer {shown(layer)}", "hidden")
+
+
+def _kind() -> Kind:
+    return Kind("vectors", {"LayerVectors": LayerVectors})

@@ -1,0 +1,16 @@
+"""From texts to directions, without `await`: the functions of `steercap.lab.directions` that take an open model."""
+
+from steercap.lab.directions import calibrating as _calibrating
+from steercap.lab.directions import extraction as _there
+from steercap.sync.twins import blocking
+
+__all__ = ["calibrate", "extract", "mean_rows"]
+
+calibrate = blocking(_calibrating.calibrate)
+extract = blocking(_there.extract)
+mean_rows = blocking(_there.mean_rows)
+
+
+def __dir__() -> list[str]:
+    """The functions, and no more."""
+    return [*__all__, "__doc__", "__file__", "__name__"]

@@ -1,8 +1,0 @@
-"""FOUND BY: one file a method, from rows of two kinds to a direction. To add one, add a file with a `MEMBER`."""
-
-import sys
-
-from steercap.core.registry import Registry
-from steercap.vectors.methods.base import Method
-
-METHODS: Registry[Method] = Registry("method", sys.modules[__name__], Method)  # type: ignore[type-abstract]

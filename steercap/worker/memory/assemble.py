@@ -1,0 +1,174 @@
+"""From the records of an arena to one tensor a point.
+
+Shape legend: record = what one line range holds of one token, its points' encoded rows one after another; piece = as
+many bytes as everything gathered is a multiple of.
+
+Rows are gathered by the number of their pieces, in the order of the result: one call copies any number of pages, so
+that the cost of a page is a few nanoseconds of index, and any slice of the result can be filled by itself, on any
+thread. Fresh memory costs as much as the copy if it comes 4 KiB at a time; NumPy asks for huge pages (`MADV_HUGEPAGE`)
+from 4 MiB on, which torch does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import gcd
+from typing import Final
+
+import numpy as np
+import torch
+
+from steercap.core.messages import LineRange, Parcel
+from steercap.core.records import LINE_BYTES
+from steercap.core.rows import Ints
+from steercap.core.schema import PointSchema
+from steercap.errors import CaptureIncomplete
+from steercap.kernels.codecs import ENCODINGS, record_of
+from steercap.kernels.codecs.base import Codec, packed
+from steercap.kernels.codecs.coded import CodedRows
+from steercap.worker.memory.reader import Readable
+
+#: Bytes gathered in one go: a millisecond or two of a core, and whole huge pages of the result.
+PART_BYTES: Final = 8 << 20
+#: Rows of fewer bytes are gathered as whole records, and taken apart afterwards.
+SMALL_BYTES: Final = 512
+
+
+class Assembly:
+    """One parcel's rows while they are gathered; its parts can be filled in any order, on any thread.
+
+    Args:
+        parcel: what the lines hold.
+        schemas: of its points.
+        source: the parcel's lines.
+        shard: of the worker among those that have a part of the same rows.
+
+    Raises:
+        CaptureIncomplete: the lines do not hold the records that the parcel says.
+    """
+
+    def __init__(self, parcel: Parcel, schemas: Sequence[PointSchema], source: Readable, shard: int = 0) -> None:
+        self._parcel, self._shard = parcel, shard
+        self._schemas = tuple(schemas)
+        self._encoding = ENCODINGS[parcel.coding.encoding]
+        self._shape = self._encoding.record(self._schemas, parcel.coding)
+        # Whole lines are gathered, so that pieces are never small; the encoding has them to itself.
+        self._padded = tuple(-(-size // LINE_BYTES) * LINE_BYTES for size in self._shape.sizes)
+        self._whole = self._encoding.align < LINE_BYTES or min(self._shape.sizes, default=0) < SMALL_BYTES
+        records = _records(parcel, self._shape.lines, source)
+        self._piece, self._indices = self._pieces(records)
+        flat = source.lines.numpy().reshape(-1)
+        self._source = flat[: len(flat) // self._piece * self._piece].reshape(-1, self._piece)
+        self._result = np.empty((len(self._indices), self._piece), dtype=np.uint8)
+
+    def _pieces(self, records: Ints) -> tuple[int, Ints]:
+        """Bytes of a piece, and the number of each piece of the result: int64 [pieces]."""
+        starts = records * LINE_BYTES
+        if self._whole:
+            stretches = [(0, self._shape.lines * LINE_BYTES)]
+        else:
+            stretches = list(zip(self._shape.offsets, self._padded, strict=True))
+        numbers = [number for stretch in stretches for number in stretch]
+        piece = gcd(int(np.gcd.reduce(starts)) if len(starts) else 0, *numbers) or LINE_BYTES
+        taken = [
+            ((starts + offset) // piece)[:, None] + np.arange(size // piece)
+            for offset, size in stretches
+            if len(starts)
+        ]
+        nothing: Ints = np.empty(0, dtype=np.int64)
+        return piece, np.concatenate([part.reshape(-1) for part in taken]) if taken else nothing
+
+    @property
+    def parts(self) -> list[slice]:
+        """Slices of the result that together are all of it."""
+        pieces = max(1, PART_BYTES // self._piece)
+        return [slice(first, first + pieces) for first in range(0, len(self._result), pieces)]
+
+    def fill(self, part: slice) -> None:
+        """Gather one part; without Python's lock."""
+        # `clip`, since indices are checked, and `raise` would go through a buffer.
+        np.take(self._source, self._indices[part], axis=0, out=self._result[part], mode="clip")
+
+    def rows(self) -> list[torch.Tensor | CodedRows]:
+        """The rows of every point, in memory of their own, once all parts are filled: [rows, *shard shape] each.
+
+        Of rows that were projected, [rows, directions]; of those in a lossy codec, its codes.
+        """
+        rows, flat = self._parcel.stored_rows, torch.from_numpy(self._result).view(-1)
+        if self._whole:
+            records = flat.view(rows, -1) if rows else flat.view(0, self._shape.lines * LINE_BYTES)
+            spans = zip(self._shape.offsets, self._shape.sizes, strict=True)
+            each = zip(self._schemas, spans, strict=True)
+            return [one for schema, (at, size) in each for one in self._kept(records[:, at : at + size], schema, 1)]
+        found, first = [], 0
+        for (schema, size, padded), group in groupby(zip(self._schemas, self._shape.sizes, self._padded, strict=True)):
+            count = len(list(group))
+            stored = flat[first : first + count * rows * padded].view(count * rows, padded)[:, :size]
+            found += self._kept(stored, schema, count)
+            first += count * rows * padded
+        return found
+
+    def _kept(self, stored: torch.Tensor, schema: PointSchema, count: int) -> list[torch.Tensor | CodedRows]:
+        """The rows of points that are alike, uint8 [points * rows, row bytes], as the client keeps them.
+
+        What is copied is copied for all of them at once: threads that gather have Python's lock for little of it.
+        """
+        coding, rows = self._parcel.coding, self._parcel.stored_rows
+        if isinstance(self._encoding, Codec):
+            shard = self._shard if schema.shards > 1 else None
+            whole = CodedRows(coding, schema, self._encoding.parts(stored, schema, coding), shard)
+            return [whole[at * rows : (at + 1) * rows] for at in range(count)]
+        decoded = self._encoding.decode(stored if stored.is_contiguous() else packed(stored), schema, coding)
+        return [decoded[at * rows : (at + 1) * rows] for at in range(count)]
+
+
+def parcel_bytes(parcel: Parcel, schemas: Sequence[PointSchema]) -> int:
+    """Bytes of a parcel's rows, as they are stored."""
+    return parcel.stored_rows * sum(record_of(schemas, parcel.coding).sizes)
+
+
+def assemble(
+    parcel: Parcel, schemas: Sequence[PointSchema], source: Readable, shard: int = 0
+) -> list[torch.Tensor | CodedRows]:
+    """Gather the records of a parcel here and now.
+
+    Args:
+        parcel: what the lines hold.
+        schemas: of its points.
+        source: the parcel's lines.
+        shard: as for `Assembly`.
+
+    Returns:
+        As of `Assembly.rows`.
+
+    Raises:
+        CaptureIncomplete: the lines do not hold the records that the parcel says.
+    """
+    assembly = Assembly(parcel, schemas, source, shard)
+    for part in assembly.parts:
+        assembly.fill(part)
+    return assembly.rows()
+
+
+def _records(parcel: Parcel, record: int, source: Readable) -> Ints:
+    """The first line of each record, of so many lines: int64 [rows]."""
+    starts, counts = _arrays(source.ranges)
+    rows, lines = parcel.stored_rows, int(counts.sum())
+    if lines != rows * record or (record and (counts % record).any()):
+        raise CaptureIncomplete(
+            f"{parcel.owner.key}: {rows} records of {len(parcel.points)} points, {record} lines each, expected; the "
+            f"worker names {lines} lines"
+        )
+    if (starts < 0).any() or (starts + counts > len(source.lines)).any():
+        raise CaptureIncomplete(f"{parcel.owner.key}: the worker names lines outside of its arena")
+    if not lines:
+        return np.empty(0, dtype=np.int64)
+    # Lines of all ranges one after the other: a range's start, less what came before it, plus the line's own number.
+    shifts: Ints = np.repeat(starts - (np.cumsum(counts) - counts), counts // record)
+    return shifts + np.arange(0, lines, record)
+
+
+def _arrays(ranges: Sequence[LineRange]) -> tuple[Ints, Ints]:
+    starts = np.fromiter((item.start for item in ranges), dtype=np.int64, count=len(ranges))
+    return starts, np.fromiter((item.count for item in ranges), dtype=np.int64, count=len(ranges))

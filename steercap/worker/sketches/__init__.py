@@ -1,0 +1,8 @@
+"""WHAT OF MANY: one file per kind of statistic over rows that are not kept. To add one, add a file with a `MEMBER`."""
+
+import sys
+
+from steercap.core.registry import Registry
+from steercap.worker.sketches.base import Kind
+
+SKETCHES: Registry[Kind] = Registry("sketch", sys.modules[__name__], Kind)  # type: ignore[type-abstract]

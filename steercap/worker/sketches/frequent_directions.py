@@ -1,0 +1,92 @@
+"""Frequent Directions: a few rows B that stand for all rows A, with ‖AᵀA - BᵀB‖₂ at most ‖A‖²/size (Frobenius).
+
+Source: Liberty, Simple and deterministic matrix sketching (2013); Ghashami et al., Frequent Directions (2016). Behind
+the rows is a buffer of as many, so that one decomposition serves that many.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+
+from steercap.worker.sketches.base import Kind, State, move_mean, signed
+
+
+class FrequentDirections(Kind):
+    """`size` rows and a buffer behind them, float64 [2 size, width]; the mean, and what was shrunk away.
+
+    All of it is float64: the largest directions of a residual stream are a million times as long as those in question.
+    """
+
+    default_size: ClassVar[int | None] = 64
+
+    def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {
+            "mean": ((width,), torch.float64),
+            "rows": ((2 * size, width), torch.float64),
+            "lost": ((1,), torch.float64),
+        }
+
+    def add(self, state: State, block: Float[torch.Tensor, "rows width"]) -> None:
+        wide = block.double()
+        move_mean(state, wide.mean(0), len(block))
+        self._append(state, wide)
+
+    def combine(self, state: State, other: State) -> None:
+        move_mean(state, other.tensors["mean"], other.rows)
+        self._append(state, other.tensors["rows"][: other.filled])
+        state.tensors["lost"].add_(other.tensors["lost"])
+
+    def _append(self, state: State, rows: torch.Tensor) -> None:
+        """Put rows into the buffer, making room as often as it is full."""
+        kept = state.tensors["rows"]
+        while len(rows):
+            if state.filled == len(kept):
+                shrunk, lost = shrink(kept, len(kept) // 2)
+                state.tensors["lost"].add_(lost)
+                state.filled = len(shrunk)
+                kept[: len(shrunk)] = shrunk
+            fitting, rows = rows[: len(kept) - state.filled], rows[len(kept) - state.filled :]
+            kept[state.filled : state.filled + len(fitting)] = fitting
+            state.filled += len(fitting)
+
+    def matrix(self, state: State) -> tuple[Float[torch.Tensor, "size width"], float]:
+        """The rows that stand for all of them, float64, and the most that any ‖Ax‖² - ‖Bx‖² can be for ‖x‖ = 1."""
+        kept = state.tensors["rows"]
+        rows, lost = shrink(kept[: state.filled], len(kept) // 2)
+        return rows, float(state.tensors["lost"] + lost)
+
+    def spectrum(self, state: State) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
+        """Of `BᵀB - n m mᵀ`, m the mean: no variance is off by more than the bound of B, over n - 1."""
+        rows, mean = self.matrix(state)[0], state.tensors["mean"]
+        basis, _ = torch.linalg.qr(torch.cat([rows, mean[None]]).T)  # [width, rank]: nothing else is in their span
+        inner, centre = rows @ basis, mean @ basis
+        products = inner.T @ inner - state.rows * centre[:, None] * centre
+        values, vectors = torch.linalg.eigh(products / (state.rows - 1))
+        size = min(len(rows), len(values))
+        return values.flip(0)[:size].clamp(min=0), signed((basis @ vectors).T.flip(0)[:size])
+
+
+def shrink(rows: Float[torch.Tensor, "rows width"], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `size` longest principal rows of a matrix, each the shorter by the square of the next.
+
+    Args:
+        rows: float64.
+        size: how many to leave, at least 1.
+
+    Returns:
+        float64 [at most size, width], and by how much the square of each was shortened: float64 [].
+    """
+    if len(rows) <= size:
+        return rows, rows.new_zeros(())
+    # The decomposition of the small matrix of products; what its squares lose to rounding is nothing in float64.
+    values, vectors = torch.linalg.eigh(rows @ rows.T)
+    lost = values[-size - 1].clamp(min=0)
+    kept = values[-size:].flip(0)
+    scales = torch.where(kept > lost, (kept - lost) / kept, 0).sqrt()
+    return scales[:, None] * (vectors[:, -size:].flip(1).T @ rows), lost
+
+
+MEMBER = FrequentDirections()

@@ -1,0 +1,85 @@
+"""Mean and covariance of whole rows, exact up to rounding: float32 products, their sum compensated.
+
+Each block of rows is centred on its own mean, in float64, before its products are taken; the blocks are put together by
+Chan's formula. So no large number is ever subtracted from another one, whatever the mean is, and what is added
+are products of the size of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Final
+
+import torch
+from jaxtyping import Float
+
+from steercap.kernels.exact import exact_products
+from steercap.worker.sketches.base import Kind, State, move_mean, signed
+
+#: Bytes of the part of a covariance that is added to at once: a few times as much is needed beside it.
+PART_BYTES: Final = 64 << 20
+
+
+class Moments(Kind):
+    """The mean, float64 [width], and the sum of products of deviations from it, float32 [2, width, width].
+
+    The second half of the latter is what the first half lost to rounding (Neumaier).
+    """
+
+    #: No element of the sum is more than all squares together.
+    most_squares: ClassVar[float] = torch.finfo(torch.float32).max / 4
+
+    def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"mean": ((width,), torch.float64), "scatter": ((2, width, width), torch.float32)}
+
+    def add(self, state: State, block: Float[torch.Tensor, "rows width"]) -> None:
+        wide = block.double()
+        mean = wide.mean(0)
+        shift = move_mean(state, mean, len(block))
+        deviations = torch.cat([wide.sub_(mean), shift[None]]).float()
+        total, lost = state.tensors["scatter"]
+        with exact_products():
+            for part in _parts(len(shift)):
+                add_compensated(total[part], lost[part], deviations[:, part].T @ deviations)
+
+    def combine(self, state: State, other: State) -> None:
+        shift = move_mean(state, other.tensors["mean"], other.rows).float()
+        total, lost = state.tensors["scatter"]
+        for part in _parts(len(shift)):
+            add_compensated(total[part], lost[part], shift[part, None] * shift)
+            add_compensated(total[part], lost[part], other.tensors["scatter"][0, part])
+            lost[part] += other.tensors["scatter"][1, part]
+
+    def covariance(self, state: State) -> Float[torch.Tensor, "width width"]:
+        total = state.tensors["scatter"].sum(0, dtype=torch.float64)
+        return total.add(total.T).div_(2 * (state.rows - 1))
+
+    def variance(self, state: State) -> Float[torch.Tensor, " width"]:
+        return state.tensors["scatter"].diagonal(dim1=1, dim2=2).sum(0, dtype=torch.float64) / (state.rows - 1)
+
+    def spectrum(self, state: State) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
+        values, vectors = torch.linalg.eigh(self.covariance(state))
+        return values.flip(0).clamp_(min=0), signed(vectors.T.flip(0))
+
+
+def add_compensated(total: torch.Tensor, lost: torch.Tensor, term: torch.Tensor) -> None:
+    """Add `term`, which is not changed, to `total` in place, and the rounding error to `lost`: float32, of one shape.
+
+    Source: Knuth, The Art of Computer Programming 2, 4.2.2, theorem B.
+    """
+    before = total.clone()
+    total += term
+    added = total - before
+    missing = term - added  # of the term ...
+    added.neg_().add_(total)
+    before -= added  # ... and of the sum
+    lost += missing.add_(before)
+
+
+def _parts(width: int) -> Iterator[slice]:
+    """Rows of a covariance that are worked on at once."""
+    step = max(1, PART_BYTES // (4 * width))
+    return (slice(start, start + step) for start in range(0, width, step))
+
+
+MEMBER = Moments()
