@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "steercap"
 #: Modules whose source decides what is traced.
-_TRACED = ("sites", "families", "kernels", "worker/install.py")
+_TRACED = ("architectures", "kernels", "worker/install.py")
 
 
 def worker_config(armed: Sequence[Point], settings: Settings, candidate: int) -> dict[str, Any]:
