@@ -43,7 +43,7 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@rm -f $(VENV)/.steercap-*; touch $@
 
 demo: setup
-	$(BIN)/python -m steercap.testing.demo
+	$(BIN)/python -m steercap.lab.demo
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -153,7 +153,7 @@ async def main(repeats: int, *, eager: bool, out: Path | None) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from steercap import SteerModel
-    from steercap.testing import smollm2
+    from steercap.lab.demo import smollm2
 
     print(f"one idle tap: {idle_tap_cost() * 1e6:.1f} µs; 30 in a step: {30e3 * idle_tap_cost():.2f} ms", flush=True)
     path = str(smollm2())

@@ -59,8 +59,8 @@ class Ours:
     """steercap, without await."""
 
     def __init__(self, ask: argparse.Namespace) -> None:
+        from steercap.lab.demo import smollm2
         from steercap.sync import SteerModel
-        from steercap.testing import smollm2
 
         cores = sorted(os.sched_getaffinity(0))  # all, as torch takes for theirs; vLLM would leave one free
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
@@ -100,7 +100,7 @@ class SAELens:
         import torch
         from sae_lens.load_model import load_model
 
-        from steercap.testing import smollm2
+        from steercap.lab.demo import smollm2
 
         self.ask, self.path, self.hook = ask, str(smollm2()), f"model.layers.{LAYER}"
         self.given = {"dtype": torch.float32}
@@ -180,7 +180,7 @@ class TransformerLens:
         from transformer_lens import HookedTransformer, loading_from_pretrained
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from steercap.testing import smollm2
+        from steercap.lab.demo import smollm2
 
         path = str(smollm2())
         loading_from_pretrained.OFFICIAL_MODEL_NAMES.append(path)

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import beside_tests  # noqa: F401 -- support is there
+
 SITES = ("resid_pre", "attn_out")
 NAMES = (("Mary", "John"), ("Anna", "Mark"), ("Sarah", "Tom"), ("Kate", "Paul"), ("Alice", "Bob"), ("Emma", "David"))
 THINGS = ("drink", "book", "ring", "letter")
@@ -73,9 +75,10 @@ async def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 def compared(tokenizer: Any, effects: Any, chosen: list[Any]) -> tuple[float, float]:
     """The greatest difference of any value from transformers with hooks, and the greatest that a patch made."""
+    from support.patching import Hooked
+
+    from steercap.lab.demo import smollm2
     from steercap.lab.mechanism.patching.metrics import token_id
-    from steercap.testing import smollm2
-    from steercap.testing.patching import Hooked
 
     hooked, worst, most = Hooked(smollm2()), 0.0, 0.0
     for pair, (clean, corrupted, answers) in enumerate(chosen):
@@ -110,7 +113,7 @@ def main() -> None:
 
     async def run() -> dict[str, Any]:
         from steercap import SteerModel
-        from steercap.testing import smollm2
+        from steercap.lab.demo import smollm2
 
         async with SteerModel(smollm2(), preset="cpu", sites=SITES) as model:
             return await measure(model, options)

@@ -157,7 +157,7 @@ async def main(repeats: int, *, eager: bool, out: Path | None) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from steercap import SteerModel
-    from steercap.testing import smollm2
+    from steercap.lab.demo import smollm2
 
     results: dict[str, Any] = {"eager": eager, "repeats": repeats, "kernel": kernel_times()}
     print(

@@ -77,7 +77,7 @@ def main() -> None:
 
     async def run() -> dict[str, Any]:
         from steercap import SteerModel
-        from steercap.testing import smollm2
+        from steercap.lab.demo import smollm2
 
         async with SteerModel(smollm2(), preset="cpu", enable_prefix_caching=False, use_tqdm_on_load=False) as model:
             return await measure(model, arguments.specs, arguments.tokens)

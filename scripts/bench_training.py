@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from steercap.lab.demo import smollm2
 from steercap.lab.training import OBJECTIVES, HookedModel, TrainableAdd, TrainingSettings
 from steercap.lab.training.batches import Picked, collated, generator
 from steercap.lab.training.examples import Tokens
@@ -25,7 +26,6 @@ from steercap.lab.training.loop import Trait
 from steercap.lab.training.penalties import Penalties
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
-from steercap.testing import smollm2
 
 
 @dataclass

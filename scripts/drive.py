@@ -23,18 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import beside_tests  # noqa: F401 -- support is there
 import typer
 from rich.console import Console
 from rich.table import Table
+from support import stress
+from support.kills import kills
+from support.loops import loops
+from support.overflow import overflowing_edits
+from support.rows import ALL_SITES, CRAMPED
+from support.structure import structured_outputs
+from support.wrong import wrong_types
 
 from steercap import CaptureSpec, SteerModel
-from steercap.testing import Reference, stress, tiny_checkpoint
-from steercap.testing.kills import kills
-from steercap.testing.loops import loops
-from steercap.testing.overflow import overflowing_edits
-from steercap.testing.rows import ALL_SITES, CRAMPED
-from steercap.testing.structure import structured_outputs
-from steercap.testing.wrong import wrong_types
+from steercap.testing import Reference, tiny_checkpoint
 
 console = Console(highlight=False, soft_wrap=True)
 LAYERS = 4

@@ -1,4 +1,4 @@
-"""Injects every fault of `steercap.testing.faults`, and writes what came of it into docs/faults.md.
+"""Injects every fault of `support.faults`, and writes what came of it into docs/faults.md.
 
     python scripts/faults.py                       # all: half an hour
     python scripts/faults.py core_killed cancelled # some
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
 
+import beside_tests  # noqa: F401 -- support is there
 import typer
 from rich.console import Console
-
-from steercap.testing.faults import FAULTS, Fault
-from steercap.testing.kills import MARK, in_use, marked
+from support.faults import FAULTS, Fault
+from support.kills import MARK, in_use, marked
 
 console = Console(highlight=False, soft_wrap=True)
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def injected(name: str, fault: Fault) -> Row:
         folder.mkdir()
         temporary.mkdir()
         environment = {**os.environ, MARK: mark, "TMPDIR": str(temporary)}
-        words = [*fault.under, sys.executable, "-m", "steercap.testing.faults", name, str(folder)]
+        words = [*fault.under, sys.executable, "-m", "support.faults", name, str(folder)]
         with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
             process = subprocess.Popen(words, stdout=out, stderr=err, env=environment, start_new_session=True)
             try:
@@ -183,9 +183,10 @@ def in_a_row(times: int) -> list[float]:
     """Kill one engine many times."""
     import asyncio
 
+    from support.faults.base import opened
+    from support.faults.deaths import killed_in_a_row
+
     from steercap.testing import Reference, tiny_checkpoint
-    from steercap.testing.faults.base import opened
-    from steercap.testing.faults.deaths import killed_in_a_row
 
     async def run() -> list[float]:
         async with opened(restart=True) as model:

@@ -15,12 +15,14 @@ import resource
 import sys
 import time
 
+import beside_tests  # noqa: F401 -- support is there
+
 SECONDS = 10  #: between two lines of a guided run
 
 
 def rounds(count: int, seed: int) -> None:
     """Random rounds, and what they leave behind."""
-    from steercap.testing.wire import fuzz
+    from support.wire import fuzz
 
     started, before, served = time.monotonic(), 0, 0
     for part in range(10):
@@ -38,7 +40,7 @@ def guided(seconds: int, seed: int) -> None:
     with atheris.instrument_imports(
         include=["steercap.core", "steercap.worker", "steercap.engine", "steercap.worker.sketches"]
     ):
-        from steercap.testing import wire
+        from support import wire
 
     rng = random.Random(seed)
     reader, told = wire.AnyReader(rng), time.monotonic() + SECONDS

@@ -24,12 +24,14 @@ LIBRARY: Final = ROOT / "steercap"
 HELD: Final = ROOT / "tests" / "house.json"
 #: Entries of the folder that every Python package of this kind has.
 UNCOUNTED: Final = {"__main__.py", "py.typed", "__pycache__"}
+#: Figures that say something and are held to nothing.
+FREE: Final = {"lines of the median module", "lines"}
 #: Openings of docstrings that make a reader guess what the thing is.
 RIDDLE: Final = re.compile(r"(What|Which|How|Where|Whether|Whose|Who|Why)\b")
 
 
 def figures() -> dict[str, int]:
-    """Count everything, by name."""
+    """Count everything, by the name of the figure."""
     modules = sorted(LIBRARY.rglob("*.py"))
     lines = {path: len(path.read_text().splitlines()) for path in modules}
     trees = [ast.parse(path.read_text()) for path in modules]
@@ -82,7 +84,9 @@ def main() -> None:
     parser.add_argument("--hold", action="store_true", help="write them as the ceilings of tests/house.json")
     counted = figures()
     if parser.parse_args().hold:
-        HELD.write_text(json.dumps(counted, indent=2) + "\n")
+        HELD.write_text(
+            json.dumps({name: counted[name] for name in counted.keys() - FREE}, indent=2, sort_keys=True) + "\n"
+        )
     for name, figure in counted.items():
         print(f"{name:40}{figure:>8,}")
 

@@ -6,17 +6,15 @@ files were: made anew, it would prove nothing. Never run it to make a red test g
 
 import argparse
 import asyncio
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-import handles  # type: ignore[import-not-found]  # of the tests, which mypy does not read
-import stored_runs as known  # type: ignore[import-not-found]
+import beside_tests  # noqa: F401 -- they are in tests/
+import handles
+import stored_runs as known
+from support.rows import ALL_SITES, TINY_ENGINE
 
 from steercap import SteerModel
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import ALL_SITES, TINY_ENGINE
 
 #: What needs no engine and is no native file.
 OTHERS = ("handle", "training", "training_stopped")

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any
 
+import beside_tests  # noqa: F401 -- support is there
 import msgspec
 import typer
 
@@ -27,10 +28,11 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention on CUDA in float32, else in TF32
 
-from steercap.architectures.families import FAMILIES
+from support.multimodal import runnable
+
 from steercap.architectures.families.proved import PATH, Record, markdown, records
 from steercap.testing.architectures import ARCHITECTURES
-from steercap.testing.multimodal import runnable
+from steercap.testing.families import FAMILY_CONFIGS
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 #: Seconds for one of them; an engine takes 15 on a quiet machine.
@@ -73,11 +75,11 @@ def main(
 ) -> None:
     """Prove them."""
     if machine and only:
-        from steercap.testing.proving import prove
+        from support.proving import prove
 
         print(MARK + json.dumps(asyncio.run(prove(only[0]))), flush=True)
         return
-    names = only or [*(name for name, family in FAMILIES.items() if family.tiny), *ARCHITECTURES, *runnable()]
+    names = only or [*FAMILY_CONFIGS, *ARCHITECTURES, *runnable()]
     refused = 0
     with ThreadPoolExecutor(together) as pool:
         for done in as_completed([pool.submit(in_process, name) for name in names]):

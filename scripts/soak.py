@@ -16,11 +16,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import beside_tests  # noqa: F401 -- support is there
 import typer
 from verify_gpu import environment
 
 if TYPE_CHECKING:
-    from steercap.testing.soak import Report
+    from support.soak import Report
 
 MOST_GROWTH = 0.05
 
@@ -34,9 +35,10 @@ class Device(StrEnum):
 
 async def soak(minutes: float, seed: int, device: str, picture: Path | None, out: Path | None) -> bool:
     """Soak; whether nothing was found."""
+    from support.soak import LIMITS, Soak
+
     from steercap import SteerModel
     from steercap.testing import Reference, tiny_checkpoint
-    from steercap.testing.soak import LIMITS, Soak
 
     path = tiny_checkpoint("qwen3")
     # On a GPU with graphs, as engines are there; the rest of its memory is nobody's here.

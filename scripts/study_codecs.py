@@ -343,7 +343,7 @@ def codings() -> Iterator[tuple[str, str, int | None]]:
 async def study(out: Path, *, quick: bool) -> dict[str, Any]:
     from steercap import SteerModel
     from steercap.kernels.codecs import ENCODINGS
-    from steercap.testing import smollm2
+    from steercap.lab.demo import smollm2
 
     results: dict[str, Any] = {"codecs": {}, "neurons": {}}
     async with SteerModel(smollm2(), preset="cpu", sites=("resid_post", "neurons"), use_tqdm_on_load=False) as model:

@@ -40,11 +40,11 @@ def asked(question: str) -> list[dict[str, str]]:
 
 async def run(out: Path, *, choose: bool) -> dict[str, Any]:
     from steercap import SteerModel
+    from steercap.lab.demo import smollm2
     from steercap.lab.directions import Exchange, extract
     from steercap.lab.measures.score import Score
     from steercap.lab.personas import traits
     from steercap.lab.studies.sweeps import Sweep, run_sweep
-    from steercap.testing import smollm2
 
     trait = traits()["optimistic"]
     before = asked("What do you think?")

@@ -61,10 +61,10 @@ def methods_of(trait: Any, folder: Path) -> list[Any]:
 async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[str, Any]:
     """The results by trait; all in one folder, which has the answers without steering once."""
     from steercap import SteerModel
+    from steercap.lab.demo import smollm2
     from steercap.lab.measures.score import Score
     from steercap.lab.personas import traits
     from steercap.lab.studies.evaluation import Choices, Evaluation, Passages, evaluate, read_results
-    from steercap.testing import smollm2
 
     found, begun = {}, time.monotonic()
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap import SteerModel
+from steercap.lab.demo import smollm2
 from steercap.lab.personas.roles import (
     ASSISTANT,
     AssistantAxis,
@@ -42,7 +43,6 @@ from steercap.lab.personas.roles import (
     token_projections,
 )
 from steercap.lab.studies.sweeps.controls import random_like
-from steercap.testing import smollm2
 
 #: Where rows are held: the middle of the model, and where Lu et al. cap larger ones (three quarters of the depth).
 MIDDLE: Final = tuple(range(12, 18))

@@ -13,14 +13,15 @@ import asyncio
 from pathlib import Path
 from typing import Annotated, Any
 
+import beside_tests  # noqa: F401 -- support is there
 import torch
 import typer
+from support.rows import random_prompt
+from support.streams import ARMED, Equations, agrees, streams_checkpoint
 
 from steercap import Add, CaptureSpec, SteeringSpec, SteerModel
 from steercap.captures.handle import CaptureHandle
 from steercap.core.spec import Point
-from steercap.testing.rows import random_prompt
-from steercap.testing.streams import ARMED, Equations, agrees, streams_checkpoint
 
 #: Sizes that NVIDIA's kernels take: those of the real model, with fewer and smaller experts.
 WIDE = {

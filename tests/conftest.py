@@ -44,13 +44,14 @@ from stalls import (  # noqa: F401 -- hooks of pytest
     pytest_timeout_cancel_timer,
     pytest_timeout_set_timer,
 )
+from support.faults.base import for_two_workers
+from support.rows import ALL_SITES, CRAMPED, TINY_ENGINE
 from triton_on_cpu.interpreter_backend.once import patch_once
 
 from steercap import SteerModel
 from steercap.adapters.reaper import mapped
-from steercap.testing import Reference, smollm2, tiny_checkpoint
-from steercap.testing.faults.base import for_two_workers
-from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
+from steercap.lab.demo import smollm2
+from steercap.testing import Reference, tiny_checkpoint
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_once()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from steercap import CaptureHandle
@@ -12,8 +15,16 @@ from steercap.core.spec import Point
 
 
 def a_handle(
-    layers=(0, 1), *, prompt=(5, 6, 7), output=(8, 9), reduce=None, dtype=torch.float32, model="m", sites=None, **others
-):
+    layers: Sequence[int] = (0, 1),
+    *,
+    prompt: tuple[int, ...] = (5, 6, 7),
+    output: tuple[int, ...] = (8, 9),
+    reduce: Any = None,
+    dtype: torch.dtype = torch.float32,
+    model: str = "m",
+    sites: Sequence[str] | None = None,
+    **others: Any,
+) -> CaptureHandle:
     """A fetched handle whose rows are `100 layer + position` of width 2; at `sites`, of 2 heads of width 1."""
     points = [Point(layer, site) for layer in layers for site in sites or ("resid_post",)]
     total = len(prompt) + max(len(output) - 1, 0)

@@ -8,8 +8,8 @@ import signal
 import sys
 
 from steercap import SteerModel
+from steercap.lab.demo import smollm2
 from steercap.lab.personas import PersonaSettings, Progress, run
-from steercap.testing import smollm2
 
 #: One trait, four questions, eight tokens, every answer kept: forty requests. What is kept says nothing of the trait.
 SETTINGS = PersonaSettings(

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from support.faults.actor_killed import actors
+from support.faults.base import COLLECTED
+from support.folders import digests
+from support.rows import TINY_ENGINE
 
 from steercap import SteerModel
 from steercap.lab.datasets.collecting import RayActors, collect
 from steercap.lab.datasets.collecting.collection import Collected, Progress
 from steercap.testing import tiny_checkpoint
-from steercap.testing.faults.actor_killed import actors
-from steercap.testing.faults.base import COLLECTED
-from steercap.testing.folders import digests
-from steercap.testing.rows import TINY_ENGINE
 
 ACTORS: dict[str, Any] = {"num_cpus": 1, "max_task_retries": -1}
 #: Of Ray where it starts here: little memory, no pages; it counts cores and does not bind them.

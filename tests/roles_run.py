@@ -9,11 +9,12 @@ import signal
 import sys
 from pathlib import Path
 
+from support.rows import TINY_ENGINE
+
 from steercap import SteerModel
 from steercap.lab.personas import Progress
 from steercap.lab.personas.roles import Role, RoleSet, RoleSettings, run
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import TINY_ENGINE
 
 TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 ROLES = RoleSet(

@@ -21,13 +21,14 @@ from pathlib import Path
 
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # a life must not import vLLM twice: there are many of them
 
+from support.folders import digests
+from support.rows import TINY_ENGINE
+
 import steercap.adapters.engine  # noqa: F401 -- so that no life has to
 from steercap import SteerModel
 from steercap.lab.datasets import DatasetFolder
 from steercap.lab.datasets.collecting import OneIn, collect
 from steercap.testing import tiny_checkpoint
-from steercap.testing.folders import digests
-from steercap.testing.rows import TINY_ENGINE
 
 #: Documents of the corpus, and of a shard.
 DOCUMENTS, EACH = 160, 6

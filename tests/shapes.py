@@ -32,7 +32,7 @@ CHECKED: Final = (
     "steercap.lab.personas.roles",
     "steercap.saes",
     "steercap.worker.sketches",
-    "steercap.testing.quantised",
+    "support.quantised",
     "steercap.lab.training",
     "steercap.steering.calibration",
     "steercap.lab.directions.extraction",

@@ -20,10 +20,10 @@ import ceph
 import machines
 import pytest
 import torch
+from support.faults import FAULTS
+from support.faults.base import for_root, for_two_workers
 
 from steercap.adapters import hardware
-from steercap.testing.faults import FAULTS
-from steercap.testing.faults.base import for_root, for_two_workers
 
 HERE: Final = Path(__file__).parent
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

@@ -16,22 +16,18 @@ from typing import Any
 
 import psutil
 import torch
-
-from steercap import CaptureHandle, CaptureSpec, SteerModel
-from steercap.architectures.families import FAMILIES
-from steercap.testing import Parity, Reference, agreement, compare_rows, stress, tiny_checkpoint
-from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
-from steercap.testing.attention import attention_agrees
-from steercap.testing.bad import BAD_REQUESTS
-from steercap.testing.biases import biases_agree
-from steercap.testing.codecs import codecs_agree
-from steercap.testing.experts import experts_agree
-from steercap.testing.lora import adapters_agree
-from steercap.testing.overflow import overflowing_edits
-from steercap.testing.parity import PERFECT
-from steercap.testing.pooling import embeddings_agree
-from steercap.testing.quantised import KINDS, quantised_reference, unfit
-from steercap.testing.rows import (
+from support import agreement, stress
+from support.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
+from support.attention import attention_agrees
+from support.bad import BAD_REQUESTS
+from support.biases import biases_agree
+from support.codecs import codecs_agree
+from support.experts import experts_agree
+from support.lora import adapters_agree
+from support.overflow import overflowing_edits
+from support.pooling import embeddings_agree
+from support.quantised import KINDS, quantised_reference, unfit
+from support.rows import (
     ALL_SITES,
     GREEDY,
     counter,
@@ -43,8 +39,14 @@ from steercap.testing.rows import (
     within,
     worst,
 )
-from steercap.testing.sketching import sketches_agree
-from steercap.testing.specs import OPERATIONS, spec
+from support.sketching import sketches_agree
+from support.specs import OPERATIONS, spec
+
+from steercap import CaptureHandle, CaptureSpec, SteerModel
+from steercap.architectures.families import FAMILIES
+from steercap.testing import Parity, Reference, compare_rows, tiny_checkpoint
+from steercap.testing.families import FAMILY_CONFIGS
+from steercap.testing.parity import PERFECT
 from verification import mechanistic
 from verification.engines import QUANTISED, ROUTED, EngineChoice, Engines, Machine, surroundings
 
@@ -683,4 +685,4 @@ CHECKS: dict[str, Check] = {
     "cache": Check(check_cache, lambda _run: []),
     "memory": Check(check_memory, lambda _run: ["qwen3"], alone=True),
 }
-FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if family.tiny)
+FAMILY_NAMES = tuple(FAMILY_CONFIGS)

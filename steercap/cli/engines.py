@@ -91,8 +91,8 @@ class ModelOptions:
             ModelNotLoaded: it can only be on this machine, and is not.
         """
         from steercap.engine.checkpoint import look_up
-        from steercap.testing.cache import DONE, cache_root
-        from steercap.testing.smollm2 import NAME
+        from steercap.lab.demo.cache import DONE, cache_root
+        from steercap.lab.demo.checkpoint import NAME
 
         self.require_there()
         folder = cache_root() / NAME
@@ -138,7 +138,7 @@ def located(model: str) -> Path | str:
     """
     if model != SMOLLM2:
         return model
-    from steercap.testing.smollm2 import smollm2
+    from steercap.lab.demo.checkpoint import smollm2
 
     return smollm2()
 

@@ -1,8 +1,7 @@
-"""Shipped for tests, of steercap and of what is built on it: small real models, and transformers as the reference."""
+"""For tests of what is built on steercap: tiny random models, and transformers as the reference of rows and edits."""
 
 from steercap.testing.parity import Parity, compare_rows
 from steercap.testing.reference import Reference
-from steercap.testing.smollm2 import smollm2
 from steercap.testing.tiny import tiny_checkpoint
 
-__all__ = ["Parity", "Reference", "compare_rows", "smollm2", "tiny_checkpoint"]
+__all__ = ["Parity", "Reference", "compare_rows", "tiny_checkpoint"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from steercap.architectures.families.base import TINY
+from steercap.testing.families import TINY
 
 SLIDING: Final = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from steercap.architectures.families import FAMILIES
 from steercap.core.extras import extra
+from steercap.core.values import choices, shown
+from steercap.errors import UnknownName
+from steercap.lab.demo.cache import cached
 from steercap.testing.architectures import ARCHITECTURES
-from steercap.testing.cache import cached
+from steercap.testing.families import FAMILY_CONFIGS
 
 #: Weights wide enough that rows differ between tokens, positions and layers, and attention is not uniform.
 INIT_STD: Final = 0.15
@@ -42,7 +44,10 @@ def tiny_config(name: str) -> Mapping[str, Any]:
     Raises:
         UnknownName: neither.
     """
-    return ARCHITECTURES[name] if name in ARCHITECTURES else FAMILIES[name].tiny
+    known = {**FAMILY_CONFIGS, **ARCHITECTURES}
+    if name not in known:
+        raise UnknownName(f"unknown tiny model {shown(name)}; {choices(name, known)}")
+    return known[name]
 
 
 def _write(settings: dict[str, Any], folder: Path) -> None:

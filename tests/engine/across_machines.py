@@ -10,12 +10,12 @@ from typing import Any
 import psutil
 import pytest
 from conftest import opened
+from support.agreement import projections_agree, workers_agree
+from support.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt, settled
+from support.sketching import sketches_agree
 
 from steercap import SteerModel, errors
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.testing.agreement import projections_agree, workers_agree
-from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt, settled
-from steercap.testing.sketching import sketches_agree
 from steercap.worker.memory.reader import WireReader
 
 ACROSS: dict[str, Any] = {**TINY_ENGINE, "distributed_executor_backend": "ray"}

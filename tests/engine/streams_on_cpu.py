@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 from conftest import opened
+from support.rows import random_prompt
+from support.streams import ARMED, Equations, agrees, apart, streams_checkpoint
 
 from steercap import Ablate, Add, CaptureSpec, SteeringSpec, SteerModel
 from steercap.architectures.families.code import fingerprint_of
 from steercap.captures.handle import CaptureHandle
 from steercap.core.spec import Point
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.testing.rows import random_prompt
-from steercap.testing.streams import ARMED, Equations, agrees, apart, streams_checkpoint
 
 LAYERS, PROMPT = 3, 140  # beyond the window, and one chunk of what is compressed to a 128th
 GREEDY = {"max_tokens": 6, "temperature": 0.0}

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 import torch
+from support.rows import random_prompt
 
 from steercap import errors
 from steercap.lab.datasets import ActivationDataset
 from steercap.lab.datasets.collecting import activations, collect
-from steercap.testing.rows import random_prompt
 
 DOCUMENTS = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12, 33] * 3)]
 POINT = "resid_post[1]"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pyarrow.compute as pc
 import pytest
 import torch
+from support.patching import Hooked
+from support.rows import random_prompt, settled
 
 from steercap import sync
 from steercap.errors import InvalidSpec, PointNotArmed
@@ -13,8 +15,6 @@ from steercap.lab.mechanism.patching import LogitDifference
 from steercap.lab.studies.sweeps.controls import random_like
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
-from steercap.testing.patching import Hooked
-from steercap.testing.rows import random_prompt, settled
 
 LAYERS, TOKENS, WIDTH = 4, 7, 128
 RIGHT, WRONG = 17, 99

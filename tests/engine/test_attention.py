@@ -6,14 +6,14 @@ import msgspec
 import pytest
 import torch
 from conftest import opened
+from support.attention import QUERIES_AND_KEYS, attention_agrees
+from support.rows import GREEDY, TINY_ENGINE, hold, random_prompt
+from support.specs import spec
 
 from steercap import CaptureHandle, CaptureSpec, Point, SteerModel
 from steercap.core.schema import PointSchema
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange, UnsupportedModel, UnsupportedRunner
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.testing.attention import QUERIES_AND_KEYS, attention_agrees
-from steercap.testing.rows import GREEDY, TINY_ENGINE, hold, random_prompt
-from steercap.testing.specs import spec
 
 SITES = ("q", "k", "v", "resid_post")
 

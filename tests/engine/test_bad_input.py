@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 from conftest import opened
+from support.agreement import bad_requests_fail_alone, fails
+from support.bad import BAD_REQUESTS, PROMPT, SIX
+from support.rows import GREEDY, TINY_ENGINE, random_prompt
 from vllm import SamplingParams
 
 from steercap import CaptureSpec, SteerModel, errors
 from steercap.core.framing import HEADER
 from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.testing import tiny_checkpoint
-from steercap.testing.agreement import bad_requests_fail_alone, fails
-from steercap.testing.bad import BAD_REQUESTS, PROMPT, SIX
-from steercap.testing.rows import GREEDY, TINY_ENGINE, random_prompt
 
 
 @pytest.mark.parametrize("bad", BAD_REQUESTS, ids=lambda bad: bad.says)

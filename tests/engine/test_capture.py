@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from steercap import Add, CaptureHandle, CaptureSpec, errors, stack
-from steercap.core.spec import REDUCTIONS
-from steercap.testing import compare_rows
-from steercap.testing.rows import (
+from support.rows import (
     ALL_SITES,
     GREEDY,
     MAX_ERROR,
@@ -23,6 +19,10 @@ from steercap.testing.rows import (
     settled,
     worst,
 )
+
+from steercap import Add, CaptureHandle, CaptureSpec, errors, stack
+from steercap.core.spec import REDUCTIONS
+from steercap.testing import compare_rows
 
 SIX = {"max_tokens": 6, **GREEDY}
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 from pyarrow import parquet
 from safetensors.torch import load_file
+from support.rows import random_prompt
+from support.specs import vector
 
 from steercap import Add, CaptureSpec, SteeringSpec
 from steercap.captures.handle import CaptureHandle
@@ -28,11 +30,10 @@ from steercap.cli.sweep_shown import document_of, drawn, table_of
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import extract_from, texts_between
 from steercap.errors import InvalidFile, InvalidSelection, InvalidSpec
+from steercap.lab.demo import smollm2
 from steercap.lab.directions import extract
 from steercap.steering import DirectionSet, LayerVectors
-from steercap.testing import smollm2, tiny_checkpoint
-from steercap.testing.rows import random_prompt
-from steercap.testing.specs import vector
+from steercap.testing import tiny_checkpoint
 
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
 PRAISE = ["The film was wonderful", "I found the food excellent", "My day has been lovely", "This town is charming"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import listening
+from support.rows import random_prompt, settled
 
 from steercap import (
     Ablate,
@@ -34,7 +35,6 @@ from steercap.server.server import ServerSettings, application
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.sync import SteerModel as Blocking
-from steercap.testing.rows import random_prompt, settled
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 import torch
 from conftest import opened
+from support.codecs import CODECS, codecs_agree, compare, spec_of
+from support.rows import ALL_SITES, CRAMPED, GREEDY, points, random_prompt, settled
+from support.specs import spec
 
 from steercap import Add, Calibration, CaptureHandle, CaptureSpec, Point, errors
 from steercap.lab.directions import calibrate
 from steercap.testing import tiny_checkpoint
-from steercap.testing.codecs import CODECS, codecs_agree, compare, spec_of
-from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, points, random_prompt, settled
-from steercap.testing.specs import spec
 
 SIX = {"max_tokens": 6, **GREEDY}
 

@@ -21,6 +21,8 @@ import pytest
 import torch
 from pyarrow import parquet
 from safetensors.torch import load_file
+from support.folders import digests
+from support.rows import MAX_ERROR, MIN_COSINE, counter, random_prompt, settled
 
 from steercap import Add, Calibration, CaptureSpec
 from steercap.captures.fetching import fetch_all
@@ -41,8 +43,6 @@ from steercap.lab.datasets.storage import LocalFolder
 from steercap.lab.directions import calibrate
 from steercap.steering import LayerVectors
 from steercap.testing import compare_rows
-from steercap.testing.folders import digests
-from steercap.testing.rows import MAX_ERROR, MIN_COSINE, counter, random_prompt, settled
 
 #: Documents of several windows, of one, of none, and of a single token.
 DOCUMENTS = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12, 33])]

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 from conftest import listening, opened
 from docs_pages import ROOT, Block, blocks, is_cheap, model_of, pages, steercap_commands
+from support.multimodal import wrapper_checkpoint
+from support.rows import TINY_ENGINE
 from typer.testing import CliRunner
 
 from steercap import CaptureRun, SteerModel
 from steercap.adapters import server
 from steercap.cli.app import app
+from steercap.lab.demo import smollm2
 from steercap.lab.directions import extract
 from steercap.server.server import ServerSettings, application
 from steercap.steering import DirectionSet
-from steercap.testing import smollm2
-from steercap.testing.multimodal import wrapper_checkpoint
-from steercap.testing.rows import TINY_ENGINE
 
 PAGES = [page for page in pages() if model_of(page)]
 SCRIPTS = {block.text: block for page in pages() for block in blocks(page) if block.is_script and not block.reason}

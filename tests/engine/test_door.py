@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
+from support.rows import TINY_ENGINE
 from transformers import AutoConfig
 
 from steercap import CaptureSpec, SteerModel
 from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName, WrongEventLoop
-from steercap.testing.rows import TINY_ENGINE
 
 
 async def test_a_model_says_its_context_and_how_its_answers_end(tiny: SteerModel) -> None:

@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 import torch
+from support.rows import GREEDY
+from support.specs import vector
 
 from steercap import Ablate, Add, CaptureSpec, SteeringSpec
-from steercap.testing.rows import GREEDY
-from steercap.testing.specs import vector
 
 SEA = [
     "The waves of the ocean broke on the beach, and the sailors watched the sea from their boat.",

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.rows import GREEDY
+from support.specs import vector
 
 from steercap import Add, LowRank, SteeringSpec
 from steercap.errors import InvalidFile, PointNotArmed
@@ -16,8 +18,6 @@ from steercap.lab.studies.evaluation import Choices, Evaluation, Method, Passage
 from steercap.lab.studies.evaluation.reading import Parts, logprobs_of, parts_of
 from steercap.steering import LayerVectors
 from steercap.testing import Reference
-from steercap.testing.rows import GREEDY
-from steercap.testing.specs import vector
 
 LAYER = 12
 TASKS = [Passages(first=2), Choices(first=2)]

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.rows import GREEDY
+from support.specs import vector
 
 from steercap import CaptureSpec
 from steercap.errors import InvalidPrompt, InvalidVector, PointNotArmed
@@ -20,8 +22,6 @@ from steercap.lab.personas import traits
 from steercap.lab.studies.sweeps import Answered, Sweep, run_sweep
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import Reference
-from steercap.testing.rows import GREEDY
-from steercap.testing.specs import vector
 
 LAYER = 12
 #: Not the trait's own: neither the direction, nor the layer, nor the doses were chosen with them (scripts/study_dose.py).

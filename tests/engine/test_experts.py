@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 from conftest import opened
+from support.experts import ROUTED, experts_add, experts_agree, routed_checkpoint
+from support.rows import GREEDY, MAX_ERROR, TINY_ENGINE, inputs_of, random_prompt
 
 from steercap import Add, CaptureHandle, CaptureSpec, SteeringSpec, SteerModel, errors
 from steercap import sync as blocking
 from steercap.testing import Reference
 from steercap.testing.architectures import ENGINES
-from steercap.testing.experts import ROUTED, experts_add, experts_agree, routed_checkpoint
-from steercap.testing.rows import GREEDY, MAX_ERROR, TINY_ENGINE, inputs_of, random_prompt
 
 SIX = {"max_tokens": 6, **GREEDY}
 ROUTER = CaptureSpec(layers=[1, 2], sites="router")

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import uvicorn
+from support.rows import GREEDY
 
 from steercap import Add, CaptureSpec, SteerModel
 from steercap.adapters import server
 from steercap.lab.directions import extract
 from steercap.server.server import ServerSettings, application
 from steercap.steering.layers import LayerVectors
-from steercap.testing.rows import GREEDY
 from steercap.testing.saes import RandomSAE
 
 playwright = pytest.importorskip("playwright.async_api", reason="no playwright; pip install playwright")

@@ -7,6 +7,10 @@ from itertools import product
 
 import pytest
 from conftest import opened
+from support.agreement import adds_up, edits_agree, places_of, rows_agree, sites_of
+from support.attention import attention_agrees
+from support.rows import GREEDY, MAX_ERROR, TINY_ENGINE, hold, random_prompt
+from support.specs import OPERATIONS, VARIANTS, spec
 from transformers import AutoConfig
 
 from steercap import CaptureSpec, Point, SteerModel
@@ -14,10 +18,7 @@ from steercap.architectures.families import FAMILIES
 from steercap.architectures.sites import SITES
 from steercap.errors import UnsupportedModel
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.testing.agreement import adds_up, edits_agree, places_of, rows_agree, sites_of
-from steercap.testing.attention import attention_agrees
-from steercap.testing.rows import GREEDY, MAX_ERROR, TINY_ENGINE, hold, random_prompt
-from steercap.testing.specs import OPERATIONS, VARIANTS, spec
+from steercap.testing.families import FAMILY_CONFIGS
 
 #: Norms of queries and keys; experts; one tensor of queries, keys and values; soft caps, windows and norms behind the
 #: blocks; transformers' modules. The others differ from one of them by less.
@@ -26,11 +27,7 @@ KINDS = ("qwen3", "qwen3_moe", "gpt2", "gemma2", "olmo2")
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=() if name in KINDS else pytest.mark.extended)
-        for name, family in FAMILIES.items()
-        if family.tiny
-    ],
+    params=[pytest.param(name, marks=() if name in KINDS else pytest.mark.extended) for name in FAMILY_CONFIGS],
 )
 async def served(request) -> AsyncIterator[tuple[str, SteerModel, Reference]]:
     """One family: its name, its engine with all sites armed, and transformers on the same checkpoint."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from conftest import opened
 from faults import injected
+from support.faults import FAULTS
+from support.faults.cancelled import everywhere
+from support.faults.deaths import CROWDED, deaths, killed_in_a_row, survived
+from support.rows import TINY_ENGINE
 
 from steercap.testing import tiny_checkpoint
-from steercap.testing.faults import FAULTS
-from steercap.testing.faults.cancelled import everywhere
-from steercap.testing.faults.deaths import CROWDED, deaths, killed_in_a_row, survived
-from steercap.testing.rows import TINY_ENGINE
 
 TINY = tiny_checkpoint("qwen3")
 #: Those that tests below inject in this process.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.rows import GREEDY, inputs_of, random_prompt
 
 from steercap import CaptureHandle, CaptureSpec, Point, errors
 from steercap.captures import TunedLens
 from steercap.captures.lens import point_of
-from steercap.testing.rows import GREEDY, inputs_of, random_prompt
 
 ASKED = {"max_tokens": 5, "logprobs": 8, "prompt_logprobs": 3, **GREEDY}
 BOTH = CaptureSpec(sites=["resid_pre", "resid_post"])

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import psutil
+from support.faults.base import processes
 
 from steercap import SteerModel
 from steercap.adapters import hardware
-from steercap.testing.faults.base import processes
 
 #: Set where another library than the processor's own is to be loaded, by `make test-avx2`.
 WANTED = "STEERCAP_TEST_LIBRARY"

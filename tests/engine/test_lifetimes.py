@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 from conftest import Leftovers
+from support.kills import Kill, Report, end_one, kills
+from support.loops import loops
+from support.rows import GREEDY, TINY_ENGINE, random_prompt
 
 from steercap import SteerModel, errors
 from steercap.sync import SteerModel as Sync
 from steercap.testing import tiny_checkpoint
-from steercap.testing.kills import Kill, Report, end_one, kills
-from steercap.testing.loops import loops
-from steercap.testing.rows import GREEDY, TINY_ENGINE, random_prompt
 
 PROMPT = random_prompt(9, 1)
 SHORT = {"max_tokens": 4, **GREEDY}
@@ -171,8 +171,8 @@ NOTEBOOK = """
 import asyncio, os, signal, sys
 from steercap import SteerModel
 from steercap.testing import tiny_checkpoint
-from steercap.testing.loops import loops
-from steercap.testing.rows import TINY_ENGINE, random_prompt
+from support.loops import loops
+from support.rows import TINY_ENGINE, random_prompt
 
 async def main():
     model = await SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE).start()
@@ -233,5 +233,5 @@ def test_nothing_is_left_of_a_client_that_is_killed(kill) -> None:
 
 @pytest.mark.extended
 def test_random_kills_leave_nothing() -> None:
-    """Three more, at random moments; `python -m steercap.testing.kills 1000` goes on."""
+    """Three more, at random moments; `python -m support.kills 1000` goes on."""
     assert sum(kills(random.Random(seed()), 3, bound=PATIENT).ends.values()) == 3

@@ -11,14 +11,14 @@ import torch
 from conftest import opened
 from drawn import ASKED as SAMPLED
 from drawn import WITHOUT_DRAFTS, samplers_agree
+from support.biases import VOCABULARY, biases_agree, positions_biased, varied
+from support.rows import GREEDY, TINY_ENGINE, counter, random_prompt, settled
+from support.specs import edit
+from support.stress import Counts
 
 from steercap import LogitBias, SteeringSpec, SteerModel
 from steercap.errors import EmptySelection, InvalidRequest, InvalidSpec
 from steercap.testing import tiny_checkpoint
-from steercap.testing.biases import VOCABULARY, biases_agree, positions_biased, varied
-from steercap.testing.rows import GREEDY, TINY_ENGINE, counter, random_prompt, settled
-from steercap.testing.specs import edit
-from steercap.testing.stress import Counts
 
 #: What requests of one batch ask vLLM for.
 ASKED: list[dict[str, Any]] = [

@@ -8,6 +8,8 @@ import httpx
 import msgspec
 import pytest
 import torch
+from support.rows import GREEDY, random_prompt
+from support.sae_features import check_features
 
 from steercap import SAE, CaptureHandle, CaptureSpec, SteerModel
 from steercap.adapters import server
@@ -21,8 +23,7 @@ from steercap.server.features import loaded, require_fitting
 from steercap.server.server import ServerSettings, application
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
-from steercap.testing.rows import GREEDY, random_prompt
-from steercap.testing.saes import RandomSAE, check_features
+from steercap.testing.saes import RandomSAE
 
 FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours"]
 SOME = LayerVectors({layer: torch.randn(128, generator=torch.Generator().manual_seed(layer)) for layer in (0, 2)})

@@ -11,13 +11,13 @@ from pathlib import Path
 import ceph
 import pytest
 from ray_kills import a_model, corpus
+from support.faults.base import COLLECTED
+from support.folders import digests
 
 from steercap import errors
 from steercap.lab.datasets import RemoteFolder, verify
 from steercap.lab.datasets.collecting import RayActors, collect
 from steercap.lab.datasets.collecting.collection import Progress
-from steercap.testing.faults.base import COLLECTED
-from steercap.testing.folders import digests
 
 HERE = Path(__file__).parent.parent
 

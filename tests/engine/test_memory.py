@@ -14,11 +14,11 @@ import psutil
 import pytest
 import torch
 from conftest import Leftovers, opened
+from support.faults.base import processes
+from support.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, random_prompt, settled
 
 from steercap import CaptureSpec, SteerModel, errors
 from steercap.testing import tiny_checkpoint
-from steercap.testing.faults.base import processes
-from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, random_prompt, settled
 
 SIX = {"max_tokens": 6, **GREEDY}
 #: Room for 4 requests of 4 layers × about 120 tokens × 512 bytes.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from openai import APIError, AsyncOpenAI, BadRequestError
 from safetensors.torch import load
+from support.rows import random_prompt, settled
 
 from steercap import Add, CaptureSpec, Monitor, SteerModel
 from steercap.errors import (
@@ -27,7 +28,6 @@ from steercap.errors import (
 from steercap.server.server import ServerSettings, application
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
-from steercap.testing.rows import random_prompt, settled
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 FLAGS = ["--served-model-name", "tiny", "--chat-template", TEMPLATE]

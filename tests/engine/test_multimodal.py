@@ -7,12 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 from conftest import opened
-
-from steercap import Add, CaptureHandle, CaptureSpec, SteeringSpec, SteerModel
-from steercap.errors import InvalidPrompt
-from steercap.testing.agreement import sites_of
-from steercap.testing.images import picture
-from steercap.testing.multimodal import (
+from support.agreement import sites_of
+from support.images import picture
+from support.multimodal import (
     LONG,
     LONGEST,
     WRAPPERS,
@@ -22,8 +19,11 @@ from steercap.testing.multimodal import (
     runnable,
     wrapper_checkpoint,
 )
-from steercap.testing.rows import CRAMPED, GREEDY, counter
-from steercap.testing.specs import vector
+from support.rows import CRAMPED, GREEDY, counter
+from support.specs import vector
+
+from steercap import Add, CaptureHandle, CaptureSpec, SteeringSpec, SteerModel
+from steercap.errors import InvalidPrompt
 
 #: Long prompts are read in chunks of 64 tokens.
 ENGINE = {**CRAMPED, "max_model_len": LONGEST, "kv_cache_memory_bytes": 16 << 20}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import opened
 from safetensors.torch import load_file, save_file
+from support.agreement import rows_agree
+from support.overflow import overflowing_edits
+from support.rows import ALL_SITES, CRAMPED, GREEDY, TINY_ENGINE, random_prompt
 
 from steercap import Add, CaptureSpec, Point, errors
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
-from steercap.testing.agreement import rows_agree
-from steercap.testing.overflow import overflowing_edits
-from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, TINY_ENGINE, random_prompt
 
 LAYERS, WIDTH = 4, 128
 ONE = {"max_tokens": 1, **GREEDY}

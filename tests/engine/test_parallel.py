@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import opened
+from support.agreement import projections_agree, shards_agree, workers_agree
+from support.attention import attention_agrees
+from support.biases import biases_agree
+from support.codecs import codecs_agree, coded_rows, same_codes
+from support.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_prompt, settled
+from support.sketching import rows_by_point, sketches_agree
+from support.specs import spec
 
 from steercap import CaptureSpec, Point, errors, save_run
 from steercap.core.schema import PointSchema
 from steercap.testing import tiny_checkpoint
-from steercap.testing.agreement import projections_agree, shards_agree, workers_agree
-from steercap.testing.attention import attention_agrees
-from steercap.testing.biases import biases_agree
-from steercap.testing.codecs import codecs_agree, coded_rows, same_codes
-from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_prompt, settled
-from steercap.testing.sketching import rows_by_point, sketches_agree
-from steercap.testing.specs import spec
 
 SIX_STEPS = {"max_tokens": 6, "temperature": 0.8, "seed": 3}
 SEVEN = {"max_tokens": 7, **GREEDY}

@@ -8,6 +8,8 @@ from itertools import product
 import pytest
 import torch
 from conftest import opened
+from support.patching import Hooked
+from support.rows import ALL_SITES, TINY_ENGINE, random_prompt, settled
 
 from steercap import SteerModel
 from steercap.errors import EmptySelection, InvalidPrompt, InvalidSpec, PointNotArmed
@@ -23,8 +25,6 @@ from steercap.lab.mechanism.patching import (
     path_patch,
 )
 from steercap.testing import tiny_checkpoint
-from steercap.testing.patching import Hooked
-from steercap.testing.rows import ALL_SITES, TINY_ENGINE, random_prompt, settled
 
 SITES = (*ALL_SITES, "z", "q", "k", "v")
 LAYERS, TOKENS = 4, 7

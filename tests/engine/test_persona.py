@@ -20,13 +20,13 @@ from persona_run import SETTINGS
 
 from steercap.errors import RunDiffers
 from steercap.files.tables import PART_RECORDS, read_table
+from steercap.lab.demo import smollm2
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.measures.scores import Scored, make_scorer
 from steercap.lab.personas import PersonaResult, Progress, run, traits
 from steercap.lab.personas.records import SIGNS, Kept, Response, Score
 from steercap.lab.personas.stages.capture import load_rows
 from steercap.steering import DirectionSet
-from steercap.testing import smollm2
 
 SCRIPT = Path(__file__).parents[1] / "persona_run.py"
 STAGES = ["generate", "score", "filter", "capture", "vectors", "report"]

@@ -16,6 +16,7 @@ from typing import Any, Final
 import pytest
 import torch
 from conftest import opened
+from support.rows import TINY_ENGINE, random_prompt
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from steercap import Add, CaptureHandle, CaptureSpec, Encoded, SteerModel, errors, sync
@@ -23,9 +24,8 @@ from steercap.cli.captured import capture_to
 from steercap.cli.prompts import Prompt
 from steercap.cli.terminal import Output, Terminal
 from steercap.core.spec import Point
+from steercap.lab.demo.cache import cached
 from steercap.testing import tiny_checkpoint
-from steercap.testing.cache import cached
-from steercap.testing.rows import TINY_ENGINE, random_prompt
 from steercap.testing.tiny import SPECIAL, tiny_config, tokenizer, write_model
 
 #: Where transformers' decoder layers have the sites: a module of the layer, and what it reads or gives.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.agreement import projections_agree
+from support.rows import ALL_SITES, GREEDY, random_prompt, settled
 
 from steercap import Ablate, CaptureHandle, CaptureSpec, SteeringSpec
 from steercap.errors import InvalidSpec
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.directions import alike
-from steercap.testing.agreement import projections_agree
-from steercap.testing.rows import ALL_SITES, GREEDY, random_prompt, settled
 
 
 @pytest.mark.parametrize("site", ALL_SITES)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from conftest import opened
+from support.agreement import rows_agree
+from support.rows import TINY_ENGINE
 
 from steercap import errors
 from steercap.architectures.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.testing.agreement import rows_agree
-from steercap.testing.rows import TINY_ENGINE
 
 WRONG = Path(__file__).parent.parent / "wrong_families"
 STREAM = ("resid_pre", "resid_post")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from conftest import opened
 from safetensors.torch import load_file
+from support.agreement import captured, sites_of, steps_agree
+from support.quantised import KINDS, quantised_checkpoint, quantised_reference, unfit
+from support.rows import TINY_ENGINE, steps, within_16, worst
 
 from steercap import CaptureHandle, SteerModel
 from steercap.architectures.sites import SITES
 from steercap.testing import Parity, Reference
-from steercap.testing.agreement import captured, sites_of, steps_agree
-from steercap.testing.quantised import KINDS, quantised_checkpoint, quantised_reference, unfit
-from steercap.testing.rows import TINY_ENGINE, steps, within_16, worst
 
 MODULES = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 

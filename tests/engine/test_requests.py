@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from conftest import opened
 from safetensors.torch import load_file, save_file
+from support.lora import LORA_ENGINE, adapters_agree, write_adapter
+from support.rows import ALL_SITES, CRAMPED, GREEDY, random_prompt, settled
+from support.structure import structured_outputs
+from support.wrong import wrong_types
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequestType
 
 from steercap import errors
 from steercap.testing import tiny_checkpoint
-from steercap.testing.lora import LORA_ENGINE, adapters_agree, write_adapter
-from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, random_prompt, settled
-from steercap.testing.structure import structured_outputs
-from steercap.testing.wrong import wrong_types
 
 REQUESTS = int(os.environ.get("STEERCAP_TEST_REQUESTS", "240"))
 BASE = tiny_checkpoint("qwen3")

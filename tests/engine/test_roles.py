@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import opened
 from roles_run import ROLES, SETTINGS, checkpoint
+from support.rows import TINY_ENGINE
 
 from steercap import SteeringSpec, SteerModel
 from steercap.errors import RunDiffers, RunUnfinished
@@ -39,7 +40,6 @@ from steercap.lab.personas.roles import (
 )
 from steercap.lab.personas.roles.records import RoleResponse
 from steercap.lab.personas.stages.capture import prompt_of
-from steercap.testing.rows import TINY_ENGINE
 
 SCRIPT = Path(__file__).parents[1] / "roles_run.py"
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.rows import ALL_SITES, GREEDY, random_prompt
+from support.specs import vector
 
 from steercap import Add, CaptureSpec, Manifest, SteeringSpec, save_run
 from steercap.lab.directions import mean_rows
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import ALL_SITES, GREEDY, random_prompt
-from steercap.testing.specs import vector
 
 SIX = {"max_tokens": 6, **GREEDY}
 #: Prompts of a command that is killed: some ten seconds, two at a time.

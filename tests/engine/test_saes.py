@@ -6,12 +6,13 @@ import gc
 
 import pytest
 import torch
+from support.rows import GREEDY, random_prompt, settled
+from support.sae_features import features_agree
 
 from steercap import SAE, CaptureHandle, CaptureSpec, Point, SteerModel, errors
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.lab.mechanism.views import logit_attribution
-from steercap.testing.rows import GREEDY, random_prompt, settled
-from steercap.testing.saes import OWN, RandomSAE, features_agree
+from steercap.testing.saes import OWN, RandomSAE
 
 WIDTH, FEATURES = 128, 1500
 

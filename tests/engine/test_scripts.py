@@ -29,7 +29,7 @@ from gpu_rounds import BASE, CONTROL, HEADS, MODES, NEURONS, Workload
 from gpu_shapes import Shape
 
 from steercap import SteerModel
-from steercap.testing import smollm2
+from steercap.lab.demo import smollm2
 
 #: The model's sizes, as the scripts know a model.
 SMOLLM2 = Shape(576, 1536, 30, 9, 3, 64, 49_152, tie_word_embeddings=True, dtype="float32")

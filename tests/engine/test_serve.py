@@ -14,6 +14,7 @@ import pytest
 import torch
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError
 from safetensors.torch import load
+from support.rows import random_prompt, settled
 
 from steercap import Add, CaptureHandle, CaptureSpec, SteerModel
 from steercap.adapters import server
@@ -21,7 +22,6 @@ from steercap.captures.manifest import Manifest
 from steercap.client.uploads import encoded
 from steercap.server.server import ServerSettings, application, opened_folder
 from steercap.steering.layers import LayerVectors
-from steercap.testing.rows import random_prompt, settled
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours", "--chat-template", TEMPLATE]

@@ -13,6 +13,7 @@ import fuzz_server
 import httpx
 import pytest
 import torch
+from support.rows import random_prompt, settled
 
 from steercap import Add, SteerModel
 from steercap.adapters import server
@@ -22,7 +23,6 @@ from steercap.server.engine import ServedEngine
 from steercap.server.server import ServerSettings, application
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
-from steercap.testing.rows import random_prompt, settled
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 FLAGS = ["--served-model-name", "tiny", "--api-key", *fuzz_server.KEYS, "--chat-template", TEMPLATE]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import opened
+from support.rows import ALL_SITES, GREEDY, TINY_ENGINE, counter, random_prompt, settled
+from support.sketching import moments_hold, rows_by_point, sketches_agree
 
 from steercap import Add, CaptureSpec, Sketch, errors
 from steercap.captures.handle import flat
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, counter, random_prompt, settled
-from steercap.testing.sketching import moments_hold, rows_by_point, sketches_agree
 
 SIX = {"max_tokens": 6, **GREEDY}
 LAYERS = [0, 3]

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from conftest import opened
+from support.rows import ALL_SITES, GREEDY, MAX_ERROR, MIN_COSINE, parity, worst
+from support.specs import OPERATIONS, VARIANTS, spec, vector
 
 from steercap import AddIf, CaptureHandle, CaptureSpec, SteeringSpec
 from steercap.config import CPU
-from steercap.testing import Reference, compare_rows, smollm2
+from steercap.lab.demo import smollm2
+from steercap.testing import Reference, compare_rows
 from steercap.testing.parity import PERFECT
-from steercap.testing.rows import ALL_SITES, GREEDY, MAX_ERROR, MIN_COSINE, parity, worst
-from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
 
 PROMPTS = ["The capital of France is", "Once upon a time there was", "def fibonacci(n):", "1"]
 PARAMS: dict[str, Any] = {"max_tokens": 24, **GREEDY}

@@ -21,13 +21,13 @@ import psutil
 import pytest
 import torch
 from conftest import Leftovers, opened
+from support.folders import flip
+from support.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, random_prompt, settled
 
 from steercap import CaptureSpec, SteerModel, errors
 from steercap.captures.lifecycle import Stage
 from steercap.core.spec import Point
 from steercap.testing import tiny_checkpoint
-from steercap.testing.folders import flip
-from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, random_prompt, settled
 
 SIX = {"max_tokens": 6, **GREEDY}
 #: Room for 4 requests of 4 layers × about 120 tokens × 512 bytes.
@@ -369,7 +369,7 @@ CLIENT = """
 import asyncio, sys
 from steercap import SteerModel
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import GREEDY, TINY_ENGINE, random_prompt
+from support.rows import GREEDY, TINY_ENGINE, random_prompt
 
 
 async def main():

@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import opened
-
-import steercap.sync
-from steercap import Ablate, Add, Cap, CaptureHandle, CaptureSpec, Replace, SteeringSpec
-from steercap.errors import (
-    ModelClosed,
-    SteeringNotApplied,
-    SteeringSlotsFull,
-    TooManyEdits,
-)
-from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import (
+from support.rows import (
     ALL_SITES,
     GREEDY,
     TINY_ENGINE,
@@ -29,7 +19,17 @@ from steercap.testing.rows import (
     random_prompt,
     settled,
 )
-from steercap.testing.specs import edit, spec, vector
+from support.specs import edit, spec, vector
+
+import steercap.sync
+from steercap import Ablate, Add, Cap, CaptureHandle, CaptureSpec, Replace, SteeringSpec
+from steercap.errors import (
+    ModelClosed,
+    SteeringNotApplied,
+    SteeringSlotsFull,
+    TooManyEdits,
+)
+from steercap.testing import tiny_checkpoint
 
 WIDTH = 128
 EVERYTHING = CaptureSpec(sites=ALL_SITES)

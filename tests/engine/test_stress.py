@@ -1,14 +1,13 @@
 """Rows stay right while everything that moves requests about happens, alone and together.
 
 A 4-layer qwen3 in the cramped engine of conftest: chunks, preemption, 16 requests at once. The scenarios are those of
-`steercap.testing.stress`; here they must have happened.
+`support.stress`; here they must have happened.
 """
 
 from __future__ import annotations
 
 import pytest
-
-from steercap.testing import stress
+from support import stress
 
 
 def recorded(record_property, shown: stress.Shown, title: str = "") -> None:

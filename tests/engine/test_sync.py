@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from conftest import Leftovers
+from support.rows import GREEDY, TINY_ENGINE, parity, random_prompt
 from torch.utils.data import DataLoader
 
 from steercap import Add, CaptureSpec, errors, stack
@@ -14,7 +15,6 @@ from steercap.lab.studies.sweeps import Sweep
 from steercap.sync import SteerModel, extract, mean_rows, run_sweep
 from steercap.sync.collecting import activations
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import GREEDY, TINY_ENGINE, parity, random_prompt
 
 DOCUMENTS = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12, 33])]
 

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import opened
+from support.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt
 
 from steercap import AddIf, CaptureSpec, SteeringSpec
 from steercap.core.spec import Point
@@ -29,7 +30,6 @@ from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
 from steercap.testing import tiny_checkpoint
 from steercap.testing.parity import compare_rows
-from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt
 
 WIDTH = 128
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.rows import GREEDY, settled
 
+from steercap.lab.demo.demonstration import COMPLAINT, PRAISE, SENTENCES
 from steercap.lab.directions import METHODS, Exchange, extract, mean_rows
-from steercap.testing.demo import COMPLAINT, PRAISE, SENTENCES
-from steercap.testing.rows import GREEDY, settled
 
 HELD_OUT_WORDS = 4
 

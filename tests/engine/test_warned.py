@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import listening, opened
+from support.rows import TINY_ENGINE, settled
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -31,7 +32,6 @@ from steercap.server.server import ServerSettings, application
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import TINY_ENGINE, settled
 
 BOS = 256
 GREEDY: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}

@@ -12,14 +12,14 @@ import torch
 from handles import a_handle
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rows import random_prompt
+from support.specs import spec
 
 from steercap import AttentionSummary, Point, SteeringSpec
 from steercap.captures.attention import Attending, pattern, summarised, weights_of
 from steercap.core.attention import AttentionRule, joined
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.testing.rows import random_prompt
-from steercap.testing.specs import spec
 
 RULES = st.builds(
     AttentionRule,

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
+from support.specs import spec
 from workers import known_schemas
 
 from steercap.config import Settings
@@ -16,7 +17,6 @@ from steercap.engine.configurations import Configurations
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
 from steercap.requests.context import FROM_CONTEXT, by_word_or_context, in_force, steered
 from steercap.steering.lowering import lower
-from steercap.testing.specs import spec
 
 WIDTH = 8
 ARMED = {Point(0, "resid_post"): 0}

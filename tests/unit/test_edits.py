@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.specs import OPERATIONS, VARIANTS, spec, vector
 from workers import CUDA, KINDS, batch, device_of, known_schemas, some_runtime, tap
 
 from steercap import Ablate, Add, AddIf, Cap, LowRank, Monitor, Replace, SAEFeature, SetProjection, SteeringSpec
@@ -40,7 +41,6 @@ from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits import EDITS
 from steercap.steering.lowering import lower, scopes_of
 from steercap.testing.edits import edited
-from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
 
 WIDTH, LAYERS = 24, 3
 ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}

@@ -173,7 +173,7 @@ def test_the_base_is_enough_for_capture_and_steering(tmp_path) -> None:
     assert done.stdout.strip() == "all of it", done.stderr
 
 
-@pytest.mark.parametrize("module", ["steercap", "steercap.testing.demo"])
+@pytest.mark.parametrize("module", ["steercap", "steercap.lab.demo"])
 def test_the_command_without_its_extra_says_so_in_a_line(module) -> None:
     """No traceback, and an exit code that is not 0."""
     name = "cli" if module == "steercap" else "demo"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.multimodal import WRAPPERS
 from torch import nn
 
 import steercap
@@ -23,7 +24,7 @@ from steercap.core.messages import Attached, Loaded
 from steercap.engine.ranks import Rank, loaded_of
 from steercap.errors import UnsupportedModel
 from steercap.testing.architectures import ARCHITECTURES, ENGINES
-from steercap.testing.multimodal import WRAPPERS
+from steercap.testing.families import FAMILY_CONFIGS
 
 FOLDER = Path(base.__file__).parent
 #: What else is in the folder.
@@ -85,7 +86,8 @@ def test_a_family_is_a_short_file() -> None:
 
 def test_a_tiny_model_has_one_name() -> None:
     """What is not tested in CI by its family's own model is among the architectures that `prove_models.py` tries."""
-    assert not {name for name, family in FAMILIES.items() if family.tiny} & (set(ARCHITECTURES) | set(WRAPPERS))
+    assert not set(FAMILY_CONFIGS) & (set(ARCHITECTURES) | set(WRAPPERS))
+    assert set(FAMILY_CONFIGS) <= set(FAMILIES)
     assert not set(ARCHITECTURES) & set(WRAPPERS)
     assert set(ENGINES) <= set(ARCHITECTURES)
 
@@ -375,7 +377,7 @@ def test_forty_architectures_are_proved_by_a_family_that_is_there() -> None:
     served = [one for one in proved.records() if not one.refused]
     assert len({one.architecture for one in served}) >= 40
     for one in served:
-        assert one.name in ARCHITECTURES or one.name in WRAPPERS or FAMILIES[one.name].tiny
+        assert one.name in ARCHITECTURES or one.name in WRAPPERS or one.name in FAMILY_CONFIGS
         assert one.code
         assert all(len(digest) == 12 for digest in one.code.values())
         assert one.family == "" or set(one.code) <= set(FAMILIES[one.family].classes)

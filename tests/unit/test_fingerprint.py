@@ -26,13 +26,13 @@ from steercap.files.fingerprint import (
     warn_of_other_model,
     weights_of,
 )
+from steercap.lab.demo import smollm2
 from steercap.lab.personas import PersonaSettings
 from steercap.lab.personas.folder import RunFolder
 from steercap.lab.personas.settings import described
 from steercap.lab.studies.sweeps import Sweep
 from steercap.lab.studies.sweeps.store import Folder
 from steercap.steering import LayerVectors
-from steercap.testing import smollm2
 
 
 def checkpoint(folder: Path, seed: int) -> Path:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.formula import formula
+from support.specs import vector
 from workers import CUDA, batch, device_of, some_runtime, tap
 
 from steercap.core.messages import (
@@ -33,8 +35,6 @@ from steercap.core.plan import Plan
 from steercap.core.program import NONE, Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.tokens import Range
 from steercap.kernels.bits import HOLE
-from steercap.testing.formula import formula
-from steercap.testing.specs import vector
 
 WIDTH, TOKENS, SCOPES, VECTORS = 24, 7, 3, 4
 #: Positions at which each replacement puts a row.

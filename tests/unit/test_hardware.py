@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.quantised import KINDS, quantised_checkpoint
+from support.streams import streams_checkpoint
 from vllm.platforms import current_platform
 
 from steercap import SteerModel, errors
@@ -19,8 +21,6 @@ from steercap.adapters.hardware import BIND, NEEDS
 from steercap.adapters.refusal import NAME, left_behind, refusal
 from steercap.engine.checkpoint import look_up
 from steercap.errors import InvalidSetting, ModelNotLoaded
-from steercap.testing.quantised import KINDS, quantised_checkpoint
-from steercap.testing.streams import streams_checkpoint
 
 on_cpu = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM is built for GPUs here")
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from support.specs import vector
 from workers import CUDA, DEVICE, batch, known_schemas, rows_of, some_runtime, tap
 
 from steercap import Ablate, Add, SteeringSpec
@@ -33,7 +34,6 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.steering.lowering import lower, scopes_of
 from steercap.testing.edits import edited
-from steercap.testing.specs import vector
 
 ARMED = {Point(0, "resid_post"): 0}
 

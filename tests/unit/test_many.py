@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 from shards import definition_of, folder_of
+from support.rows import TINY_ENGINE
 
 from steercap.adapters.cluster import find_folder
 from steercap.adapters.refusal import FOLDER, left_behind, refusal
@@ -23,7 +24,6 @@ from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.many import _Spread
 from steercap.lab.datasets.collecting.sources import Source, open_source
 from steercap.model import SteerModel
-from steercap.testing.rows import TINY_ENGINE
 from steercap.worker.memory.shared import NONCE_BYTES, SharedSegment
 
 

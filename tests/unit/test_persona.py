@@ -36,6 +36,7 @@ from steercap.errors import (
 )
 from steercap.files.base import write_tensors
 from steercap.files.tables import Parts, read_table
+from steercap.lab.demo import smollm2
 from steercap.lab.directions import Contrast, chance_band
 from steercap.lab.directions.contrast import directions_of
 from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
@@ -52,7 +53,6 @@ from steercap.lab.personas.stages.capture import VERSION, RowsHeader, capture, l
 from steercap.lab.personas.stages.generate import ends_of, generate, said
 from steercap.lab.personas.stages.keep import keep
 from steercap.lab.personas.stages.score import score
-from steercap.testing import smollm2
 
 SHIPPED = list(traits())
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.quantised import KINDS, quantised_checkpoint, quantised_reference
+from support.rows import random_prompt
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -19,8 +21,6 @@ from steercap import Point
 from steercap.architectures.sites.base import Tap, input_tap
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 from steercap.testing import Reference
-from steercap.testing.quantised import KINDS, quantised_checkpoint, quantised_reference
-from steercap.testing.rows import random_prompt
 
 
 def weight() -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.wrong import ANYTHING, WRONG_PARAMS, WRONG_PROMPTS
 from transformers import AutoTokenizer
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
@@ -23,7 +24,6 @@ from steercap.adapters.prompts import prompt_dict
 from steercap.adapters.sampling import read_params
 from steercap.errors import InvalidPrompt, InvalidRequest
 from steercap.testing import tiny_checkpoint
-from steercap.testing.wrong import ANYTHING, WRONG_PARAMS, WRONG_PROMPTS
 
 
 def request_of(params: SamplingParams, prompt: list[int] | None = None) -> EngineCoreRequest:

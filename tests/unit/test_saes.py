@@ -11,6 +11,7 @@ import pytest
 import torch
 from cli_calls import call
 from safetensors.numpy import save_file
+from support.sae_features import check_features
 from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 
 from steercap import SAE, CaptureSpec, Point
@@ -40,7 +41,7 @@ from steercap.saes.encoder import Encoder, image_bytes
 from steercap.saes.features import Features
 from steercap.saes.layouts import Place
 from steercap.saes.tensors import Tensors
-from steercap.testing.saes import OWN, RandomSAE, check_features
+from steercap.testing.saes import OWN, RandomSAE
 from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
 
 WIDTH = 48

@@ -22,7 +22,6 @@ UNCHECKED = {
     "worker/taps/cuda.py",
     "lab/studies/sweeps/operations/base.py",
     "testing/edits.py",
-    "testing/streams.py",
     "testing/parity.py",
     # They read what users pass, tensors of any kind among it, and refuse it in words of their own.
     "lab/directions/contrast.py",

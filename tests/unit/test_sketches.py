@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sketching import ROUNDING
 from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
 from steercap.captures.sketch import Sketch, versions
@@ -55,7 +56,6 @@ from steercap.errors import (
 from steercap.kernels.codecs.base import dtype_of
 from steercap.kernels.exact import exact_products
 from steercap.requests.context import joining, sketches_in_force
-from steercap.testing.sketching import ROUNDING
 from steercap.worker.sketches import SKETCHES
 from steercap.worker.sketches.base import BLOCK, State
 from steercap.worker.sketches.frequent_directions import shrink

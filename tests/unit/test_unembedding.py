@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from steercap import errors
-from steercap.architectures.families import FAMILIES
 from steercap.core.spec import Point
+from steercap.lab.demo import smollm2
 from steercap.lab.mechanism.weights.unembedding import Unembedding
-from steercap.testing import Reference, smollm2, tiny_checkpoint
+from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.families import FAMILY_CONFIGS
 
 IDS = [3, 41, 5, 99, 200, 7]
 
@@ -39,7 +40,7 @@ def agrees(path, *, scale: float = 1.0) -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        *(name for name, one in FAMILIES.items() if one.tiny),
+        *FAMILY_CONFIGS,
         "cohere",
         "granite",
         "minicpm3",

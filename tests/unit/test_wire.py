@@ -6,6 +6,8 @@ import random
 import resource
 
 import pytest
+from support.frames import mangled, random_of
+from support.wire import AnyWorker, fuzz
 
 from steercap.core.framing import HEADER, MOST_BYTES, VERSION
 from steercap.core.messages import (
@@ -23,8 +25,6 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import Plan
 from steercap.errors import EngineFailure, InvalidFrame, WorkerFailure
-from steercap.testing.frames import mangled, random_of
-from steercap.testing.wire import AnyWorker, fuzz
 from steercap.worker.memory.reader import WireReader
 
 READERS = (decode_call, decode_answer, Plan.decode)

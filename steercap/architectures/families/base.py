@@ -85,8 +85,6 @@ class Family:
             residual stream then.
         varied: whether layers differ, so that some lack a module that others have.
         derived: whether nobody wrote this family down: it is a guess at what layers take and give, to be proved.
-        tiny: keyword arguments of transformers' `AutoConfig.for_model` for the smallest model that exercises
-            the family, from which the contract tests write a checkpoint.
     """
 
     architectures: tuple[str, ...] = ()
@@ -118,7 +116,6 @@ class Family:
     mhc: bool = False
     varied: bool = False
     derived: bool = False
-    tiny: Mapping[str, Any] = field(repr=False, default_factory=dict)
 
     @property
     def attention_input(self) -> str:
@@ -163,16 +160,3 @@ def located(layer: nn.Module, path: str) -> str:
             continue
         return candidate
     raise AttributeError(f"it has no module {path.replace('|', ' or ')}")
-
-
-#: Shape shared by the tiny models: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention takes.
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}

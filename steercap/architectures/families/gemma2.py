@@ -1,6 +1,6 @@
 """Gemma 2: a norm after each block, whose output is what the block adds; the stream is hidden + residual."""
 
-from steercap.architectures.families.base import TINY, Family
+from steercap.architectures.families.base import Family
 
 MEMBER = Family(
     architectures=("Gemma2ForCausalLM",),
@@ -10,5 +10,4 @@ MEMBER = Family(
     attn_in="self_attn",
     mlp_in="mlp",
     resid_mid="pre_feedforward_layernorm",
-    tiny={"model_type": "gemma2", **TINY, "head_dim": 32, "sliding_window": 24, "tie_word_embeddings": True},
 )

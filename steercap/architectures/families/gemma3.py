@@ -1,6 +1,6 @@
 """Gemma 3 (text): a norm after each block, whose output is what the block adds; the stream is hidden + residual."""
 
-from steercap.architectures.families.base import TINY, Family
+from steercap.architectures.families.base import Family
 
 MEMBER = Family(
     architectures=("Gemma3ForCausalLM",),
@@ -10,12 +10,4 @@ MEMBER = Family(
     attn_in="self_attn",
     mlp_in="mlp",
     resid_mid="pre_feedforward_layernorm",
-    tiny={
-        "model_type": "gemma3_text",
-        **TINY,
-        "head_dim": 32,
-        "sliding_window": 24,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "tie_word_embeddings": True,
-    },
 )

@@ -14,5 +14,4 @@ MEMBER = Family(
     attn_proj="attn.c_proj",
     attention="attn.attn",
     mlp_proj="mlp.c_proj",
-    tiny={"model_type": "gpt2", "vocab_size": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512},
 )

@@ -1,6 +1,6 @@
 """Llama, and what has its layer's shape: norms before the blocks alone; the stream is hidden + residual."""
 
-from steercap.architectures.families.base import TINY, Family
+from steercap.architectures.families.base import Family
 
 MEMBER = Family(
     architectures=(
@@ -40,5 +40,4 @@ MEMBER = Family(
         "vaultgemma.VaultGemmaDecoderLayer",
     ),
     resid_mid="post_attention_layernorm|feedforward_layernorm|pre_feedforward_layernorm",
-    tiny={"model_type": "llama", **TINY},
 )

@@ -1,6 +1,6 @@
 """OLMo 2 and 3: a norm follows each block, and its output is what the block adds."""
 
-from steercap.architectures.families.base import TINY, Family
+from steercap.architectures.families.base import Family
 
 MEMBER = Family(
     architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
@@ -12,5 +12,4 @@ MEMBER = Family(
     resid_mid="mlp",
     residual_output=None,
     residual_input="",
-    tiny={"model_type": "olmo2", **TINY},
 )

@@ -26,14 +26,4 @@ MEMBER = Family(
     attn_proj="self_attn.out_proj",
     mlp_proj="fc2",
     factor=_factor,
-    tiny={
-        "model_type": "opt",
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "ffn_dim": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-        "word_embed_proj_dim": 128,
-    },
 )

@@ -1,9 +1,8 @@
 """Qwen 2 and 2.5: the stream is hidden + residual."""
 
-from steercap.architectures.families.base import TINY, Family
+from steercap.architectures.families.base import Family
 
 MEMBER = Family(
     architectures=("Qwen2ForCausalLM",),
     classes=("qwen2.Qwen2DecoderLayer",),
-    tiny={"model_type": "qwen2", **TINY},
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from steercap.architectures.families.base import TINY, Family
+from steercap.architectures.families.base import Family
 
 
 def _sparse(config: Any, layer: int) -> bool:
@@ -15,15 +15,4 @@ MEMBER = Family(
     classes=("qwen3_moe.Qwen3MoeDecoderLayer",),
     router="mlp.gate",
     sparse=_sparse,
-    tiny={
-        "model_type": "qwen3_moe",
-        **TINY,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [1],
-        "norm_topk_prob": True,
-    },
 )

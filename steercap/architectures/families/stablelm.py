@@ -1,6 +1,6 @@
 """StableLM: layers return a pair, but its first half is already the whole stream."""
 
-from steercap.architectures.families.base import TINY, Family
+from steercap.architectures.families.base import Family
 
 MEMBER = Family(
     architectures=(
@@ -10,5 +10,4 @@ MEMBER = Family(
     classes=("stablelm.StablelmDecoderLayer",),
     residual_output=None,
     residual_input="",
-    tiny={"model_type": "stablelm", **TINY},
 )

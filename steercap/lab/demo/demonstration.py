@@ -1,0 +1,220 @@
+"""`python -m steercap.lab.demo`: the main job on a small real model, in a minute, with a picture.
+
+SmolLM2-135M answers several prompts at once; every layer's rows are captured while vLLM generates. The picture shows a
+logit lens of one prompt (what each layer would say next, if it were the last) and how far each layer tells
+praise from complaint along a direction found from the rows. That direction, added to and taken from one layer, then
+turns how a sentence goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from steercap.core.extras import extra
+from steercap.errors import MissingExtra
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from steercap.captures.handle import CaptureHandle
+    from steercap.model import SteerModel
+
+QUESTIONS: Final = (
+    "What is the capital of France?",
+    "Name three colours of the rainbow.",
+    "Why is the sky blue?",
+    "Write one line about the sea.",
+)
+LENS: Final = "The Eiffel Tower is in the city of"
+PRAISE: Final = ("wonderful", "delightful", "excellent", "beautiful", "superb", "charming", "brilliant", "lovely")
+COMPLAINT: Final = ("terrible", "dreadful", "awful", "ugly", "horrible", "boring", "hopeless", "nasty")
+#: The direction is found with the first words and shown on the last, which it has not seen.
+SENTENCES: Final = (
+    "The film was {}",
+    "I found the food {}",
+    "Their new song is {}",
+    "This town is {}",
+    "My day has been {}",
+)
+HELD_OUT: Final = 3
+#: What is steered, at which layer, and by how many times the difference of means.
+OPENING: Final = "My day at work was"
+LAYER, DOSE = 18, 1.0
+
+
+async def run(out: Path, console: Console | None = None) -> Path:
+    """Run the demo and write its picture; returns the picture's path.
+
+    Args:
+        out: folder for the picture.
+        console: where to report; stdout if None.
+    """
+    with extra("demo"):
+        import matplotlib as mpl
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from steercap.concurrency.heartbeat import heartbeat
+    from steercap.lab.demo.checkpoint import smollm2
+    from steercap.model import SteerModel
+
+    mpl.use("Agg")
+    console = console or Console()
+    columns = TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as bar, heartbeat(bar, console):
+        todo = bar.add_task("converting SmolLM2 (once)", total=1)
+        path = await asyncio.to_thread(smollm2)
+        bar.advance(todo)
+        todo = bar.add_task("starting vLLM, probing every tap", total=1)
+        async with SteerModel(path, preset="cpu", use_tqdm_on_load=False) as model:
+            bar.advance(todo)
+            answers = await _answers(model, bar)
+            lens, told = await _studies(model, bar)
+            turned = await _turned(model, told, bar)
+        todo = bar.add_task("drawing", total=1)
+        picture = await asyncio.to_thread(_draw, path, lens, told, out)
+        bar.advance(todo)
+    _report(answers, turned, lens, picture, console)
+    return picture
+
+
+async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
+    """Ask all questions at once; vLLM batches them."""
+    from steercap.captures.handle import flat
+
+    todo = bar.add_task("generating, all layers captured", total=len(QUESTIONS))
+
+    async def ask(question: str) -> CaptureHandle:
+        params = {"max_tokens": 40, "temperature": 0.0}
+        _, found = await model.chat([{"role": "user", "content": question}], params, capture_layers="all")
+        bar.advance(todo)
+        (handle,) = flat(found)
+        return handle
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(question)) for question in QUESTIONS]
+    handles = [task.result() for task in tasks]
+    await model.fetch_captures_batch(handles)
+    return handles
+
+
+async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str, torch.Tensor]]:
+    """Rows for the lens, and the last row of every sentence of praise and of complaint: [sentences, layers, hidden]."""
+    from steercap.captures.stacking import stack
+    from steercap.core.spec import CaptureSpec
+
+    lens = await model.read(LENS)
+    await lens.fetch()
+    told: dict[str, torch.Tensor] = {}
+    todo = bar.add_task("reading praise and complaint", total=2)
+    for name, words in (("praise", PRAISE), ("complaint", COMPLAINT)):
+        prompts = [sentence.format(word) for word in words for sentence in SENTENCES]
+        handles = await model.read(prompts, capture=CaptureSpec(tokens="last_prompt", codec="raw"))
+        await model.fetch_captures_batch(handles)
+        told[name] = stack(handles)
+        bar.advance(todo)
+    return lens, told
+
+
+async def _turned(model: SteerModel, told: dict[str, torch.Tensor], bar: Any) -> dict[str, str]:
+    """How the opening goes on as it is, towards praise, and towards complaint: three requests of one batch."""
+    from steercap.steering.edits.add import Add
+
+    todo = bar.add_task("steering", total=1)
+    direction = (told["praise"].mean(0) - told["complaint"].mean(0))[LAYER]
+    specs = {
+        "as it is": None,
+        "towards praise": Add(direction, DOSE, layer=LAYER, tokens=slice(1, None)),
+        "towards complaint": Add(direction, -DOSE, layer=LAYER, tokens=slice(1, None)),
+    }
+    params = {"max_tokens": 14, "temperature": 0.0}
+    raws = await model.generate([OPENING] * len(specs), params, steering=list(specs.values()), raw_output=True)
+    bar.advance(todo)
+    return {name: raw.output.outputs[0].text for name, raw in zip(specs, raws, strict=True)}
+
+
+def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine of each held-out row with its layer's direction from complaint to praise: two tensors [sentences, layers].
+
+    The direction is the difference of means over the words that are not held out; rows are taken from their middle.
+    """
+    import torch
+
+    unseen = HELD_OUT * len(SENTENCES)
+    seen = {name: rows[:-unseen] for name, rows in told.items()}
+    middle = (seen["praise"].mean(0) + seen["complaint"].mean(0)) / 2
+    direction = seen["praise"].mean(0) - seen["complaint"].mean(0)
+    left, right = (
+        torch.cosine_similarity(told[name][-unseen:] - middle, direction, dim=-1) for name in ("praise", "complaint")
+    )
+    return left, right
+
+
+def _draw(checkpoint: Path, lens: CaptureHandle, told: dict[str, torch.Tensor], out: Path) -> Path:
+    from steercap.lab.mechanism.views import logit_lens
+
+    with extra("demo"):
+        from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 8.5), width_ratios=[1.35, 1], layout="constrained")
+    image = logit_lens(lens, checkpoint).draw(left)
+    figure.colorbar(image, ax=left, label="probability of that token", shrink=0.6)
+    _draw_separation(right, *separation(told))
+    out.mkdir(parents=True, exist_ok=True)
+    picture = out / "demo.png"
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+    return picture
+
+
+def _draw_separation(axes: Any, praise: torch.Tensor, complaint: torch.Tensor) -> None:
+    for name, colour, rows in (("praise", "tab:green", praise), ("complaint", "tab:red", complaint)):
+        axes.plot(rows.T, color=colour, alpha=0.15, linewidth=1)
+        axes.plot(rows.mean(0), color=colour, linewidth=2.5, label=f"{name}: {len(rows)} sentences with unseen words")
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set(
+        title="Praise against complaint, along a direction\nfound from rows of other words",
+        xlabel="layer",
+        ylabel="cosine with the layer's direction",
+    )
+    axes.legend(loc="best")
+
+
+def _report(
+    answers: Sequence[CaptureHandle], turned: dict[str, str], lens: CaptureHandle, picture: Path, console: Console
+) -> None:
+    with extra("demo"):
+        from rich.table import Table
+
+    table = Table("question", "answer", "captured", title="SmolLM2-135M-Instruct, one batch", show_lines=True)
+    for question, handle in zip(QUESTIONS, answers, strict=True):
+        rows = handle.captures[0]
+        shape = f"{len(handle.captures)} layers × {tuple(rows.shape)}\n{str(rows.dtype).removeprefix('torch.')}"
+        table.add_row(question, handle.text.strip(), shape)
+    console.print(table)
+    table = Table("steered", f"{OPENING} ...", title=f"layer {LAYER}, the same batch again", show_lines=True)
+    for name, text in turned.items():
+        table.add_row(name, " ".join(text.split()))
+    console.print(table)
+    console.print(f"lens prompt: {LENS!r}, rows {tuple(lens.captures[0].shape)} at {len(lens.captures)} layers")
+    console.print(f"picture: {picture}")
+
+
+def main() -> None:
+    """Entry point of `python -m steercap.lab.demo`."""
+    parser = argparse.ArgumentParser(prog="python -m steercap.lab.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture (default: out/demo)")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    out = parser.parse_args().out
+    try:
+        asyncio.run(run(out))
+    except MissingExtra as error:
+        sys.exit(f"steercap: {error}")

@@ -1,0 +1,76 @@
+"""One architecture proved: a tiny model of it, opened as a user opens it, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import torch
+
+from steercap.adapters.releases import installed
+from steercap.errors import ModelNotLoaded, TapsNotInstalled, UnsupportedModel
+from steercap.model import SteerModel
+from steercap.testing.architectures import ENGINES, ON_CUDA
+from steercap.testing.reference import Reference
+from steercap.testing.tiny import tiny_checkpoint
+from support.agreement import edits_agree, layers_agree, rows_agree
+from support.multimodal import LONGEST, WRAPPERS, Looking, pictures_agree, wrapper_checkpoint
+from support.rows import TINY_ENGINE
+
+CUDA: Final = torch.cuda.is_available()
+#: Long prompts are read in chunks of so many tokens.
+CHUNK: Final = 64
+
+
+async def prove(name: str) -> dict[str, Any]:
+    """What becomes of one architecture: its sites, their worst rows and edits, or why it is refused.
+
+    In 16 bits rows are compared layer by layer, and edits are not: they cannot be told from what rounding adds up to.
+    """
+    path = wrapper_checkpoint(name) if name in WRAPPERS else tiny_checkpoint(name)
+    arguments = _arguments(name)
+    looking = await asyncio.to_thread(Looking, name) if name in WRAPPERS else None
+    reference = looking.reference if looking else await asyncio.to_thread(Reference, path)
+    config = reference.model.config
+    record = {
+        "name": name,
+        "device": "cuda" if CUDA else "cpu",
+        "vllm": installed(),
+        "model_type": config.model_type,
+        "architecture": config.architectures[0],
+    }
+    try:
+        model = await SteerModel(str(path), sites="all", **arguments).start()
+    except (UnsupportedModel, ModelNotLoaded, TapsNotInstalled) as error:
+        return {**record, "refused": str(error)}
+    async with model:
+        loaded = model.serving.opened().loaded
+        lens = max(claim.error for claim in model.serving.proof if "lens" in claim.name)
+        exact = arguments["dtype"] == "float32"
+        try:
+            rows = await (rows_agree if exact else layers_agree)(model, reference)
+            edits = await edits_agree(model, reference, every=False) if exact else {}
+            rows |= await pictures_agree(model, looking) if looking else {}
+        except AssertionError as error:
+            return {**record, "refused": f"not proved, not refused: rows differ from transformers': {error}"}
+        return {
+            **record,
+            "family": loaded.family,
+            "code": loaded.code,
+            "dtype": arguments["dtype"],
+            "sites": list(dict.fromkeys(point.site for point in model.points)),
+            "lens": lens,
+            "rows": {key: {"cosine": same.cosine, "error": same.error} for key, same in rows.items()},
+            "edits": {key: same.error for key, same in edits.items()},
+        }
+
+
+def _arguments(name: str) -> dict[str, Any]:
+    """The engine's: eager on CPU; on CUDA with vLLM's defaults, and room for others beside it."""
+    found = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **ENGINES.get(name, {})}
+    if name in WRAPPERS:
+        found |= {"max_model_len": LONGEST, **WRAPPERS[name].engine}
+    if CUDA:
+        del found["enforce_eager"]
+        found |= {"gpu_memory_utilization": 0.06, "capture_bytes": 512 << 20, **ON_CUDA.get(name, {})}
+    return found
