@@ -1,4 +1,4 @@
-"""Writes tests/door.txt: what people may rely on, the names of `steercap` with their members and signatures.
+"""Writes tests/door.txt: what people may rely on, the names of `steercap`, its `steering`, `captures` and `errors`, with members and signatures.
 
     python scripts/door.py           # after a change that CHANGELOG.md announces
 
@@ -14,18 +14,24 @@ from pathlib import Path
 from typing import Any, Final
 
 import steercap
+import steercap.captures
+import steercap.errors
+import steercap.steering
 
 FILE: Final = Path(__file__).parent.parent / "tests" / "door.txt"
 
 
 def door() -> str:
-    """The names of `steercap`, a line each, and under a class its members."""
+    """List the names of `steercap` and its public packages, a line each, and under a class its members."""
     lines: list[str] = []
-    for name in sorted(steercap.__all__):
-        public = getattr(steercap, name)
-        lines.append(name + (_signature(public) if callable(public) else ""))
-        if inspect.isclass(public):
-            lines += [f"    {member}" for member in _members(public)]
+    for package, prefix in ((steercap, ""), (steercap.steering, "steering."), (steercap.captures, "captures.")):
+        for name in sorted(package.__all__):
+            public = getattr(package, name)
+            lines.append(prefix + name + (_signature(public) if callable(public) else ""))
+            if inspect.isclass(public):
+                lines += [f"    {member}" for member in _members(public)]
+    tree = [public for public in vars(steercap.errors).values() if inspect.isclass(public)]
+    lines += sorted(f"errors.{error.__name__}" for error in tree if issubclass(error, steercap.errors.SteercapError))
     return "\n".join(lines) + "\n"
 
 
