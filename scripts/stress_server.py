@@ -45,7 +45,7 @@ from steercap.testing import tiny_checkpoint
 LAYERS, WIDTH = 4, 128
 #: Seconds that captures wait to be fetched.
 SECONDS = 10
-#: Of float32 on a CPU, see docs/architecture.md.
+#: Of float32 on a CPU, see docs/mechanisms/proof.md.
 MIN_COSINE, MAX_ERROR = 0.99999, 1e-4
 #: Of rows in 8 bits: a part in 127 of a row's largest element, of which random rows have little more than 4 lengths.
 MAX_ERROR_8 = 0.05

@@ -20,7 +20,7 @@ LAYERS, TOKENS, WIDTH = 4, 7, 128
 RIGHT, WRONG = 17, 99
 METRIC = LogitDifference((RIGHT, WRONG))
 PROMPTS = [random_prompt(TOKENS, 1), random_prompt(TOKENS + 3, 2)]
-#: Of the logits, which are of the size of 1: float32, as rows are (docs/architecture.md), through all layers.
+#: Of the logits, which are of the size of 1: float32, as rows are (docs/mechanisms/proof.md), through all layers.
 TOLERANCE = 1e-4
 
 

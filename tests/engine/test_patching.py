@@ -32,7 +32,7 @@ RIGHT, WRONG = 17, 99
 METRIC = LogitDifference((RIGHT, WRONG))
 CLEAN = [random_prompt(TOKENS, seed) for seed in (1, 2)]
 CORRUPTED = [[*CLEAN[0][:3], 40, *CLEAN[0][4:]], [*CLEAN[1][:2], 41, 42, *CLEAN[1][4:]]]
-#: Of the logits, which are of the size of 1: float32, as rows are (docs/architecture.md), through all layers.
+#: Of the logits, which are of the size of 1: float32, as rows are (docs/mechanisms/proof.md), through all layers.
 TOLERANCE = 1e-4
 
 

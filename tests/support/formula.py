@@ -1,6 +1,6 @@
 """The formula of the tap, one entry after the other on one row, in float64: what the kernels are held against.
 
-`docs/architecture.md`, Steering, has it: `h <- h + f(u·h + b) w`. `testing.edits` knows operations instead, and nothing
+`docs/mechanisms/edits.md` has it: `h <- h + f(u·h + b) w`. `testing.edits` knows operations instead, and nothing
 of entries; together they say that an operation is lowered to the right entries, and an entry computed right.
 """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STREAM: Final = ("embed", "resid_pre", "resid_mid", "resid_post")
 ALL_SITES: Final = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
-#: float32 against transformers on the same tokens: the bounds of docs/architecture.md, "What right means".
+#: float32 against transformers on the same tokens: the bounds of docs/mechanisms/proof.md.
 MIN_COSINE: Final = 0.99999
 MAX_ERROR: Final = 1e-4
 #: Of one layer or step in 16 bits, which keep 3 digits.

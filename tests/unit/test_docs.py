@@ -15,11 +15,14 @@ from collections import Counter
 from pathlib import Path
 
 import click
+import docs_diagram
+import docs_modules
 import msgspec
 import pytest
 import typer
 from docs_pages import ROOT, Block, blocks, model_of, pages, steercap_commands
 
+import steercap
 from steercap import errors
 from steercap.architectures.sites import SITES
 from steercap.cli.app import app
@@ -94,6 +97,32 @@ def test_every_notebook_is_a_page(site) -> None:
         assert f"notebooks/{notebook.stem}.html" in start
 
 
+def test_every_module_is_on_a_page(site) -> None:
+    """With the first sentence of its docstring, in the table of its room."""
+    page = (site / "modules.html").read_text()
+    tables = dict(zip(re.findall(r'<h2 id="[^"]+">([^<]+)<', page), page.split("<h2 ")[1:], strict=True))
+    modules = docs_modules.rooms()
+    assert tables.keys() == modules.keys()
+    for room, paths in modules.items():
+        missing = [path for path in paths if f"<td><code>{docs_modules.name_of(path)}</code></td>" not in tables[room]]
+        assert not missing, room
+    assert sum(map(len, modules.values())) == sum(1 for _ in Path(steercap.__file__).parent.rglob("*.py"))
+    assert [path for paths in modules.values() for path in paths if not docs_modules.summary(path)] == []
+
+
+def test_pages_on_how_it_works_are_short() -> None:
+    """A newcomer can read the whole in one go, and a mechanism in five minutes."""
+    pages_of = {ROOT / "docs" / "architecture.md": 900}
+    pages_of |= dict.fromkeys((ROOT / "docs" / "mechanisms").glob("*.md"), 800)
+    assert [path.name for path, most in pages_of.items() if len(path.read_text().split()) > most] == []
+
+
+def test_the_picture_of_the_processes_is_the_one_that_is_drawn() -> None:
+    """`python scripts/docs_diagram.py` writes it anew; the page of the whole shows it."""
+    assert docs_diagram.PICTURE.read_text() == docs_diagram.drawn()
+    assert f"](pictures/{docs_diagram.PICTURE.name})" in (ROOT / "docs" / "architecture.md").read_text()
+
+
 def test_the_site_can_be_searched_from_a_file(site) -> None:
     """The index is a script, and where a browser starts no worker from a file, a frame does its work."""
     page = (site / "index.html").read_text()
@@ -115,8 +144,7 @@ def test_no_block_is_passed_over() -> None:
     fences = sum(page.read_text().count("\n```") for page in pages())
     assert fences == 2 * len(ALL), "a fence that is not read as a block"
     known = {"python", "sh", "console", "yaml", "text"}
-    mapped = {block.where for block in ALL if block.language not in known and block.page != "architecture.md"}
-    assert not mapped
+    assert not {block.where for block in ALL if block.language not in known}
     assert Counter(block.page for block in ALL if block.reason) == NOT_RUN
     for page in pages():
         if any(block.language == "python" and not block.reason and not block.is_script for block in blocks(page)):
@@ -226,7 +254,7 @@ def test_the_pages_name_every_site() -> None:
         ("README.md", r"`(\w+)`(?=[, ].*in each layer that has them)"),
         ("docs/tokens.md", r"^\| `(\w+)` \| (?:what|in layers)"),
         ("docs/glossary.md", r"`(\w+)`(?=[,;].*a hook point elsewhere)"),
-        ("docs/architecture.md", r"(\w+)(?=[,.].*`attn_out` and `mlp_out` are what the block)"),
+        ("docs/mechanisms/sites.md", r"(\w+)(?=[,.].*`attn_out` and `mlp_out` are what the block)"),
     ):
         page = (ROOT / name).read_text()
         assert sorted(re.findall(pattern, page, re.MULTILINE)) == sorted(SITES), name

@@ -274,18 +274,22 @@ def test_the_guard_lets_interactive_sessions_be() -> None:
 
 
 def test_every_room_is_on_the_page() -> None:
-    """docs/architecture.md names each room, and no room or module that is gone."""
-    text = (ROOT.parent / "docs" / "architecture.md").read_text()
-    named = {
-        name
-        for name in re.findall(r"`([\w/]+(?:\.py|/))`", text)
-        if not name.startswith(("tests/", "scripts/", "docs/"))
-    }
+    """docs/architecture.md names each room; it and the pages of mechanisms name no room or module that is gone."""
+    docs = ROOT.parent / "docs"
+    named = _modules_named(docs / "architecture.md")
     rooms = {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in ROOT.glob("*/__init__.py")}
     rooms |= {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in ROOT.glob("lab/*/__init__.py")}
     modules = {path.name for path in ROOT.glob("*.py")} - {"__init__.py"}
     assert (rooms | modules) - named == set(), "not on the page"
+    for page in (docs / "mechanisms").glob("*.md"):
+        named |= _modules_named(page)
     assert {name for name in named if not (ROOT / name).exists()} == set(), "gone"
+
+
+def _modules_named(page: Path) -> set[str]:
+    """Rooms and modules in a page, by their paths in the library."""
+    found = re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text())
+    return {name for name in found if not name.startswith(("tests/", "scripts/", "docs/"))}
 
 
 def test_only_adapters_name_vllm() -> None:
