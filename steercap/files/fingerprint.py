@@ -175,7 +175,7 @@ def short_name(model: str) -> str:
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """List what files call a model of this path or name; offline, vLLM has a snapshot's path in place of the name."""
+    """Return the names that files use for a model given by path or name; offline, vLLM gives a snapshot's path instead."""
     return tuple(filter(None, (_in_cache(model), model_name(model))))
 
 
@@ -186,5 +186,5 @@ def _in_cache(path: str) -> str:
 
 
 def model_name(model: str) -> str:
-    """What a model is called wherever it is stored: its name on the hub, or that of its folder."""
+    """Return the model's name for files: its name on the hub, or that of its folder."""
     return Path(model).name if Path(model).is_dir() else model

@@ -1,4 +1,4 @@
-"""Site `resid_post`: the residual stream after a layer, transformers' `hidden_states[layer + 1]` before a final norm."""
+"""Site `resid_post`: the residual stream after a layer, transformers' `hidden_states[layer + 1]` (before any norm)."""
 
 from __future__ import annotations
 
