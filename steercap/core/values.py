@@ -150,8 +150,9 @@ def flag_of(value: Any) -> bool | None:
 
 
 def number_of(value: Any) -> float | None:
-    """Convert a real number of any library, infinite beyond float64; return None for anything else, truth values and
-    text included.
+    """Convert a real number of any library; None for anything else, truth values and text included.
+
+    Numbers beyond float64 become infinite.
     """
     given, value = value, plain(value)
     if value is not given and isinstance(value, list) and len(value) == 1:  # a tensor of one element

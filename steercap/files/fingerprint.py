@@ -148,13 +148,13 @@ def _digest(value: Any) -> str:
 
 
 def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned: bool = False) -> None:
-    """Warn of something that says that it was made for another model.
+    """Warn of an object whose label names another model than this one.
 
     Args:
-        what: what it is, for the message.
-        label: the model that it names: a path, a name on the hub, transformers' `model_type`; "" if none.
-        names: what the model here is called, "" left out.
-        tuned: whether what was made for a base model is meant for its instruct model too, and the reverse.
+        what: name of the object, for the message.
+        label: model that the object names: a path, a name on the hub, transformers' `model_type`; "" if none.
+        names: names of this model, "" ignored.
+        tuned: True if a base model and its instruct model count as the same.
     """
 
     def called(name: str) -> str:
@@ -169,18 +169,18 @@ def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned:
 
 
 def short_name(model: str) -> str:
-    """A model's name without its owner or folder, as names are compared; TransformerLens calls gpt2 gpt2-small."""
+    """Return a model's name for comparisons, without its owner or folder; TransformerLens's gpt2-small becomes gpt2."""
     name = (_in_cache(model) or model.rstrip("/")).rpartition("/")[2].casefold().replace("_", "-")
     return "gpt2" if name == "gpt2-small" else name
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Return the names that files use for a model given by path or name; offline, vLLM gives a snapshot's path instead."""
+    """Return the names that files use for a model of this path or name, which offline is a snapshot's path in vLLM."""
     return tuple(filter(None, (_in_cache(model), model_name(model))))
 
 
 def _in_cache(path: str) -> str:
-    """The name of a repository, of the path of a snapshot that huggingface_hub keeps; "" of any other."""
+    """Return the repository's name in the path of a snapshot in huggingface_hub's cache; "" for any other path."""
     found = re.search(r"models--(?:([^/]*)--)?([^/]+)/snapshots/", path)
     return "/".join(filter(None, found.groups())) if found else ""
 

@@ -1,4 +1,7 @@
-"""Site `resid_post`: the residual stream after a layer, transformers' `hidden_states[layer + 1]` (before any norm)."""
+"""Site `resid_post`: the residual stream after a layer.
+
+It is transformers' `hidden_states[layer + 1]`, before any final norm.
+"""
 
 from __future__ import annotations
 
