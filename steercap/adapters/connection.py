@@ -118,9 +118,7 @@ class Connection:
             raise EngineDied(said)
 
     async def ended(self) -> EngineFailure:
-        """Return the error of an engine that is gone: closed or dead; the cause of death may be known only after a
-        moment.
-        """
+        """Return the error of an engine that is closed or dead; the cause of death may show only after a moment."""
         clock = asyncio.get_running_loop().time
         until = clock() + DYING_SECONDS
         while not self._closing and self._llm is not None:

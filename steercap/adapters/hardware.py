@@ -136,8 +136,7 @@ def bound(config: Any) -> dict[str, str]:
 
 
 def library() -> str:
-    """Return the library of kernels that vLLM has loaded for this processor, such as "_C_AVX2"; "" where it runs on
-    GPUs.
+    """Return the library of kernels that vLLM has loaded for this processor, such as "_C_AVX2"; "" for GPUs.
 
     The library is loaded if it was not; vLLM must be installed.
     """

@@ -142,8 +142,7 @@ class Adapters:
 
 
 def _found(request: LoRARequest) -> str:
-    """Return the absolute path of an adapter's folder, which stays valid when the process changes its working
-    directory.
+    """Return the absolute path of an adapter's folder, which stays valid after a change of directory.
 
     Raises:
         InvalidRequest: there is none.

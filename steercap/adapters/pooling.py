@@ -107,8 +107,7 @@ def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, 
 
 
 def token_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return a function from normed rows to a pooling model's output before any activation; None if it has none by
-    token.
+    """Return a function from normed rows to a pooling model's raw output by token, or None if it has none.
 
     Args:
         model: model that vLLM has loaded.

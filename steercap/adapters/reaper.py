@@ -102,8 +102,7 @@ class Reaper:
         return files
 
     def end(self) -> bool:
-        """Kill the remaining processes of the engine, and remove their files; callable from any thread, any number of
-        times.
+        """Kill the remaining processes of the engine, and remove their files; callable from any thread. Idempotent.
 
         Returns:
             True if all of them are gone; if not, the process beside the engine keeps trying. In a fork of the client,

@@ -1,8 +1,7 @@
-"""Transfer of the engine's settings to the workers by `additional_config["steercap"]`, also a key of vLLM's compile
-cache.
+"""Transfer of the engine's settings to the workers: `additional_config["steercap"]`.
 
-A compiled artifact does not know which Python it was traced from: without the key, a cached graph without taps
-would be loaded, and no tap would ever fire.
+The entry is also a key of vLLM's compile cache. A compiled artifact does not know which Python it was traced from:
+without the key, a cached graph without taps would be loaded, and no tap would ever fire.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
 
 
 def expected_family(model_config: Any) -> Family | None:
-    """Return the family expected from a model's architecture, or from that of the language model within it; None if
-    unknown.
+    """Return the family expected from a model's architecture, or the inner language model's; None if unknown.
 
     It is the family as vLLM will run it. The loaded layers decide in the end; see `families.families_of`.
     """
@@ -112,9 +110,7 @@ def drafts(config: Any) -> int:
 
 
 def overshoot(config: Any) -> int:
-    """Return the number of positions that vLLM may compute past the end of a sequence, before its scheduler knows of
-    it.
-    """
+    """Return the number of positions that vLLM may compute past a sequence's end before its scheduler knows of it."""
     passes = int(config.max_concurrent_batches)
     return (passes - 1) * (1 + drafts(config)) + drafts(config)
 

@@ -156,8 +156,7 @@ class Budget:
         ]
 
     def movable(self, may: Callable[[Ticket], bool], most: int) -> list[Ticket]:
-        """Return finished tickets whose rows should be moved out of the arena so that the queue advances, the oldest
-        first.
+        """Return finished tickets whose rows should leave the arena so that the queue advances, the oldest first.
 
         They are all of one engine: of those that may run the head of the queue, one where that makes room for it, and
         of several such the one where least has to move. Where nothing makes enough room, moving some still helps the

@@ -138,9 +138,7 @@ class _Words:
         return None
 
     def _marked(self) -> Renderings[list[Region] | str]:
-        """Find the regions by marks between the characters of the text, except where a mark changes the template's
-        decisions.
-        """
+        """Find the regions by marks between the characters, except where a mark changes the template's decisions."""
         for words in _trimmed(self.words)[1:]:
             if (yield self.changed(words)) == self.text:
                 self.words = words

@@ -93,8 +93,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def reads_prompt(self) -> bool:
-        """True if a row before the last prompt token is kept, which must be computed and not read from the prefix
-        cache.
+        """True if a row before the last prompt token is kept, which must be computed and not read from the cache.
 
         The last prompt token is computed even on a full hit of the prefix cache.
         """

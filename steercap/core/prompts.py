@@ -74,7 +74,7 @@ def _one_prompt(prompt: Any) -> Any:
 
 
 def _token_ids(given: Sequence[Any]) -> list[int] | None:
-    """Token ids of any library as plain integers; None if something else is among them."""
+    """Convert token ids of any library to plain integers; None if something else is among them."""
     if {type(one) for one in given} <= {int}:
         return [*given]
     ids = [index_of(one) for one in given]

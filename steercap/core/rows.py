@@ -152,9 +152,7 @@ class Places:
         return np.array(self._origins)[blocks] + rows * self._record
 
     def block(self, row: int) -> tuple[int, int]:
-        """Return the first row after the block of `row`, and the line of row 0 if that block is extended backwards to
-        it.
-        """
+        """Return the row after the block of `row`, and the line of row 0 if that block is extended backwards to it."""
         block = bisect_right(self._ends, row)
         return self._ends[block], self._origins[block]
 

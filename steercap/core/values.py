@@ -73,8 +73,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A tensor or an array that is not one-dimensional numbers, or cannot be read; invalid as index, number or truth
-    value.
+    """A tensor or an array that is not one-dimensional, or cannot be read; neither index, number nor truth value.
 
     Args:
         shown: short text for messages.

@@ -1,7 +1,6 @@
-"""Queue of requests that steer or project, which wait for a slot, and the sending of their vectors to the workers,
-once.
+"""Queue of requests that steer or project, which wait for a slot.
 
-This module awaits; `core.slots` decides.
+Their vectors are sent to the workers once. This module awaits; `core.slots` decides.
 """
 
 from __future__ import annotations
@@ -174,9 +173,7 @@ class Configurations:
             self._release(grant)
 
     async def _load_all(self, loads: Sequence[tuple[Grant, Lowered]]) -> Sequence[bool]:
-        """Send configurations and vectors that the workers lack; return True for each configuration in place
-        afterwards.
-        """
+        """Send configurations and vectors that the workers lack; return True for each one in place afterwards."""
         vectors = {vector.digest: vector for load in loads for vector in self._unsent(*load)}
         for batch in _batches(list(vectors.values()), lambda one: len(one.data)):
             await self._ask(Configure(batch, ()))

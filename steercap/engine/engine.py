@@ -154,9 +154,7 @@ class Engine:
 
     @classmethod
     async def attach(cls, vllm: VllmEngine, settings: Settings) -> Engine:
-        """Return an engine around a started vLLM, once its workers have memory for rows; if that fails, vLLM is
-        stopped.
-        """
+        """Make an engine of a started vLLM, with memory for rows in its workers; if that fails, vLLM is stopped."""
         workers = Workers(vllm)
         try:
             engine = cls(vllm, settings, workers, await workers.attach(settings))
@@ -434,8 +432,7 @@ class Engine:
         return await self._workers.unembed(rows, engine, tokens=chosen, top=top, normed=normed)
 
     async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int = 0) -> torch.Tensor:
-        """Apply the last projection of a layer's block to rows of its input, with the model's weights: float32 [n,
-        hidden].
+        """Apply the last projection of a layer's block to rows of its input: float32 [n, hidden].
 
         Args:
             layer: index of the layer.

@@ -53,8 +53,7 @@ class Rank:
         return [self.schemas[point] for point in parcel.points]
 
     def damage(self, parcel: Parcel) -> str | None:
-        """Return the reason why a parcel cannot be one of this worker's, or None; nothing is allocated for one that
-        fails.
+        """Return the reason why a parcel cannot be one of this worker's, or None; checked before memory is allocated.
 
         Its labels are compared with those of the request by the caller that takes the rows.
         """

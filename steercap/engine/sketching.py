@@ -248,8 +248,7 @@ def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) ->
 
 
 def _joined(shards: Sequence[State]) -> State:
-    """Join the states of a point's shards, in the order of the ranks; only for kinds that treat each element
-    separately.
+    """Join the states of a point's shards, in the order of the ranks; only for kinds without cross terms.
 
     Raises:
         SketchIncomplete: they are of different rows.

@@ -65,8 +65,9 @@ class Journal(Generic[Entry]):
         self._size = 0
 
     def read(self) -> Said[Entry]:
-        """Read the journal; an empty one if there is no file. Read it before the document, which is written before it
-        goes.
+        """Read the journal; an empty one if there is no file.
+
+        Read it before the document, which is complete before the journal is removed.
 
         Raises:
             InvalidFile: a complete line that is no valid entry.

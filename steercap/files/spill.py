@@ -205,9 +205,7 @@ class SpillFile:
         return extents
 
     def _written(self, arrays: Sequence[Bytes], extents: Sequence[Extent]) -> Iterator[Chunk]:
-        """Write arrays chunk by chunk and yield each; chunks are copied first, so that no byte changes after it was
-        hashed.
-        """
+        """Write arrays and yield the chunks; each is copied first, so that no byte changes after it was hashed."""
         left = needed_bytes([array.nbytes for array in arrays])
         scratch = np.empty(min(left, CHUNK_BYTES), dtype=np.uint8)
         pieces = _padded(arrays)
@@ -239,9 +237,7 @@ class SpillFile:
         dropped()
 
     def _punch(self, extents: Sequence[Extent]) -> None:
-        """Punch blocks, in ascending order, out of the file; adjacent extents in one call, since there can be
-        thousands.
-        """
+        """Punch blocks, in ascending order, out of the file; adjacent extents at once, as there can be thousands."""
         end = os.fstat(self._fd).st_size
         while extents:
             start, length = extents[0]

@@ -52,8 +52,7 @@ def over_transformers(family: Family) -> Family:
 
 
 def families_of(layers: Sequence[nn.Module]) -> tuple[Family, ...]:
-    """Return the family of a model's layers; or, if none knows their classes, families derived from them, likelier
-    first.
+    """Return the family of a model's layers; if none knows their classes, derived families, the likelier first.
 
     Raises:
         UnsupportedModel: none can be derived.

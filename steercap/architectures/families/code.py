@@ -38,8 +38,7 @@ def is_transformers(layer: type) -> bool:
 
 
 def fingerprint_of(layer: Any) -> str:
-    """Return 12 hexadecimal digits that identify the syntax tree of `forward`, without types and docstrings; "" if
-    unknown.
+    """Return 12 hexadecimal digits that identify the code of `forward`, without types and docstrings; "" if unknown.
 
     It covers the code that runs: a `forward` that replaces the class's own, and every function wrapped around it.
 

@@ -86,8 +86,9 @@ class _Visited:
             self._waiting.setdefault(module, []).append((argument, visit))
 
     def _called(self, module: nn.Module) -> tuple[list[tuple[int, Visit]], Callable[..., Any]]:
-        """Return the visits of this call, and the attention function: that of the module's file where transformers
-        lists none.
+        """Return the visits of this call, and the attention function.
+
+        Where transformers lists no function, it is the one in the module's file.
         """
         with extra("cuda", "cpu"):
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -334,9 +334,7 @@ def visit_read(module: nn.Module, visit: Visit) -> RemovableHandle:
 
 
 def part_of(module: nn.Module) -> tuple[int, int]:
-    """Return the elements of a linear module's input on all ranks together, and the number of ranks they are split
-    over.
-    """
+    """Return the size of a linear module's input on all ranks together, and the number of ranks it is split over."""
     # vLLM's wrapper for LoRA adapters has another `input_size`: that of one rank's part.
     linear: Any = getattr(module, "base_layer", module)
     whole = int(linear.input_size)

@@ -31,8 +31,9 @@ class Router(Site):
         return output_tap(layer, family.router, "router", tap)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
-        """Visit the logits in transformers' gate: the product that it computes, before it chooses experts by rules of
-        its own.
+        """Visit the logits in transformers' gate.
+
+        They are the product that the gate computes, before it chooses experts by rules of its own.
         """
         return _Products(layer.get_submodule(located(layer, family.router)), visit)
 

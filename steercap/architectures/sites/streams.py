@@ -242,8 +242,7 @@ def _again(
 
 
 class Coefficients(OfBlock):
-    """Coefficients by which an operator mixes the streams after the block; read-only, since kernels hold copies of
-    them.
+    """Coefficients that mix the streams after the block; read-only, since kernels hold copies of them.
 
     Args:
         name, block: see `OfBlock`.
