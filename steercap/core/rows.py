@@ -102,7 +102,7 @@ class PageShape:
         return self.lines // lines
 
     def pages(self, rows: int, lines: int) -> int:
-        """Return the pages that hold `rows` records of `lines` lines even if no two are consecutive."""
+        """Return the number of pages that hold `rows` records of `lines` lines even if no two pages are consecutive."""
         return -(-rows // self.records(lines)) if rows else 0
 
 

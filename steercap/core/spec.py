@@ -92,7 +92,7 @@ class CaptureSpec:
             number of features (32).
         seed: seed of the matrix of "rp8" and "rp16", 0 by default. Rows that are to be compared need the same.
         calibration: scales for "full8", made by `steercap.lab.directions.calibrate`: each element then has a step of
-            its own, in proportion to its spread, and rows lose several times less for the same bytes.
+            its own, which follows its spread, and rows lose several times less for the same bytes.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
             model continues with, edits included. Edits at earlier points have had their effect either way.
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with

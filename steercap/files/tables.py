@@ -69,7 +69,7 @@ class Parts(Generic[AnyRecord]):
     """Append-only table in a folder, written in parts as records come; leaving its context writes the last part.
 
     Args:
-        folder: folder of the parts, which exists.
+        folder: folder of the parts.
         kind: type of the records.
         records: records of a full part.
         seconds: maximum time until a part is written with fewer.
