@@ -1,4 +1,4 @@
-"""steercap's own settings, checked once; everything else is an engine argument of vLLM."""
+"""Settings of steercap itself, validated once; all other arguments are vLLM engine arguments."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CPU: Final[Mapping[str, Any]] = MappingProxyType(
 )
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"cpu": CPU})
 
-#: A bound on all whole numbers: an exbibyte.
+#: Upper bound on all whole-number settings: an exbibyte.
 MOST: Final = 1 << 60
 
 #: Rows of 113,000 tokens of an 8B model at one layer, or of 3,800 at all 36; resident only when used.
 DEFAULT_CAPTURE_BYTES: Final = 4 << 30
 
-#: Eight times as many on disk; taken when rows go there.
+#: Eight times `DEFAULT_CAPTURE_BYTES`, on disk; allocated when rows are spilled.
 DEFAULT_SPILL_BYTES: Final = 32 << 30
 
 #: Enough for 900 requests of an 8B model that reduce at all layers; less is taken where fewer can run at once.
@@ -52,9 +52,9 @@ DEFAULT_REDUCE_BYTES: Final = 1 << 30
 DEFAULT_VECTOR_BYTES: Final = 256 << 20
 
 
-#: What blocks add to the stream.
+#: Sites of the block outputs that are added to the residual stream.
 ADDED: Final = frozenset({"attn_out", "mlp_out"})
-#: What streams are mixed of in a layer that carries several.
+#: Sites of the terms that streams are mixed from, in a layer with several streams.
 MIXED: Final = ADDED | {
     "mhc_streams_pre_attn",
     "mhc_attn_post_mix",
@@ -63,13 +63,13 @@ MIXED: Final = ADDED | {
     "mhc_ffn_post_mix",
     "mhc_ffn_res_mix",
 }
-#: What stands for all sites that a model has.
+#: Value of `sites` for every site that the model has.
 ALL: Final = "all"
-#: The site where a layer has done all that it does to the stream.
+#: Site of the residual stream at the end of a layer.
 LAYER_END: Final = "resid_post"
 
 
-#: What is said of a model that has no such stream as was asked for.
+#: Hint in the error for a model that carries several streams and lacks a requested site.
 _SEVERAL: Final = (
     "; it carries several streams, see sites='mhc_streams_pre_attn', 'mhc_streams_pre_mlp' and 'mhc_streams_final'"
 )
@@ -83,28 +83,32 @@ DEFAULT_SAE_BYTES: Final = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How an engine captures and steers.
+    """Capture and steering settings of one engine.
 
     Args:
-        sites: sites to arm, or "all" that the model has. Each armed point costs a little time in every pass. What a
-            module reads or gives is a site too, by its path: "model.layers.*.mlp.down_proj.input" at `layers`,
-            "model.layers.5.input_layernorm.output" at one layer, "model.norm.output". TransformerLens's names are names
-            here as well.
+        sites: sites to arm, or "all" that the model has. Each armed point costs a little time in every pass. The input
+            or
+            output of a module is a site too, by its path: "model.layers.*.mlp.down_proj.input" at `layers`,
+            "model.layers.5.input_layernorm.output" at one layer, "model.norm.output". TransformerLens's names are
+            accepted
+            as well.
         layers: layers to arm them at. `resid_post` of the last layer is always armed (`mhc_streams_final`, where the
-            model carries several streams): the proof at start reads it, and the other terms of its sum where
-            `attn_out` or `mlp_out` is armed anywhere. In float16, `resid_post` of
-            every layer from the first of them on is armed too: edited rows can overflow there.
-        codec: how rows are stored where a `CaptureSpec` does not say; see there.
-        codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say; None for
-            those of the codec.
-        capture_bytes: most shared memory that rows may take on each capturing worker, in bytes.
-        overflow: what a request does when it finds no room: "wait" for its turn, or "error" (`CaptureMemoryFull`); or
-            it waits while rows of finished requests that nobody has fetched "spill" to disk, the oldest first.
+            model carries several streams): the proof at start reads it. The other terms of its sum are armed too
+            where `attn_out` or `mlp_out` is armed anywhere. In float16, `resid_post` of every layer from the first
+            armed
+            one on is armed as well, since edited rows can overflow there.
+        codec: default codec that stores rows, where a `CaptureSpec` names none; see there.
+        codec_k, codec_seed: default `k` and `seed` of codecs that have them, where a `CaptureSpec` gives none; None for
+            the codec's own defaults.
+        capture_bytes: maximum shared memory for rows on each capturing worker, in bytes.
+        overflow: policy for a request that finds no room: "wait" for its turn; "error" (`CaptureMemoryFull`); or
+            "spill":
+            wait while rows of finished requests that nobody has fetched are moved to disk, the oldest first.
         overflow_timeout: seconds that requests wait while no request runs that could make room; then they fail.
-        spill_folder: where the file is made that rows spill to; None for `TMPDIR`, or /var/tmp. The file has no name,
-            and goes with this process.
-        spill_bytes: most bytes on disk that rows may spill to, of all workers together.
-        transport: how rows reach the client: "shared" memory, the "wire" (bytes over RPC), or "auto", which
+        spill_folder: folder of the spill file; None for `TMPDIR`, or /var/tmp. The file has no name, and is gone
+            when this process ends.
+        spill_bytes: maximum bytes of rows on disk, of all workers together.
+        transport: transport of rows to the client: "shared" memory, the "wire" (bytes over RPC), or "auto", which
             shares where it can.
         steering_slots: different steering configurations that can be in use at once; requests beyond wait.
         vector_bytes: memory of the vector bank on each worker, float32, in bytes.
@@ -112,16 +116,17 @@ class Settings:
         arena_bytes: device memory on each capturing worker for rows on their way to shared memory; None for twice
             what the largest pass can need at all armed points, or once, if that is more than a tenth of the
             device. Not used on CPU.
-        reduce_bytes: most memory on each capturing worker's device for reductions that run along with their requests,
+        reduce_bytes: maximum memory on each capturing worker's device for reductions that run along with their
+            requests,
             in bytes; requests beyond wait, whatever `overflow` says. 0: rows are kept until their request ends, and
             reduced then.
-        sketch_bytes: most memory on each capturing worker's device for sketches, in bytes. 0: there can be none.
-        sae_bytes: most memory on each capturing worker's device for SAEs that read rows, in bytes. 0: there can be
-            none.
-        restart: whether an engine that has died is started again when it is next needed. Requests whose texts have
-            not been returned yet are run again; rows that nobody has are computed again from their tokens, and their
-            receipt says so; a stream that has begun, and a sketch, end with the error that every caller gets without
-            it.
+        sketch_bytes: maximum memory on each capturing worker's device for sketches, in bytes. 0: no sketches.
+        sae_bytes: maximum memory on each capturing worker's device for SAEs that read rows, in bytes. 0: no SAEs.
+        restart: True to restart a dead engine when it is next needed. Requests whose texts have not been returned yet
+            are
+            run again; rows not yet fetched are computed again from their tokens, and their receipt says so. A stream
+            that
+            has begun, and a sketch, end with the same error as without it.
 
     Raises:
         InvalidSetting, InvalidSpec: a value that does not fit, or is of another type.
@@ -177,12 +182,12 @@ class Settings:
 
     @property
     def every_site(self) -> bool:
-        """Whether `sites` was "all", of which a model may lack some."""
+        """True if `sites` was "all"; then sites that the model lacks are skipped."""
         return bool(self.__dict__["_every_site"])
 
     @property
     def named(self) -> tuple[Name, ...]:
-        """What to arm, by names, of which some say their layer."""
+        """Parsed names of the sites to arm; some include a layer."""
         found: tuple[Name, ...] = self.__dict__["_named"]
         return found
 
@@ -196,16 +201,19 @@ class Settings:
         end: str = LAYER_END,
         within: Sequence[str] = (),
     ) -> tuple[Point, ...]:
-        """Every point to arm, layer by layer.
+        """Return every point to arm, layer by layer.
 
         Args:
-            num_layers: layers of the model.
-            overflows_later: whether an edited row can overflow layers later, as in float16. Then the end of every layer
+            num_layers: number of layers of the model.
+            overflows_later: True if an edited row can overflow layers later, as in float16. Then the end of every layer
                 from the first armed one on is armed too, so that no key or value is computed from such a row.
-            exists: whether the model has a point: a layer with experts has no neurons, one without has no router.
-            end: the site of the last layer from which the model makes its logits.
-            within: further sites of the last layer that the sum of what blocks add is proved by.
-            derived: whether what layers take and give may have to be derived, for which the stream is armed everywhere.
+            exists: predicate that says if the model has a point: a layer with experts has no neurons, one without has
+                no
+                router.
+            derived: True if inputs and outputs of layers may have to be derived; then the stream is armed at every
+                layer.
+            end: site of the last layer from which the model makes its logits.
+            within: further sites of the last layer that the proof of the residual sum needs.
 
         Raises:
             LayerOutOfRange: a layer the model does not have.
@@ -222,7 +230,7 @@ class Settings:
             )
         if overflows_later:
             points += [Point(layer, LAYER_END) for layer in range(layers[0], num_layers)]
-        points.append(Point(num_layers - 1, end))  # what the proof at start reads
+        points.append(Point(num_layers - 1, end))  # read by the proof at start
         if not (ADDED if end == LAYER_END else MIXED).isdisjoint(self.sites):
             terms = ("resid_pre", *sorted(ADDED), *within) if end == LAYER_END else sorted(MIXED)
             points += filter(exists, (Point(num_layers - 1, site) for site in terms))
@@ -232,7 +240,7 @@ class Settings:
 
 
 def with_preset(preset: str | None, engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine arguments with those of a preset under them.
+    """Merge the engine arguments of a preset with explicit ones, which take precedence.
 
     Raises:
         InvalidSetting: no such preset.
@@ -243,10 +251,10 @@ def with_preset(preset: str | None, engine_args: Mapping[str, Any]) -> dict[str,
 
 
 def _seconds(name: str, value: object) -> float:
-    """A setting that is seconds.
+    """Parse a setting in seconds, above 0.
 
     Raises:
-        InvalidSetting: it is not, or none.
+        InvalidSetting: not a number, or not above 0.
     """
     seconds = number_of(value)
     if seconds is None or not seconds > 0:
@@ -255,7 +263,7 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _path(name: str, value: object) -> str | None:
-    """A setting that is a path, or None.
+    """Return a setting that is a path as a string, or None.
 
     Raises:
         InvalidSetting: it is something else, or empty.
@@ -269,7 +277,7 @@ def _path(name: str, value: object) -> str | None:
 
 
 def _whole(name: str, value: object, *, least: int, most: int = MOST - 1, otherwise: str = "") -> int:
-    """A setting that is a whole number.
+    """Parse a setting that is a whole number from `least` to `most`.
 
     Raises:
         InvalidSetting: it is something else, too small, or beyond 64 bits.

@@ -99,13 +99,13 @@ class InvalidVector(InvalidEdit):
 
 
 class LayerOutOfRange(InvalidSpec, KeyError):
-    """A layer index outside the model, or outside what holds something by layer; a KeyError, as mappings raise."""
+    """A layer index outside the model, or outside a container indexed by layer; a KeyError, as mappings raise."""
 
     __str__ = Exception.__str__  # that of KeyError is a repr
 
 
 class UnknownName(InvalidSpec, KeyError):
-    """A name that is not among those that exist, which the message lists; a KeyError, as mappings raise."""
+    """A name that is not registered; the message lists the known ones. It is a KeyError, as mappings raise."""
 
     __str__ = Exception.__str__
 
@@ -123,7 +123,7 @@ class EngineFailure(SteercapError, RuntimeError):
 
 
 class EngineDied(EngineFailure):
-    """A process of the engine has ended, or a thread in it; the message says which, of what, and where the log is."""
+    """A process of the engine, or a thread in it, has ended; the message names it and its log."""
 
 
 class ModelNotLoaded(EngineFailure):
@@ -135,7 +135,7 @@ class UnsupportedModel(EngineFailure):
 
 
 class ModelNotProved(UnsupportedModel):
-    """Rows of a model are not what their names say: the proof at start failed, by as much as the message says."""
+    """Captured rows are not what their names say: the proof at start failed; the message gives the deviation."""
 
 
 class UnsupportedRunner(EngineFailure):
@@ -167,7 +167,7 @@ class WorkerFailure(EngineFailure):
 
 
 class InvalidFrame(EngineFailure):
-    """What came from another process is no message of this version of steercap, damaged, or out of bounds."""
+    """Bytes from another process are not a valid message of this steercap version, or damaged, or out of bounds."""
 
 
 class ServerFailure(EngineFailure):
@@ -179,7 +179,7 @@ class CaptureError(SteercapError, RuntimeError):
 
 
 class CaptureIncomplete(CaptureError):
-    """Rows are missing, or labelled with another token than they should be."""
+    """Rows are missing, or carry the label of another token than expected."""
 
 
 class CaptureNotFinite(CaptureError):
@@ -191,7 +191,7 @@ class CaptureMemoryFull(CaptureError):
 
 
 class SAEMemoryFull(CaptureError):
-    """The workers have no room for an SAE that a request's rows are to be read by."""
+    """The workers have no room for an SAE that a request needs."""
 
 
 class CaptureNotFetched(CaptureError):
@@ -211,7 +211,7 @@ class SketchMemoryFull(SketchError):
 
 
 class SketchIncomplete(SketchError):
-    """What the workers hold of a sketch is not what was counted; it must be begun anew."""
+    """The workers' statistics of a sketch do not match the rows counted for it; it must be begun anew."""
 
 
 class SketchClosed(SketchError):
@@ -227,7 +227,7 @@ class SteeringNotApplied(SteeringError):
 
 
 class SteeringSlotsFull(SteeringError):
-    """No slot or no room for vectors is free, and the request was not to wait."""
+    """No slot or no room for vectors is free, and the request was not allowed to wait."""
 
 
 class PersonaError(SteercapError, RuntimeError):
@@ -247,7 +247,7 @@ class TooFewKept(PersonaError):
 
 
 class CollectionStopped(SteercapError, OSError):
-    """A data set can no longer be written to, or Ray's actors were lost; the same call goes on with what is missing."""
+    """A data set cannot be written to any more, or Ray's actors were lost; the same call resumes where it stopped."""
 
 
 class TrainingDiverged(SteercapError, RuntimeError):
@@ -263,7 +263,7 @@ class InvalidFile(SteercapError, ValueError):
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error itself, or the first error of a group that is not itself a group."""
+    """Return the error itself, or the first error in a (nested) group that is not itself a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,7 +1,7 @@
 """The only code that imports vllm: the engine's side in `engine`, one module for each model runner.
 
 A runner adapter hooks three moments of its runner's class: the model has been loaded, a real batch has been laid
-out, the pass has ended. Everything it passes on is plain (`worker.batch.BatchRows`).
+out, the pass has ended. Everything it passes on is plain data (`worker.batch.BatchRows`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from steercap.errors import UnsupportedRunner
 if TYPE_CHECKING:
     from steercap.worker.runtime import Runtime
 
-#: Where a hooked runner keeps its runtime.
+#: Attribute of a hooked runner with its runtime.
 RUNTIME_ATTRIBUTE = "steercap_runtime"
-#: Modules that hook a runner, and one that mends it on CPU.
+#: Modules that hook a runner, and one that repairs it on CPU.
 _HOOKING: Final = ("runner_v1", "runner_v2", "cpu")
-#: Why one of them did not: an engine of the other runner needs nothing of it.
+#: Reasons why some of them failed, by module: an engine of the other runner does not need them.
 _UNHOOKED: Final[dict[str, str]] = {}
 
 
 def hook_runners() -> None:
-    """Hook the classes of every model runner this steercap knows, in this process; safe to call again."""
+    """Hook the classes of all known model runners in this process; safe to call again."""
     for name in _HOOKING:
         try:
             with releases.importing():
@@ -34,17 +34,17 @@ def hook_runners() -> None:
 
 
 def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
-    """Have a worker load a LoRA adapter; see `lora.load_adapter`."""
+    """Load a LoRA adapter in a worker; see `lora.load_adapter`."""
     from steercap.adapters import lora
 
     return lora.load_adapter(worker, name, number, path)
 
 
 def runtime_of(runner: Any) -> Runtime:
-    """The runtime of a loaded runner.
+    """Return the runtime of a loaded runner.
 
     Raises:
-        UnsupportedRunner: no adapter has hooked this runner's class, or what must be mended of it on CPU is gone.
+        UnsupportedRunner: no adapter has hooked this runner's class, or it cannot be repaired on CPU.
     """
     runtime: Runtime | None = getattr(runner, RUNTIME_ATTRIBUTE, None)
     if runtime is None:

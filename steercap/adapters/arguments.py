@@ -1,7 +1,6 @@
-"""What vLLM is started with: its arguments, including those that steercap sets, and what must be off.
+"""vLLM's engine arguments, including those that steercap sets, and checks for unsupported options.
 
-What it relies on: `AsyncEngineArgs`, its `worker_extension_cls` and `additional_config`, and the names of
-a `VllmConfig`.
+It relies on `AsyncEngineArgs`, its `worker_extension_cls` and `additional_config`, and the names of a `VllmConfig`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ EXTENSION: Final = "steercap.adapters.extension.WorkerExtension"
 
 
 def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
-    """A user's engine arguments as vLLM's own, and those that steercap sets.
+    """Convert a user's engine arguments to vLLM's own, and add those that steercap sets.
 
     Raises:
-        InvalidSetting: one that does not exist, or is not the user's to set.
+        InvalidSetting: one that does not exist, or that the user may not set.
         ModelNotLoaded: vLLM refuses them.
     """
     if "worker_extension_cls" in engine_args:
@@ -49,10 +48,10 @@ def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArg
 
 
 def check_supported(config: Any) -> None:
-    """Check that nothing is on that taps cannot work with.
+    """Check that no option is on that taps cannot work with.
 
     Raises:
-        UnsupportedRunner: something is; the message says what, and what to do.
+        UnsupportedRunner: one is; the message names it and the remedy.
     """
     if config.device_config.device_type not in {"cpu", "cuda"}:
         raise UnsupportedRunner(
@@ -97,7 +96,7 @@ def check_heads(config: Any, points: Sequence[Point]) -> None:
     """Check that every armed point is whole on each tensor-parallel rank, or split over all of them.
 
     Raises:
-        UnsupportedRunner: there are fewer heads of keys than ranks, some of which then have copies.
+        UnsupportedRunner: there are fewer heads of keys than ranks, so that some ranks have copies.
     """
     heads = config.model_config.get_total_num_kv_heads()
     ranks = config.parallel_config.tensor_parallel_size

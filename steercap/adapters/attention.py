@@ -1,8 +1,8 @@
-"""How vLLM's attention modules weigh keys, and what of that is understood here.
+"""Attention rules of vLLM's attention modules, as far as they are understood.
 
-What it relies on, besides the names in `releases`: that the backends named here compute a causal
-softmax out of their `scale`, `logits_soft_cap`, `sinks` and the module's `sliding_window`, and of nothing else but
-what is refused.
+It relies, besides the names in `releases`, on this: the backends named here compute a causal softmax from their
+`scale`, `logits_soft_cap`, `sinks` and the module's `sliding_window`, and from nothing else but options that are
+refused.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from steercap.architectures.families.base import Family, located
 from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
 
-#: Backends whose arithmetic was read.
+#: Backends whose source code was checked for their arithmetic.
 _KNOWN: Final = frozenset({"CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"})
 
 
 def attention_rules(
     layers: Mapping[int, nn.Module], family: Family, points: Sequence[Point], model_config: Any
 ) -> dict[int, AttentionRule]:
-    """How each layer weighs keys, of those where queries and keys are tapped.
+    """Return the attention rule of each layer where queries and keys are tapped.
 
     Args:
         layers: the loaded layers, by their indices.
-        family: how they are written.
-        points: where taps are.
-        model_config: vLLM's.
+        family: family of the layers.
+        points: tapped points.
+        model_config: vLLM's ModelConfig.
     """
     at = {site: {point.layer for point in points if point.site == site} for site in ("q", "k")}
     if model_config.rswa_window is not None:
@@ -44,7 +44,7 @@ def attention_rules(
 
 
 def rule_of(attention: Any) -> AttentionRule:
-    """How an attention module weighs keys; where that is not understood, the rule says why."""
+    """Return the rule of an attention module; if it is not understood, the rule gives the reason."""
     if unknown := _unknown(attention):
         return AttentionRule(0.0, unknown=unknown)
     impl = attention.impl
@@ -58,7 +58,7 @@ def rule_of(attention: Any) -> AttentionRule:
 
 
 def _unknown(attention: Any) -> str:
-    """What a module does that a rule cannot say, or ""."""
+    """Return the features of a module that a rule cannot express, or ""."""
     if type(attention) is not Attention:
         return f"its attention is vLLM's {type(attention).__name__}"
     require("Attention", attention)

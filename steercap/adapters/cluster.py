@@ -1,9 +1,9 @@
-"""What workers need that Ray starts, on this machine and on others, beyond what vLLM gives them.
+"""Environment of workers that Ray starts, on this machine and on others, beyond vLLM's own.
 
 Ray starts them from a process of its own: they inherit neither the mark nor the settings of vLLM's log, and vLLM copies
-the client's environment to them only once they have imported all of it. What it relies on: `ParallelConfig.use_ray` and
-`ray_runtime_env`, which `RayExecutorV2` passes on to Ray, and `VLLM_RPC_BASE_PATH`, which is read whenever a socket is
-made. It can go when vLLM passes an environment on to workers before they begin.
+the client's environment to them only after they have imported all of it. It relies on `ParallelConfig.use_ray` and
+`ray_runtime_env`, which `RayExecutorV2` passes on to Ray, and on `VLLM_RPC_BASE_PATH`, which is read whenever a socket
+is made. It can go when vLLM passes an environment on to workers before they begin.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from steercap.adapters.refusal import FOLDER
 
 
 def tell_workers(config: Any, marked: Mapping[str, str]) -> None:
-    """Have workers of Ray's begin with what ends them with their engine, if they are here, and with a quiet log.
+    """Pass the engine's mark and the log settings to workers that Ray starts.
+
+    The mark ends workers on this machine with their engine.
 
     Args:
-        config: vLLM's, changed; one whose executor is not Ray's is left alone.
-        marked: the environment of the engine's processes; see `Reaper.environment`.
+        config: vLLM's configuration, changed in place; one whose executor is not Ray's is left alone.
+        marked: environment of the engine's processes; see `Reaper.environment`.
     """
     parallel = config.parallel_config
     if not parallel.use_ray:
@@ -35,7 +37,7 @@ def tell_workers(config: Any, marked: Mapping[str, str]) -> None:
 
 
 def find_folder() -> None:
-    """Have this worker make its sockets where it can: the engine's folder is on the client's machine alone."""
+    """Choose a folder for this worker's sockets if the engine's, which is on the client's machine, is missing here."""
     folder: Final = os.environ.get(FOLDER)
     if folder is not None and not Path(folder).is_dir():
         os.environ[FOLDER] = tempfile.gettempdir()

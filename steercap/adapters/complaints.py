@@ -1,4 +1,4 @@
-"""msgspec's complaints about what a user gave, in the user's own names."""
+"""msgspec's validation errors rewritten with the user's own names."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Final
 
 from steercap.core.values import shown
 
-#: What msgspec says of a wrong value, then its path.
+#: msgspec's message about a wrong value, with the path of the value.
 _COMPLAINT: Final = re.compile(r"(?P<says>.*?) - at (?P<key>`key` in )?`\$(?P<path>.*)`", re.DOTALL)
 
 
 def named(complaint: str, given: Mapping[str, Any], places: tuple[str, ...] = ()) -> str:
-    """A complaint with the name and the value that it is about.
+    """Return a validation error with the name and the value that it is about.
 
     Args:
-        complaint: msgspec's; any other is given back as it is.
-        given: what the path starts in, by name.
-        places: names of what the path counts, where it starts with a number.
+        complaint: message of msgspec; any other is returned as it is.
+        given: values by the names in which the path starts.
+        places: names for the indices in which the path starts, where it starts with a number.
     """
     found = _COMPLAINT.fullmatch(complaint)
     if found is None:

@@ -1,6 +1,6 @@
-"""The client's end of a running AsyncLLM: whether the engine lives, calls to its workers, and its end.
+"""Client side of a running AsyncLLM: liveness checks, calls to its workers, and shutdown.
 
-What it relies on: `AsyncLLM.errored`, `output_handler` and `shutdown`; of `engine_core`, `core_engines`,
+It relies on `AsyncLLM.errored`, `output_handler` and `shutdown`; and, of `engine_core`, on `core_engines`,
 `_call_utility_async` and `resources`.
 """
 
@@ -19,24 +19,24 @@ from steercap.adapters.death import Processes
 from steercap.adapters.watch import Watch
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapError, WorkerFailure
 
-#: Seconds between looks at whether the engine that owes an answer still lives.
+#: Seconds between liveness checks while an answer is awaited.
 LIVENESS_SECONDS: Final = 0.1
-#: Seconds after which it is clear that a call did not fail because the engine died.
+#: Seconds after which a failed call is not attributed to the engine's death any more.
 DYING_SECONDS: Final = 0.5
-#: What is asked of every worker when an engine is up.
+#: RPC that returns the place of a worker's process.
 _PLACE: Final = "steercap_place"
 
 
 class Connection:
-    """An AsyncLLM until it is released.
+    """Connection to an AsyncLLM until it is released.
 
     Args:
         llm: the engine.
-        folder: of its processes.
+        folder: folder of its processes.
     """
 
     def __init__(self, llm: AsyncLLM, folder: Path) -> None:
-        #: What to call when the engine has died, with the error.
+        #: Function to call with the error when the engine has died.
         self.told: Callable[[EngineDied], object] | None = None
         self._processes = Processes(folder)
         self.watch: Final = Watch(llm, self._processes, self._tell)
@@ -56,13 +56,13 @@ class Connection:
         return self._llm
 
     async def watch_workers(self) -> None:
-        """Watch the processes of all workers from now on, as far as they are on this machine."""
+        """Watch the processes of all workers on this machine from now on."""
         self._processes.watch(place for engine in await self.call_workers(_PLACE) for place in engine)
 
     async def call_workers(self, method: str, *args: Any, engine: int | None = None) -> list[list[Any]]:
-        """Have every worker run a method of its extension, or those of one engine.
+        """Call a method of the extension in every worker, or in those of one engine.
 
-        `AsyncLLM.collective_rpc` asks all engines too, but gives only the first one's answers.
+        `AsyncLLM.collective_rpc` asks all engines too, but returns only the first one's answers.
 
         Returns:
             Engine by engine, the answers of its workers in the order of their ranks.
@@ -95,7 +95,7 @@ class Connection:
         return found
 
     async def _require_not_dying(self) -> None:
-        """Check that a call did not fail because a worker was just about to end, which may show a moment later.
+        """Check that a call did not fail because a worker was about to end, which may show a moment later.
 
         Raises:
             EngineFailure: it did.
@@ -118,7 +118,7 @@ class Connection:
             raise EngineDied(said)
 
     async def ended(self) -> EngineFailure:
-        """Why the engine is not there: it was closed, or it has died, of what may be known a moment later."""
+        """Return the error of an engine that is closed or dead; the cause of death may show only after a moment."""
         clock = asyncio.get_running_loop().time
         until = clock() + DYING_SECONDS
         while not self._closing and self._llm is not None:
@@ -131,7 +131,7 @@ class Connection:
 
     @property
     def died(self) -> bool:
-        """Whether the engine has died, before it was closed."""
+        """True if the engine has died before it was closed."""
         if not self._dead and not self._closing and self._llm is not None:
             self.watch.look()
         return self._dead
@@ -143,7 +143,7 @@ class Connection:
                 self.told(EngineDied(self.watch.found))
 
     async def quiesce(self) -> None:
-        """Stop listening to the engine, or its end would be reported as a crash; in its event loop."""
+        """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop."""
         self._closing = True
         handler = self._llm.output_handler if self._llm is not None else None
         if handler is not None:
@@ -151,7 +151,7 @@ class Connection:
             await asyncio.wait([handler])
 
     def let_go(self, kill: Callable[[], object]) -> None:
-        """Let go of vLLM's side of the engine, whose processes `kill` kills meanwhile; from any thread. Idempotent.
+        """Release vLLM's side of the engine, while `kill` kills its processes; callable from any thread. Idempotent.
 
         vLLM would stop them in order, which takes 5 s or, on a busy machine, all of its patience, after which it kills
         them too. There is nothing in them to save.
@@ -164,14 +164,14 @@ class Connection:
         resources.engine_dead = True  # expected: its watchers must not complain
         if resources.engine_manager is not None:
             resources.engine_manager.manager_stopped.set()
-        if (handler := llm.output_handler) is not None:  # which would complain, where nobody could quiesce
+        if (handler := llm.output_handler) is not None:  # it would report an error if `quiesce` was not called
             with contextlib.suppress(RuntimeError):  # its loop is closed
                 handler.get_loop().call_soon_threadsafe(handler.cancel)
         kill()
         llm.shutdown(0)
         hearing = resources.output_queue_task
         if hearing is not None and not hearing.get_loop().is_running():
-            # vLLM leaves it to its loop to close them, and that loop may never run again.
+            # vLLM leaves closing them to its loop, which may never run again.
             for name in ("output_socket", "input_socket", "first_req_send_socket", "first_req_rcv_socket"):
                 if (socket := getattr(resources, name, None)) is not None and not socket.closed:
                     with contextlib.suppress(RuntimeError):  # the loop was closed at the same moment
@@ -179,6 +179,6 @@ class Connection:
 
 
 def _looked_at(answers: asyncio.Future[Any]) -> None:
-    """Retrieve an error that comes when nobody waits any more, of which asyncio would complain."""
+    """Retrieve an error that arrives after its caller has left, so that asyncio does not report it."""
     if not answers.cancelled():
         answers.exception()

@@ -1,7 +1,7 @@
-"""Repairs of vLLM's CPU runner, made in the worker: seeds of chunked prompts, requests without an adapter
-beside others with one, and the temperature, top-k and top-p of drafted tokens.
+"""Repairs of vLLM's CPU runner, made in the worker.
 
-Each part says what it relies on, and when it can go.
+They concern seeds of chunked prompts, requests without an adapter beside others with one, and the temperature, top-k
+and top-p of drafted tokens. Each part says what it relies on, and when it can go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from steercap.adapters.hooks import wrap
 from steercap.adapters.releases import require
 
-#: Where a runner keeps the generators of requests whose sampled token will be thrown away.
+#: Attribute of a runner with the generators of requests whose sampled token will be discarded.
 _WITHHELD: Final = "steercap_withheld_generators"
 #: vLLM's operators that pick an adapter's weights for each row by its index.
 _BY_INDEX: Final = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
@@ -45,7 +45,7 @@ def hook() -> None:
 
 
 def _sample(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
-    """Draw nothing from the generators of requests whose prompt goes on in the next step.
+    """Leave unused the generators of requests whose prompt continues in the next step.
 
     vLLM samples for them too, throws the token away, and resets their generators by their offset, which a CPU generator
     does not have: the worker dies. Relies on `_sample` and `_bookkeeping_sync` reading `input_batch.generators` by
@@ -72,9 +72,9 @@ def _bookkeeping_sync(original: Callable[[], Any], runner: Any, *_args: Any, **_
 
 
 def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator of LoRA on CPU that adds nothing to rows whose index is -1, which means no adapter.
+    """Wrap a LoRA operator on CPU so that it adds nothing to rows whose index is -1, which means no adapter.
 
-    vLLM's takes the weights at index -1: those of the last slot. Relies on the arguments `inputs` first and
+    vLLM's operator takes the weights at index -1: those of the last slot. Relies on the arguments `inputs` first and
     `lora_indices_tensor` fourth, in `lora_ops` and in `punica_cpu`, which imports them by name. Can go when vLLM's
     operators leave such rows alone, as its GPU kernels do.
     """
@@ -90,9 +90,9 @@ def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
 def _constrained(original: Callable[[], Any], logits: torch.Tensor, *_args: Any, **_options: Any) -> Any:
     """Constrain the logits of drafts, if there are any.
 
-    vLLM verifies drafts in every pass of an engine that drafts, those of prompts too. There are none then, and of no
-    values its `apply_top_k_only`, for CPU, takes the greatest: the worker dies of the first request with top-k. Can go
-    when that takes no rows.
+    vLLM verifies drafts in every pass of an engine that drafts, also in passes of prompts, which have none. On CPU its
+    `apply_top_k_only` then takes the maximum of no values: the worker dies of the first request with top-k. Can go
+    when that accepts zero rows.
     """
     return original() if len(logits) else logits
 
@@ -109,10 +109,10 @@ def _for_each_draft(
 ) -> Any:
     """Repeat each request's temperature, top-k or top-p for each token drafted for it.
 
-    vLLM's operator for CPU writes into a copy of its output, as int64, and leaves the output as it was allocated. So as
-    soon as one request of a batch is random, the logits of every draft are divided by whatever lay there. Relies on
-    `values`, one for each request, and on `ends`, how many drafts there are up to and with each request's own. Can go
-    when vLLM's `_expand_kernel_impl` writes its output.
+    vLLM's operator for CPU writes into a copy of its output, as int64, and leaves the output uninitialised. So as
+    soon as one request of a batch is random, the logits of every draft are divided by arbitrary values. Relies on
+    `values`, one for each request, and on `ends`, the cumulative number of drafts up to and including each request's.
+    Can go when vLLM's `_expand_kernel_impl` writes its output.
     """
     if values.device.type != "cpu":
         return original()

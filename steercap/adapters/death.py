@@ -1,10 +1,10 @@
-"""Which of an engine's processes has ended, and how: at once, where vLLM takes up to ten seconds to say that one has.
+"""Detection of an engine process that has ended, and of its exit code, at once: vLLM takes up to ten seconds.
 
-A process of this machine is watched by a pidfd, which can be read once it has ended, whoever its parent is. How it
-ended only its parent learns: the client of engine cores, an engine core of its workers. That one leaves word of it in
-the folder of the engine, see `adapters.refusal`. What it relies on: `MultiprocExecutor.shutdown` is called when a
-worker has ended, with `is_failed` set, before others are waited for, and `workers` hold their processes as `proc`; of
-the client, `engine_manager.finished_procs`.
+A process of this machine is watched by a pidfd, which can be read once it has ended, whoever its parent is. Only its
+parent learns its exit code: the client for engine cores, an engine core for its workers. An engine core writes the exit
+code to the folder of the engine, see `adapters.refusal`. It relies on this: `MultiprocExecutor.shutdown` is called when
+a worker has ended, with `is_failed` set, before others are waited for, and `workers` hold their processes as `proc`; of
+the client, on `engine_manager.finished_procs`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from steercap.adapters.hardware import missing_kernel
 from steercap.adapters.refusal import FOLDER
 from steercap.adapters.refusal import NAME as REFUSAL
 
-#: Seconds after which nobody will say any more how a process ended.
+#: Seconds after which no report of an exit code is expected any more.
 WORD_SECONDS: Final = 0.3
 _WORD: Final = "ended.json"
-#: Where a process is: the machine as it was booted, and the namespace that its number is of.
+#: Files that identify the place of a process: the boot of the machine, and the namespace of process ids.
 _PLACE: Final = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid"))
-#: What a signal can mean that nobody here sent.
+#: Likely causes of signals that steercap did not send.
 _MEANING: Final[Mapping[int, str]] = {
     signal.SIGKILL: "by somebody, or by the kernel because memory ran out, which `dmesg` says",
     signal.SIGBUS: "shared memory that it had mapped could not be had: /dev/shm or its memory is full",
@@ -37,7 +37,7 @@ _MEANING: Final[Mapping[int, str]] = {
 
 
 def place() -> str:
-    """Where this process is and its number, as others of its machine know it."""
+    """Return the place and id of this process, comparable among processes of its machine; "" if unknown."""
     boot, namespace = _PLACE
     with contextlib.suppress(OSError):
         return f"{boot.read_text().strip()} {namespace.readlink()} {os.getpid()}"
@@ -45,7 +45,7 @@ def place() -> str:
 
 
 def leave_word_of(executor: Any) -> None:
-    """Have an executor of vLLM's leave word of a worker that has ended before it should."""
+    """Wrap an executor class of vLLM's so that it writes the exit codes of workers that ended unexpectedly."""
     original = executor.shutdown
 
     @functools.wraps(original)
@@ -61,7 +61,7 @@ def _leave_word(processes: Iterable[Any]) -> None:
     by_sentinel = {one.sentinel: one for one in processes}
     found = [by_sentinel[one] for one in wait([*by_sentinel], 0)]
     for one in found:
-        one.join(WORD_SECONDS / 2)  # it has ended, and its exit code may come a moment later
+        one.join(WORD_SECONDS / 2)  # it has ended, but its exit code may arrive a moment later
     ended = [[one.name, one.pid, one.exitcode] for one in found if one.exitcode is not None]
     folder = Path(os.environ.get(FOLDER, os.devnull))
     with contextlib.suppress(OSError):
@@ -72,10 +72,10 @@ def _leave_word(processes: Iterable[Any]) -> None:
 
 
 class Processes:
-    """The processes of a running engine, as the client sees them.
+    """Processes of a running engine, as the client sees them.
 
     Args:
-        folder: of the engine, where word of ends is left.
+        folder: folder of the engine, where exit codes are reported.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ class Processes:
         self._first: int | None = None
 
     def watch(self, places: Iterable[str]) -> None:
-        """Watch the processes of these `place`s, of other machines none."""
+        """Watch the processes of these `place`s that are on this machine."""
         here = place().rpartition(" ")[0]
         for machine, _, pid in (one.rpartition(" ") for one in places):
             if here and machine == here and int(pid) not in self._watched.values():
@@ -92,7 +92,7 @@ class Processes:
                     self._watched[os.pidfd_open(int(pid))] = int(pid)
 
     def ended(self) -> bool:
-        """Whether one has ended."""
+        """Check if a watched process has ended."""
         if self._first is None and self._watched:
             poll = select.poll()
             for descriptor in self._watched:
@@ -101,10 +101,10 @@ class Processes:
         return self._first is not None
 
     def how(self, cores: Mapping[str, int]) -> str:
-        """How the first one ended, in words; "" while nobody knows.
+        """Return how the first process ended, in words; "" while it is not known.
 
         Args:
-            cores: engine cores that have ended, with their exit codes.
+            cores: exit codes of the engine cores that have ended, by name.
         """
         with contextlib.suppress(OSError, ValueError):
             (name, pid, code), *_ = json.loads((self._folder / _WORD).read_text())
@@ -116,17 +116,17 @@ class Processes:
 
     @property
     def which(self) -> str:
-        """Which one ended first, in words; "" if none has."""
+        """Description of the process that ended first; "" if none has."""
         return f"process {self._first} of it has ended" if self._first is not None else ""
 
     def close(self) -> None:
-        """Let go of the processes. Idempotent."""
+        """Stop watching the processes. Idempotent."""
         while self._watched:
             os.close(self._watched.popitem()[0])
 
 
 def _said(code: int) -> str:
-    """What an exit code says."""
+    """Describe an exit code."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

@@ -1,8 +1,8 @@
-"""The generated text alone, where vLLM's would begin with the prompt's.
+"""Repair of vLLM's detokenizer, whose generated text can begin with the prompt's.
 
 tokenizers' `DecodeStream` holds text back while it ends within a character. vLLM starts it with the prompt; if the
 prompt itself ends within a character (token ids that were cut there, or bytes that are not one), or with U+FFFD, the
-whole prompt comes out as if it had been generated, and stop strings match in it. What it relies on:
+whole prompt comes out as if it had been generated, and stop strings match in it. It relies on
 `FastIncrementalDetokenizer` and its `tokenizer`, `stream` and `skip_special_tokens`. It can go when such a prompt stays
 out of vLLM's texts. `text_of` relies on `IncrementalDetokenizer`.
 """
@@ -22,9 +22,9 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDe
 from steercap.adapters.releases import require
 
 _MENDED: Final = "__steercap_mended__"
-#: What a decoder writes for bytes that are not a character.
+#: Replacement that a decoder writes for bytes that are not a character.
 _UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
-#: Tokens looked at from the end: a character has four bytes at most, and a token is one byte at least.
+#: Number of tokens checked at the end: a character has four bytes at most, and a token is one byte at least.
 _WINDOW: Final = 8
 
 
@@ -52,7 +52,7 @@ def mend() -> None:
 
 
 def text_of(tokenizer: Any, params: SamplingParams, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text that vLLM has once these tokens were generated and the text ends there, with no stop string in it."""
+    """Return vLLM's text of generated tokens if generation ends with the last of them, without stop strings."""
     if not params.detokenize or not tokens:
         return ""
     plain = copy.copy(params)
@@ -65,7 +65,7 @@ def text_of(tokenizer: Any, params: SamplingParams, prompt: Sequence[int], token
 
 
 def _readable(detokenizer: Any, prompt: Sequence[int]) -> int:
-    """The length of a prompt up to its last whole character; 0 if that is far from its end."""
+    """Return the length of a prompt up to its last whole character; 0 if none ends within the last tokens."""
     for end in range(len(prompt), max(len(prompt) - _WINDOW, 0), -1):
         window = prompt[max(end - _WINDOW, 0) : end]
         text = detokenizer.tokenizer.decode(window, skip_special_tokens=detokenizer.skip_special_tokens)

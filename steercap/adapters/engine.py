@@ -1,6 +1,6 @@
-"""vLLM's AsyncLLM behind the few calls that steercap needs.
+"""Wrapper of vLLM's AsyncLLM with the few calls that steercap needs.
 
-What it relies on: `AsyncLLM.from_vllm_config`, `encode`, `generate` and its `data_parallel_rank`;
+It relies on `AsyncLLM.from_vllm_config`, `encode`, `generate` and its `data_parallel_rank`; and on
 `additional_config` in the key of the compile cache.
 """
 
@@ -41,36 +41,36 @@ from steercap.files.fingerprint import names_of
 from steercap.kernels.finite import overflows_later
 
 RPC: Final = "steercap_answer"
-#: Where Linux keeps shared memory that has a name.
+#: Folder of named shared memory on Linux.
 _SHARED: Final = "/dev/shm"  # noqa: S108
 
 
 class Starting(Protocol):
-    """What an engine needs of the start that it came from; see `adapters.launch.Launch`."""
+    """The start of an engine, as far as the engine needs it; see `adapters.launch.Launch`."""
 
     @property
     def reaper(self) -> Reaper:
-        """Of its processes."""
+        """Reaper of its processes."""
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables of its processes, besides those of its reaper."""
 
     def require_wanted(self) -> None:
-        """Check that it was not given up."""
+        """Check that the start was not given up."""
 
     def end(self) -> None:
         """End its processes."""
 
 
 class VllmEngine:
-    """One running AsyncLLM.
+    """A running AsyncLLM.
 
     Args:
         llm: the engine.
         points: points armed in its workers.
-        exists: whether the model has a point, as far as its configuration says.
-        launch: the start that it came of.
+        exists: predicate that says if the model has a point, by its configuration.
+        launch: start of the engine.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class VllmEngine:
         self.exists: Final = exists
         config = llm.vllm_config.model_config
         self.model_name: str = config.model
-        #: What files may call the model.
+        #: Names of the model that may occur in files.
         self.names: Final = (
             *names_of(config.model),
             config.hf_config.model_type,
@@ -98,25 +98,25 @@ class VllmEngine:
         self.config: Final = config.hf_text_config
         self.max_logprobs: int = config.max_logprobs
         self._verifies_on_v2 = llm.vllm_config.use_v2_model_runner and llm.vllm_config.speculative_config is not None
-        #: Whether it gives what it makes of its prompts' rows, and generates nothing.
+        #: True for a pooling model, which generates no tokens.
         self.pools: bool = config.runner_type == "pooling"
-        #: Tokens that a request may be computed beyond its end, which the scheduler learns of too late.
+        #: Number of tokens that may be computed past a request's end, before the scheduler learns of it.
         self.overshoot = overshoot(llm.vllm_config)
-        #: Tokens of a forward pass at most.
+        #: Maximum number of tokens of a forward pass.
         self.batch_tokens: int = llm.vllm_config.scheduler_config.max_num_batched_tokens
 
     @classmethod
     def start(
         cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Starting, candidate: int = 0
     ) -> VllmEngine:
-        """Start an engine with taps; blocks until it is up. For `Launch` alone to call.
+        """Start an engine with taps; blocks until it is up. To be called by `Launch` alone.
 
         Args:
             model: path or name of the model.
-            settings: what to arm, and how large the workers' tables are.
+            settings: sites to arm, and sizes of the workers' tables.
             engine_args: vLLM's engine arguments.
-            launch: what this is part of.
-            candidate: which of the families that its layers may be of to try; see `families.families_of`.
+            launch: start that this is part of.
+            candidate: index of the family to try, among those that the layers may be of; see `families.families_of`.
 
         Raises:
             InvalidSetting: an engine argument that does not exist or does not fit, or fewer cores than workers.
@@ -183,10 +183,10 @@ class VllmEngine:
         return await render(self.llm, prompt)
 
     def sampling(self, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-        """A copy of the user's sampling parameters, vLLM's defaults where None.
+        """Return a copy of the user's sampling parameters; vLLM's defaults for None.
 
         Raises:
-            InvalidRequest: see `read_params`; or it asks for what this engine's runner leaves out in silence.
+            InvalidRequest: see `read_params`; or an option that this engine's runner silently ignores.
         """
         found = read_params(params)
         if found.logprob_token_ids and self._verifies_on_v2:
@@ -197,34 +197,34 @@ class VllmEngine:
         return found
 
     async def pooling(self, params: PoolingParams | Mapping[str, Any] | None) -> PoolingParams:
-        """A copy of the user's pooling parameters, with a task; the model's own where None.
+        """Return a copy of the user's pooling parameters, with a task; the model's own for None.
 
         Raises:
             InvalidRequest: see `read_pooling`.
-            UnsupportedModel: the model has no task that can be asked for.
+            UnsupportedModel: the model has no task that requests can name.
         """
         return read_pooling(params, *await self.tasks())
 
     async def tasks(self) -> tuple[tuple[str, ...], str]:
-        """The tasks of a pooling model, and the one that is done where none is named.
+        """Return the tasks of a pooling model, and its default task.
 
         Raises:
-            UnsupportedModel: the model has none that can be asked for.
+            UnsupportedModel: the model has none that requests can name.
         """
         return tasks_of(await self.llm.get_supported_tasks(), self.llm.model_config)
 
     async def checked(
         self, prompt: Rendered, params: SamplingParams | PoolingParams, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Check that the engine takes a request, before it is sent.
+        """Check that the engine accepts a request, before it is sent.
 
         Args:
             prompt: the rendered prompt.
-            params: sampling or pooling parameters; vLLM fills in what it knows of the latter.
+            params: sampling or pooling parameters; vLLM fills in defaults of the latter.
             options: further arguments of `AsyncLLM.generate` or `encode`.
 
         Returns:
-            The options, with the LoRA adapter that the workers know.
+            The options, with a LoRA adapter that the workers have loaded.
 
         Raises:
             InvalidRequest: vLLM refuses it, or could not read it.
@@ -240,7 +240,7 @@ class VllmEngine:
         return [reason for reasons in answers for reason in reasons]
 
     def limit(self, prompt_len: int, params: SamplingParams | PoolingParams) -> int:
-        """How many tokens can become inputs of the model: prompt + generated - 1 at most."""
+        """Return the maximum number of tokens that become inputs of the model: prompt + generated - 1."""
         if isinstance(params, PoolingParams):
             return prompt_len
         longest = self.max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
@@ -261,11 +261,12 @@ class VllmEngine:
 
         Args:
             prompt: the rendered prompt.
-            params: sampling parameters, or pooling parameters of a model that pools, which this call owns.
+            params: sampling parameters, or pooling parameters of a pooling model, which this call owns.
             request_id: the caller's id.
-            plan: what the workers shall keep and change of it.
-            salt: what its keys and values depend on besides its tokens; added to the user's own `cache_salt`.
-            partial: whether to yield the text so far at every step, not just the end; None for what `params` says.
+            plan: compiled capture and steering of the request, or None.
+            salt: hash of all that its keys and values depend on besides its tokens; added to the user's own
+                `cache_salt`.
+            partial: True to yield the text so far at every step, not just the end; None for the choice in `params`.
             **options: further arguments of `AsyncLLM.generate` or `encode`.
 
         Raises:
@@ -296,12 +297,12 @@ class VllmEngine:
             raise await self._connection.ended() from error
         except EngineGenerateError as error:
             raise InvalidRequest(f"vLLM could not run request {request_id}: {error.__cause__!r}") from error
-        except VLLMError as error:  # nothing is wrong with the request: its queue is full, or the engine pauses
+        except VLLMError as error:  # the request is fine: vLLM's queue is full, or the engine pauses
             raise EngineFailure(f"vLLM did not run request {request_id}: {error}") from error
 
     @property
     def engines(self) -> int:
-        """Engines behind this: more than one with data parallelism."""
+        """Number of engines: more than one with data parallelism."""
         return len(self.llm.engine_core.core_engines)
 
     async def rpc(self, frame: bytes, engine: int | None = None) -> list[list[bytes]]:
@@ -322,25 +323,25 @@ class VllmEngine:
         return self.llm.renderer.get_tokenizer()
 
     def text(self, prompt: Rendered, params: SamplingParams, tokens: Sequence[int]) -> str:
-        """The text of generated tokens, where it ends with the last of them."""
+        """Return the text of generated tokens if it ends with the last of them."""
         return detokenizer.text_of(self.tokenizer, params, prompt.token_ids, tokens)
 
     @property
     def died(self) -> bool:
-        """Whether the engine has died, before it was closed."""
+        """True if the engine has died before it was closed."""
         return self._connection.died
 
     async def watch(self, told: Callable[[EngineDied], object]) -> None:
         """Watch the engine's processes from now on.
 
         Args:
-            told: what to call, in this event loop, when it has died.
+            told: function to call, in this event loop, when it has died.
         """
         self._connection.told = told
         await self._connection.watch_workers()
 
     def waiting(self) -> AbstractContextManager[None]:
-        """While somebody waits for the engine without a request that runs, look whether it lives.
+        """Watch that the engine lives while a caller waits for it without a running request.
 
         Raises:
             EngineFailure: it does not.
@@ -349,23 +350,23 @@ class VllmEngine:
         return self._connection.watch.over()
 
     async def quiesce(self) -> None:
-        """Stop listening to the engine, or its end would be reported as a crash; in its event loop."""
+        """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop."""
         await self._connection.quiesce()
 
     def end(self) -> None:
-        """Stop the engine, and let go of it; from any thread, blocks for a moment. Idempotent."""
+        """Stop the engine and release it; callable from any thread, blocks for a moment. Idempotent."""
         self.launch.end()
 
     def let_go(self) -> None:
-        """Let go of vLLM's side of the engine, and kill its processes; from any thread. Idempotent."""
+        """Release vLLM's side of the engine, and kill its processes; callable from any thread. Idempotent."""
         self._connection.let_go(self.launch.reaper.end)
 
 
 def _require_shared_memory() -> None:
-    """Check that vLLM's processes can talk to each other; half a minute later its own error would not say where.
+    """Check that shared memory exists, through which vLLM's processes talk; vLLM's own error comes late and is unclear.
 
     Raises:
-        ModelNotLoaded: they cannot.
+        ModelNotLoaded: there is none.
     """
     if not os.path.isdir(_SHARED):  # noqa: PTH112
         raise ModelNotLoaded(
@@ -374,7 +375,7 @@ def _require_shared_memory() -> None:
 
 
 def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:
-    """Have a request's parameters carry its plan to the workers."""
+    """Put a plan into a request's parameters, which carry it to the workers."""
     if isinstance(params, PoolingParams):
         params.extra_kwargs = {**(params.extra_kwargs or {}), EXTRA_ARGS_KEY: plan.encode()}
     else:
@@ -384,7 +385,7 @@ def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:
 
 
 def _report(params: SamplingParams, partial: bool | None) -> None:
-    """Say when a request's outputs come, see `VllmEngine.generate`."""
+    """Set when a request's outputs are yielded, see `VllmEngine.generate`."""
     if partial is not None:
         params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
 
@@ -393,7 +394,7 @@ def _require_whole(output: RequestOutput | PoolingRequestOutput) -> None:
     """Check that vLLM did not end a request early, which its output reports like any other reason."""
     aborted = f"request {output.request_id} was aborted in the engine"
     if isinstance(output, PoolingRequestOutput):
-        if output.finished and not output.outputs.data.numel():  # what vLLM gives for a request that it aborted
+        if output.finished and not output.outputs.data.numel():  # vLLM's output for a request that it aborted
             raise EngineFailure(f"{aborted}, and nothing was pooled")
         return
     for sample in output.outputs:

@@ -1,8 +1,8 @@
-"""How processes of vLLM begin: quietly, whatever they import.
+"""Entry functions of vLLM's processes, which prepare them to log little, whatever they import.
 
-A process that vLLM spawns unpickles first the function it is to run, then its arguments, and these import all of vLLM,
-which writes its log at once. So the function is one of ours, and being unpickled is what prepares the process. What it
-relies on: `EngineCoreProc.run_engine_core`, `DPCoordinatorProc.run_coordinator` and `WorkerProc.worker_main` are each
+A process that vLLM spawns unpickles first its target function, then the arguments, and these import all of vLLM, which
+writes to its log at once. So the target is one of ours, and unpickling it prepares the process. It relies on this:
+`EngineCoreProc.run_engine_core`, `DPCoordinatorProc.run_coordinator` and `WorkerProc.worker_main` are each
 the target of a `Process`. It imports nothing heavy.
 """
 
@@ -21,10 +21,10 @@ from steercap.adapters.death import leave_word_of
 from steercap.adapters.refusal import FOLDER, left_behind
 from steercap.adapters.releases import require
 
-#: Settings of vLLM's log; a user who has set one gets what vLLM makes of it.
+#: Settings of vLLM's log; steercap leaves the log alone if the user has set one.
 STREAM: Final = "VLLM_LOGGING_STREAM"
 CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
-#: Loggers that say of a machine without CUDA that it cannot run Triton, which steercap does not need there.
+#: Loggers with warnings that Triton is missing on machines without CUDA, where steercap does not need it.
 _TRITON: Final = ("vllm.triton_utils.importing", "vllm.platforms.cpu", "vllm.config.vllm")
 
 ENGINE_CORE: Final = ("vllm.v1.engine.core", "EngineCoreProc", "run_engine_core")
@@ -34,18 +34,18 @@ EXECUTOR: Final = "MultiprocExecutor"
 
 
 def wants_quiet() -> bool:
-    """Whether the user has left vLLM's log to us; asked once, before `quieten` sets anything."""
+    """Check if the user has left all settings of vLLM's log unset; call it before `quieten` sets any."""
     return not any(name in os.environ for name in CHOICES)
 
 
 def quieten(*, log: bool) -> None:
-    """Keep vLLM's log off stdout, and let it say only what matters; called before vLLM is imported, in each process.
+    """Keep vLLM's log off stdout, and reduce it to what matters; called before vLLM is imported, in each process.
 
     Args:
-        log: whether its level is ours to choose: warnings and errors, without those about Triton.
+        log: True if steercap chooses the level: warnings and errors, without those about Triton.
     """
     os.environ.setdefault(STREAM, "ext://sys.stderr")
-    # vLLM's own look at every attribute of torch.distributed finds one that is deprecated.
+    # vLLM inspects every attribute of torch.distributed, one of which is deprecated.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op.*", category=FutureWarning)
     if log:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -65,10 +65,10 @@ def _without_triton(record: logging.LogRecord) -> bool:
 
 
 class Entry:
-    """The function that a process of vLLM begins with.
+    """Wrapper of the target function of a process of vLLM.
 
     Args:
-        target: its module, class and name.
+        target: module, class and name of the function.
         function: the function itself, for processes that are forked.
         log: see `quieten`.
     """
@@ -84,7 +84,7 @@ class Entry:
         return _prepared, (self._target, self._log)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Run it, in its process."""
+        """Run the function, in its process."""
         module, owner, name = self._target
         function = self._function or getattr(getattr(import_module(module), owner), name)
         if self._target == ENGINE_CORE:
@@ -101,7 +101,7 @@ class Entry:
                 from steercap.adapters.losing import hook_executor
 
                 hook_executor()
-        if self._target == WORKER:  # which logs what its start fails of, and ends as if nothing were the matter
+        if self._target == WORKER:  # it only logs an error at its start, and ends with success
             worker = getattr(import_module(module), owner)
             worker.__init__ = left_behind()(worker.__init__)
         with left_behind():

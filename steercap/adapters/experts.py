@@ -1,7 +1,7 @@
-"""Which experts a layer chooses: vLLM's own router of it, asked outside of a pass.
+"""Choice of experts by vLLM's own router of a layer, called outside of a pass.
 
-A router is asked for what it computes, before experts are mapped to the copies that a load balancer has made of them,
-and nothing is recorded of it.
+The router's computation is called before experts are mapped to the copies that a load balancer has made of them,
+and vLLM records nothing of the call.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from steercap.architectures.families.base import Family, located
 from steercap.errors import InvalidRequest, UnsupportedRunner
 from steercap.worker.choice import Choosing
 
-#: Classes of routers, by the kind of device, that choose by logits, and by nothing else unless they hold one of
-#: `_TOKENS`. Others simulate routing, or compute the output of experts that add nothing on the side.
+#: Classes of routers, by the kind of device, that choose by logits alone unless they hold one of `_TOKENS`. Others
+#: simulate routing, or compute the output of experts that add nothing on the side.
 _ROUTERS: Final = {
     "cpu": ("CPURouter",),
     "cuda": ("CustomRoutingRouter", "FusedTopKBiasRouter", "FusedTopKRouter", "GroupedTopKRouter"),
 }
-#: What routers hold that choose by tokens: which experts each has, and another bias for those of pictures.
+#: Attributes of routers that choose by the token: a table of experts by token, or another bias for picture tokens.
 _TOKENS: Final = ("_hash_indices_table", "bias_vl")
 
 
 def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype) -> Choosing:
-    """What chooses experts by the routers of the layers that were loaded.
+    """Return a function that chooses experts by the routers of the loaded layers.
 
     Args:
-        layers: by their indices.
-        family: how they are written.
-        dtype: the model's.
+        layers: layers by their indices.
+        family: family of the layers.
+        dtype: the model's dtype.
     """
 
     def choose(index: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -42,23 +42,23 @@ def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype
         layer = layers[index]
         runner = _runner(layer, logits.device)
         rows = _as_given(layer.get_submodule(located(layer, family.router)), logits)
-        # Routers read of hidden states how many there are. One that reads more gives weights that are no numbers.
+        # Routers use only the number of hidden states. One that used their values would return weights of NaN.
         hidden = rows.new_full((1, 1), torch.nan, dtype=dtype).expand(len(rows), runner.moe_config.hidden_dim)
         weights, ids = runner.router._compute_routing(hidden, rows, None)  # noqa: SLF001 -- others record it
-        count = runner.router.top_k  # behind them, a router may name the shared experts that vLLM fuses with the others
+        count = runner.router.top_k  # after them may come shared experts, which vLLM fuses with the others
         return ids[:, :count], weights[:, :count].float() * _factor(runner, dtype)
 
     return choose
 
 
 def _runner(layer: nn.Module, device: torch.device) -> Any:
-    """What runs the experts of a layer, on a device.
+    """Return the module that runs the experts of a layer, on a device.
 
     Raises:
-        InvalidRequest: there is none, or logits do not say which experts it runs.
+        InvalidRequest: there is none, or logits alone do not determine its experts.
     """
     try:
-        # Where they are used: what has no experts runs in releases that have moved them.
+        # Imported here, so that models without experts run in releases that have moved these modules.
         with importing():
             from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
             from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -82,10 +82,10 @@ def _runner(layer: nn.Module, device: torch.device) -> Any:
 
 
 def _as_given(gate: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Logits in the dtype that a gate gives them in, which some routers compute in.
+    """Convert logits to the dtype of the gate's output, in which some routers compute.
 
     Raises:
-        InvalidRequest: they are not logits of that dtype.
+        InvalidRequest: they are not exact in that dtype.
     """
     linear = getattr(gate, "base_layer", gate)
     dtype = getattr(linear, "out_dtype", None) or linear.params_dtype
@@ -96,8 +96,9 @@ def _as_given(gate: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _factor(runner: Any, dtype: torch.dtype) -> float:
-    """What is multiplied by behind the router, where that has not done it: nothing, where DeepSeek's layers divide the
-    stream and what shared experts give instead, in float16.
+    """Return the factor of the weights if the router has not applied it.
+
+    It is 1 where DeepSeek's layers, in float16, divide the stream and the shared experts' output instead.
     """
     one = torch.ones(1, dtype=dtype)
     shared = None if runner.shared_experts is None else one.clone()

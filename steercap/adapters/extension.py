@@ -1,7 +1,7 @@
-"""The worker's end of every call of the client.
+"""Worker side of the client's calls.
 
 vLLM imports this module in each worker process before the model is loaded, and mixes the class into its worker:
-importing it is what hooks the model runners, and its methods are the RPCs.
+the import hooks the model runners, and the class's methods are the RPCs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ hook_runners()
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker by `worker_extension_cls`; every name is prefixed, since none may clash."""
+    """Mixin of vLLM's worker (`worker_extension_cls`); its names have a prefix so that none clashes."""
 
     model_runner: Any
 
@@ -31,9 +31,9 @@ class WorkerExtension:
         return runtime.answer(frame)
 
     def steercap_place(self) -> str:
-        """Where this worker is, see `adapters.death`."""
+        """Return the place of this worker's process, see `adapters.death`."""
         return death.place()
 
     def steercap_load_adapter(self, name: str, number: int, path: str) -> str:
-        """Load a LoRA adapter; never raises. Says why it cannot be used, or ""."""
+        """Load a LoRA adapter; return the reason why it cannot be used, or "". Never raises."""
         return load_adapter(self, name, number, path)

@@ -1,6 +1,6 @@
-"""Cores, NUMA nodes and kernels of this machine: `steercap doctor`, an engine's start and tests ask here.
+"""Cores, NUMA nodes and vLLM kernels of this machine, for `steercap doctor`, an engine's start, and tests.
 
-What it relies on: vLLM's platform for CPU loads one of several libraries by the processor's instruction sets, whose
+It relies on this: vLLM's platform for CPU loads one of several libraries by the processor's instruction sets, whose
 kernels are `torch.ops._C`; and `VLLM_CPU_OMP_THREADS_BIND`, unset or "auto", gives each worker a NUMA node. It imports
 nothing heavy until a function needs it.
 """
@@ -16,25 +16,25 @@ from typing import Any, Final
 
 from steercap.errors import InvalidSetting, ModelNotLoaded
 
-#: vLLM's variable of which worker's threads run on which cores.
+#: Variable of vLLM that binds workers' threads to cores.
 BIND: Final = "VLLM_CPU_OMP_THREADS_BIND"
 #: vLLM's library for x86 processors without AVX-512.
 AVX2: Final = "_C_AVX2"
-#: Where torch keeps the kernels of whichever of them is loaded.
+#: Name in `torch.ops` of the kernels of the loaded library.
 _KERNELS: Final = "_C"
-#: torch's words for a kernel that the loaded library does not have.
+#: torch's error message for a kernel that the loaded library does not have.
 _NO_KERNEL: Final = re.compile(r"'_OpNamespace' '_C' object has no attribute '(\w+)'")
 
 
 @dataclass(frozen=True)
 class Need:
-    """A kernel that some models cannot do without.
+    """A kernel that some models require.
 
     Args:
         kernel: its name in `torch.ops._C`.
-        what: the models, in words.
-        processor: where vLLM has it, in words.
-        applies: whether a model is one of them, by its architectures and its `quantization_config`.
+        what: description of the models.
+        processor: description of the processors for which vLLM has it.
+        applies: predicate on a model's architectures and its `quantization_config` that says if it needs the kernel.
     """
 
     kernel: str
@@ -49,7 +49,7 @@ def _in_4_bits(_architectures: Sequence[str], quantization: Mapping[str, Any]) -
     return quantization.get("quant_method") in {"gptq", "awq"} and bits == 4 and not some_plain
 
 
-#: Those that vLLM's library for AVX2 lacks, and that nothing stands in for.
+#: Kernels that vLLM's library for AVX2 lacks and that have no substitute there.
 NEEDS: Final = (
     Need(
         "flash_mla_with_kvcache_cpu",
@@ -62,12 +62,12 @@ NEEDS: Final = (
 
 
 def cores() -> tuple[int, ...]:
-    """Logical cores that this process may use."""
+    """Return the logical cores that this process may use."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def numa_nodes() -> tuple[int, ...]:
-    """NUMA nodes whose memory this process may use, and that `CPU_VISIBLE_MEMORY_NODES` leaves."""
+    """Return the NUMA nodes whose memory this process may use, restricted to `CPU_VISIBLE_MEMORY_NODES` if set."""
     status = Path("/proc/self/status").read_text()
     (allowed,) = re.findall(r"^Mems_allowed_list:\s*(\S*)", status, re.MULTILINE) or [""]
     nodes = _numbers(allowed)
@@ -76,21 +76,21 @@ def numa_nodes() -> tuple[int, ...]:
 
 
 def _numbers(ranges: str) -> tuple[int, ...]:
-    """Numbers written as "0-2,5"."""
+    """Parse numbers written as "0-2,5"."""
     found = (part.partition("-") for part in ranges.split(",") if part)
     return tuple(number for first, _, last in found for number in range(int(first), int(last or first) + 1))
 
 
 def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys/devices/system/cpu")) -> str:
-    """A value of `BIND` that gives each worker cores of its own, in equal numbers: "0,1|2,3".
+    """Return a value of `BIND` that gives each worker cores of its own, in equal numbers: "0,1|2,3".
 
     As vLLM does, it takes one logical core of each physical one, and leaves a physical core for each worker to other
-    processes, wherever that leaves each worker one.
+    processes, if that leaves each worker one.
 
     Args:
-        workers: how many.
+        workers: number of workers.
         allowed: logical cores, at least as many.
-        topology: where the kernel says which of them share a physical core.
+        topology: folder of the kernel with the cores that share a physical core.
     """
     physical = dict[str, int]()
     for core in allowed:
@@ -103,10 +103,10 @@ def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys
 
 
 def bound(config: Any) -> dict[str, str]:
-    """Name the variables of an engine's processes that give its workers cores, so that vLLM starts them.
+    """Return the variables of an engine's processes that bind its workers to cores, so that vLLM starts them.
 
     Args:
-        config: vLLM's.
+        config: vLLM's configuration.
 
     Returns:
         `BIND`, where there are more workers on this machine than NUMA nodes and the user has not set it; else nothing.
@@ -136,9 +136,9 @@ def bound(config: Any) -> dict[str, str]:
 
 
 def library() -> str:
-    """The library of kernels that vLLM has loaded for this processor, such as "_C_AVX2"; "" where it runs on GPUs.
+    """Return the library of kernels that vLLM has loaded for this processor, such as "_C_AVX2"; "" for GPUs.
 
-    It loads it if it was not; vLLM must be installed.
+    The library is loaded if it was not; vLLM must be installed.
     """
     from vllm.platforms import current_platform
 
@@ -150,10 +150,10 @@ def library() -> str:
 
 
 def unfit(architectures: Sequence[str], quantization: Mapping[str, Any]) -> str:
-    """Say why vLLM cannot run a model on this processor; "" if it can.
+    """Return the reason why vLLM cannot run a model on this processor; "" if it can.
 
     Args:
-        architectures: of its config.json.
+        architectures: architectures in its config.json.
         quantization: its `quantization_config`.
     """
     needs = [need for need in NEEDS if need.applies(architectures, quantization)]
@@ -161,7 +161,7 @@ def unfit(architectures: Sequence[str], quantization: Mapping[str, Any]) -> str:
 
 
 def lacks(kernel: str) -> str:
-    """Say why vLLM has no kernel of a name on this processor; "" if it has, or runs on GPUs."""
+    """Return an error message if vLLM lacks a kernel on this processor; "" if it has it, or runs on GPUs."""
     import torch
 
     loaded = library()
@@ -185,7 +185,7 @@ def check_kernels(config: Any) -> None:
     """Check that vLLM has the kernels that a model needs.
 
     Args:
-        config: vLLM's.
+        config: vLLM's configuration.
 
     Raises:
         ModelNotLoaded: it lacks one on this processor.

@@ -1,6 +1,6 @@
-"""What the adapters of all model runners have in common: hooks on a class's methods, and a loaded model's taps.
+"""Shared parts of the adapters of model runners: hooks on a class's methods, and the installation of taps in a model.
 
-What it relies on, the same in both runners and besides the names in `releases`: `load_model` ends with the model in
+It relies on this, the same in both runners and besides the names in `releases`: `load_model` ends with the model in
 `get_model()`; `execute_model` is entered once per step, with the scheduler's output.
 """
 
@@ -37,7 +37,7 @@ from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps
 
 _HOOKED: Final = "__steercap_hook__"
-#: Where the runners, V2 and V1, have the stream on which sampled tokens go to the host.
+#: Attributes of the runners, V2 and V1, with the CUDA stream that copies sampled tokens to the host.
 _OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
 #: A pass may be padded to the largest CUDA graph, beyond the most tokens a step can schedule.
 _PADDING: Final = 1024
@@ -46,7 +46,7 @@ _PADDING: Final = 1024
 def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
     """Replace a method, or a module's function, by `hook(original, *args)`; `original` takes no arguments.
 
-    Safe to call again.
+    Safe to call again: a method that is hooked already is left alone.
     """
     original = getattr(owner, name)
     if getattr(original, _HOOKED, False):
@@ -61,10 +61,10 @@ def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
 
 
 def require_requests() -> None:
-    """Check that requests come and go as `step_of` reads it.
+    """Check that new and finished requests can be read from vLLM as `step_of` does.
 
     Raises:
-        UnsupportedRunner: they do not.
+        UnsupportedRunner: they cannot.
     """
     require("SchedulerOutput", SchedulerOutput)
     require("NewRequestData", NewRequestData)
@@ -85,7 +85,7 @@ def require_whole_batches(layers: Iterable[Any]) -> None:
 
 
 def attach(runner: Any) -> None:
-    """Put the taps into a runner's model, and their runtime beside it."""
+    """Install the taps in a runner's model, and store their runtime on the runner."""
     if getattr(runner, RUNTIME_ATTRIBUTE, None) is not None:  # a subclass called its parent's load_model
         return
     config = runner.vllm_config
@@ -96,7 +96,7 @@ def attach(runner: Any) -> None:
     decoder = decoder_of(runner.get_model(), num_layers, range(start, stop))
     require_whole_batches(decoder.layers.values())
     families = families_of(list(decoder.layers.values()))
-    # The layers of another pipeline stage may leave more to try.
+    # The layers of another pipeline stage may have more candidates.
     family = families[min(candidate_of(config.additional_config), len(families) - 1)]
     installed = install_taps(
         decoder,
@@ -116,7 +116,7 @@ def attach(runner: Any) -> None:
         device=runner.device,
     )
     sizes = tap_sizes(config, installed, runner.max_num_tokens + _PADDING)
-    with torch.inference_mode(mode=False):  # or the tables could be written in inference mode alone
+    with torch.inference_mode(mode=False):  # otherwise the tables could be written only in inference mode
         taps: Taps
         if runner.device.type == "cuda":
             from steercap.worker.taps.cuda import CudaTaps
@@ -156,7 +156,7 @@ def attach(runner: Any) -> None:
 
 
 def _logits_of(model: Any, *, lora: bool) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """What makes logits of any rows behind the norm, as for requests with no adapter."""
+    """Return a function from normed rows to logits, as for requests without an adapter."""
     plain: Callable[[torch.Tensor], torch.Tensor | None] = model.compute_logits
     if not lora:
         return plain
@@ -170,7 +170,7 @@ def _logits_of(model: Any, *, lora: bool) -> Callable[[torch.Tensor], torch.Tens
 
 @contextmanager
 def step_of(runner: Any, scheduler_output: Any) -> Iterator[Runtime]:
-    """Around a runner's step: requests come and go before it, and the tables are closed after it."""
+    """Run a runner's step in the block: requests are added and removed before it, and the step is ended after it."""
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     runtime.forget(scheduler_output.finished_req_ids)
     for request in scheduler_output.scheduled_new_reqs:
@@ -186,14 +186,14 @@ def step_of(runner: Any, scheduler_output: Any) -> Iterator[Runtime]:
 
 
 def carried(request: Any) -> Mapping[str, Any]:
-    """What a new request's sampling parameters, or its pooling parameters, carry besides vLLM's own."""
+    """Return the extra arguments in a new request's sampling or pooling parameters."""
     if request.pooling_params is not None:
         return request.pooling_params.extra_kwargs or {}
     return getattr(request.sampling_params, "extra_args", None) or {}
 
 
 def sample_of(request_id: str) -> int:
-    """Which sample of `n > 1` a request of the worker is: vLLM names them `<index>_<id>-<suffix>`.
+    """Return the sample index of a request in the worker: vLLM names children of `n > 1` `<index>_<id>-<suffix>`.
 
     steercap's own ids hold no underscore, so one can only be vLLM's.
     """

@@ -1,9 +1,9 @@
-"""An engine's start, which can be given up at any moment, and the processes that come of it.
+"""Start of an engine, which can be cancelled at any moment, and ownership of its processes.
 
-What it relies on: `CoreEngineProcManager` and `DPCoordinator` of `v1.engine.utils` start all processes of an engine in
-their `__init__`, and hold them as `processes` and `proc`; `envs.environment_variables` is asked where a socket goes.
-It can go when vLLM takes an environment and an entry for its processes. It imports vLLM when a start runs, on its
-thread: that takes many seconds, and a user who presses Ctrl+C should not have to wait for them.
+It relies on this: `CoreEngineProcManager` and `DPCoordinator` of `v1.engine.utils` start all processes of an engine in
+their `__init__`, and hold them as `processes` and `proc`; `envs.environment_variables` is asked for the folder of
+sockets. It can go when vLLM takes an environment and an entry for its processes. It imports vLLM only when a start
+runs, on its thread: that takes many seconds, and a user who presses Ctrl+C should not have to wait for them.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from steercap.errors import EngineFailure, ModelClosed
 if TYPE_CHECKING:
     from steercap.adapters.engine import VllmEngine
 
-#: The start of which the running code of vLLM is part.
+#: Start that the running code of vLLM belongs to.
 _CURRENT: Final[ContextVar[Launch | None]] = ContextVar("steercap_launch", default=None)
 #: The environment and vLLM's classes are the whole process's: one start at a time changes them, for some milliseconds.
 _SPAWNING: Final = threading.Lock()
 _LOG: Final = wants_quiet()
-#: Seconds for which the interpreter's end waits for a start that is deep in an import.
+#: Maximum wait at the interpreter's exit, in seconds, for a start that is importing.
 EXIT_SECONDS: Final = 2.0
 
 
 class Launch:
-    """One start of an engine, and what is known of its processes from then on.
+    """One start of an engine, and the owner of its processes from then on.
 
     Raises:
         EngineFailure: the process that watches over the engine cannot be started.
@@ -58,7 +58,7 @@ class Launch:
             self.reaper: Final = Reaper()
         except OSError as error:
             raise EngineFailure(f"no process can be started beside the engine, to end it with us: {error}") from error
-        #: What the environment of the engine's processes must say besides.
+        #: Further environment variables of the engine's processes.
         self.environment: dict[str, str] = {}
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
@@ -71,7 +71,7 @@ class Launch:
         """Start an engine, on a thread of its own. If that fails, nothing is left.
 
         Returns:
-            The engine, or its error: ModelClosed if the start was given up, and those of `VllmEngine.start`.
+            Future of the engine, or its error: ModelClosed if the start was given up, and those of `VllmEngine.start`.
         """
         return on_thread(lambda: self._run(model, settings, engine_args, candidate), "steercap start")
 
@@ -97,17 +97,17 @@ class Launch:
         return vllm
 
     def give_up(self) -> None:
-        """Kill what was started, and make the start fail as soon as it can; from any thread."""
+        """Kill the processes started so far, and make the start fail as soon as it can; callable from any thread."""
         self._given_up.set()
         self.reaper.end()
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it was given up."""
+        """True if it was given up."""
         return self._given_up.is_set()
 
     def end(self) -> None:
-        """Let go of the engine, and kill its processes; from any thread, blocks for a moment. Idempotent."""
+        """Release the engine, and kill its processes; callable from any thread, blocks for a moment. Idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None and self.reaper.is_ours:
             engine.let_go()
@@ -115,11 +115,11 @@ class Launch:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the thread of the start still runs."""
+        """True while the thread of the start runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def stop_importing(self, deadline: float) -> None:
-        """End the thread of the start where it is; for the interpreter's end, when nothing will be imported again.
+        """Stop the thread of the start at the interpreter's exit, when nothing will be imported again.
 
         A thread that is stopped inside of a library's C++ when the interpreter is gone aborts the process.
         """
@@ -140,11 +140,11 @@ class Launch:
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
-        """While processes are started: they carry the mark, begin quietly, and never get Ctrl+C.
+        """Start processes in the block: they carry the mark, log little, and never receive Ctrl+C.
 
         A terminal sends SIGINT to all of them. The client decides what it means: an engine that obeyed it would be gone
-        while a notebook still needs it, with a traceback from each process. A blocked signal stays blocked in whatever
-        a process starts.
+        while a notebook still needs it, with a traceback from each process. A blocked signal stays blocked in all
+        processes that these start.
         """
         with _SPAWNING, _environment({**self.environment, **self.reaper.environment}), _entries():
             self.require_wanted()
@@ -160,7 +160,7 @@ _LAUNCHES: Final[WeakSet[Launch]] = WeakSet()
 
 
 def _end_all() -> None:
-    """The interpreter ends: so do engines that nobody closed, and starts that still import vLLM."""
+    """End engines that nobody closed, and starts that still import vLLM, at the interpreter's exit."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl+C now means an end at once, without a traceback
     for launch in list(_LAUNCHES):
@@ -195,7 +195,7 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _entries() -> Iterator[None]:
-    """The functions that vLLM's processes begin with are ours."""
+    """Replace the target functions of vLLM's processes by `Entry` in the block."""
     with contextlib.ExitStack() as stack:
         for target in (ENGINE_CORE, COORDINATOR):
             owner, name = getattr(import_module(target[0]), target[1]), target[2]
@@ -205,11 +205,12 @@ def _entries() -> Iterator[None]:
 
 
 class _Folder:
-    """Where the client binds its sockets: for one of our starts in the folder of its engine, which is removed with it;
-    vLLM leaves those that it binds elsewhere.
+    """Folder of the client's sockets: that of the engine for one of our starts, which is removed with it.
+
+    vLLM leaves behind those that it binds elsewhere.
 
     Args:
-        elsewhere: for any other.
+        elsewhere: vLLM's own function, used for other starts.
     """
 
     def __init__(self, elsewhere: Callable[[], Any]) -> None:
@@ -221,7 +222,7 @@ class _Folder:
 
 
 def _hook_launchers() -> None:
-    """Have vLLM start processes inside of `Launch.spawning`, if it is one of our starts; safe to call again."""
+    """Make vLLM start processes inside of `Launch.spawning` for our starts; safe to call again."""
     from vllm.envs import environment_variables
     from vllm.v1.engine.utils import CoreEngineProcManager, DPCoordinator
 

@@ -1,13 +1,14 @@
-"""What Model Runner V1's samplers get wrong, repaired in the worker: `logprob_token_ids` beside `logprobs`.
+"""Repair of Model Runner V1's samplers in the worker: `logprob_token_ids` beside `logprobs`.
 
 vLLM answers all requests of a batch as if they had asked by `logprob_token_ids` as soon as one of them has: another's
 `logprobs=5` becomes its sampled token, and token 0 at -inf. With drafts it ignores `logprob_token_ids`, or ends. Here
 each row gets what its request asked for. Model Runner V2 mixes them itself.
 
-What it relies on: both samplers take all log probabilities that they hand over from `Sampler.gather_logprobs`, of as
-many rows for each request, in the order of the batch; and `SamplingMetadata` says in `logprob_token_ids` and
-`max_num_logprobs` what is asked. vLLM's output processor reads the sampled token, in the first column, and after it as
-many columns as the request asked for, so that what pads a row is not seen. It can go when vLLM mixes them.
+It relies on this: both samplers get all log probabilities that they return from `Sampler.gather_logprobs`, with equally
+many rows for each request, in the order of the batch; and `SamplingMetadata` has the requests' options as
+`logprob_token_ids` and `max_num_logprobs`. vLLM's output processor reads the sampled token, in the first column, and
+after it as many columns as the request asked for, so the padding of a row is never seen. It can go when vLLM mixes
+them.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ def _verify(
 
 @contextmanager
 def _mixed(sampler: Any, metadata: Any, requests: int) -> Iterator[None]:
-    """In the block, the sampler believes that `logprobs` alone was asked for, and gathers what was.
+    """Make the sampler see a request for `logprobs` alone in the block, and gather what each request asked for.
 
     Args:
         sampler: vLLM's `Sampler`.
-        metadata: what is asked of this pass.
-        requests: how many requests it has.
+        metadata: `SamplingMetadata` of this pass.
+        requests: number of its requests.
     """
     asked, most = metadata.logprob_token_ids, metadata.max_num_logprobs
     if not asked:
@@ -93,13 +94,13 @@ def _mixed(sampler: Any, metadata: Any, requests: int) -> Iterator[None]:
 def with_tokens(
     found: LogprobsTensors, logprobs: torch.Tensor, asked: Mapping[int, Sequence[int]], each: int
 ) -> LogprobsTensors:
-    """The most likely tokens of each row, and in the rows of some requests the tokens that these have asked for.
+    """Return the most likely tokens of each row, and for some requests the tokens that these have asked for instead.
 
     Args:
         found: the sampled token and the most likely ones, [rows, 1 + most likely].
-        logprobs: of every token, [rows, vocabulary].
+        logprobs: log probabilities of every token, [rows, vocabulary].
         asked: token ids by the index of their request in the batch.
-        each: rows of each request, one after the other.
+        each: number of rows of each request, one after the other.
     """
     most = max(map(len, asked.values()))
     rows = [request * each + row for request in asked for row in range(each)]
@@ -119,7 +120,7 @@ def with_tokens(
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on the device, without waiting for it."""
+    """Copy a tensor to the device without waiting for it."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,11 +1,11 @@
-"""LoRA adapters of requests, loaded before a request that uses them is sent.
+"""LoRA adapters of requests, loaded and checked before a request that uses them is sent.
 
 vLLM loads an adapter within the first step that needs it: one that is missing, or does not fit, ends the engine;
 one whose weights are narrower than the model's is copied into a corner of its tables; one for layers that the model
-lacks does nothing; and two under one name or number are the same to its caches. What it relies on: `LoRARequest`,
-`get_adapter_absolute_path`, `PEFTHelper`; in the worker `add_lora`, `remove_lora` and the manager behind
-`model_runner.lora_manager`; and of the wrapper of a model's logits processor, its `punica_wrapper`. It can go when vLLM
-refuses such adapters by themselves.
+lacks does nothing; and two under one name or number are the same to its caches. It relies on `LoRARequest`,
+`get_adapter_absolute_path`, `PEFTHelper`; in the worker on `add_lora`, `remove_lora` and the manager behind
+`model_runner.lora_manager`; and on `punica_wrapper` of the wrapper of a model's logits processor. It can go when vLLM
+refuses such adapters itself.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Known(NamedTuple):
     """An adapter that the workers have loaded.
 
     Args:
-        request: as it is passed to vLLM.
-        files: what its files were: size and time of last change.
+        request: the LoRARequest, as it is passed to vLLM.
+        files: size and modification time of each of its files when it was loaded.
     """
 
     request: LoRARequest
@@ -46,11 +46,13 @@ class Known(NamedTuple):
 
 
 class Adapters:
-    """The adapters that an engine has been asked for.
+    """Adapters that an engine has loaded.
 
     Args:
         config: vLLM's configuration.
-        load: has every worker load an adapter, given its name, number and path, and gives back what each could not do.
+        load: coroutine function that loads an adapter in every worker, given its name, number and path, and returns
+            each
+            worker's error, or "".
     """
 
     def __init__(self, config: Any, load: Callable[[str, int, str], Awaitable[list[str]]]) -> None:
@@ -60,7 +62,7 @@ class Adapters:
         self._loading = asyncio.Lock()
 
     async def ready(self, given: Any, params: SamplingParams | PoolingParams) -> LoRARequest | None:
-        """A request's adapter, loaded once by every worker.
+        """Return a request's adapter, after every worker has loaded it once.
 
         Raises:
             InvalidRequest: it is not vLLM's LoRARequest, the engine was started without `enable_lora`, its files are
@@ -90,7 +92,7 @@ class Adapters:
         return request
 
     def _read(self, given: Any) -> LoRARequest:
-        """The user's LoRARequest, of the types that the engine expects."""
+        """Check the user's LoRARequest and convert its fields to the types that the engine expects."""
         if not isinstance(given, LoRARequest):
             raise InvalidRequest(f"lora_request={shown(given)}; give vLLM's LoRARequest")
         if self._config.lora_config is None:
@@ -109,7 +111,7 @@ class Adapters:
         return request
 
     def _is_known(self, request: LoRARequest, files: tuple[tuple[int, int], ...]) -> bool:
-        """Whether the workers have loaded this adapter.
+        """Check if the workers have loaded this adapter.
 
         Raises:
             InvalidRequest: they have another under its name or number, or its files have changed.
@@ -130,7 +132,7 @@ class Adapters:
         return False
 
     def _check(self, request: LoRARequest) -> None:
-        """What can be checked without the model: its settings, against the engine's."""
+        """Check an adapter's settings against the engine's, without the model."""
         text = self._config.model_config.hf_config.get_text_config()
         try:
             helper = PEFTHelper.from_local_dir(request.lora_path, getattr(text, "max_position_embeddings", None))
@@ -140,7 +142,7 @@ class Adapters:
 
 
 def _found(request: LoRARequest) -> str:
-    """The absolute path of an adapter's folder, which stays valid when the process changes its own.
+    """Return the absolute path of an adapter's folder, which stays valid after a change of directory.
 
     Raises:
         InvalidRequest: there is none.
@@ -172,13 +174,13 @@ def _told(request: LoRARequest) -> str:
 
 
 def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
-    """In a worker: load an adapter, and see that all of it fits the model.
+    """Load an adapter in a worker, and check that all of it fits the model.
 
     Returns:
-        Why it cannot be used, and then it is not kept; "" if it can.
+        The reason why it cannot be used, and then it is not kept; "" if it can.
     """
     try:
-        worker.remove_lora(number)  # another that this rank alone has kept
+        worker.remove_lora(number)  # an earlier one that only this rank has kept
         worker.add_lora(LoRARequest(name, number, path))
         stages = worker.vllm_config.parallel_config.pipeline_parallel_size
         manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001 -- vLLM shows it in no other way
@@ -192,12 +194,12 @@ def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
 
 
 def _misfit(manager: Any, number: int, *, whole: bool) -> str:
-    """The first of an adapter's weights that do not belong to the model, or "".
+    """Return the first mismatch between an adapter's weights and the model, or "".
 
     Args:
-        manager: the worker's, which has loaded the adapter.
-        number: the adapter's.
-        whole: whether all layers are on this rank.
+        manager: the worker's LoRA manager, which has loaded the adapter.
+        number: number of the adapter.
+        whole: True if all layers are on this rank.
     """
     for name, weights in manager.get_adapter(number).loras.items():
         module = manager.modules.get(name)
@@ -220,17 +222,17 @@ def _misfit(manager: Any, number: int, *, whole: bool) -> str:
 
 
 class _NoAdapter:
-    """Stands for LoRA's kernels, which know each row's adapter, and how many rows there are, from the last pass."""
+    """Replacement of LoRA's kernels, whose row counts and adapters by row are those of the last pass."""
 
     @staticmethod
     def add_lora_logits(logits: Any, *_: Any) -> Any:
-        """No adapter has changed the unembedding."""
+        """Return the logits unchanged."""
         return logits
 
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Have a model make logits of any rows, as for a request with no adapter, within."""
+    """Make a model compute logits of arbitrary rows in the block, as for a request with no adapter."""
     wrappers = [module for module in model.modules() if isinstance(module, LogitsProcessorWithLoRA)]
     kernels = [wrapper.punica_wrapper for wrapper in wrappers]
     try:

@@ -1,7 +1,7 @@
-"""What an engine core does that has lost a worker of Ray's: it ends, and its requests with it.
+"""Termination of the engine core when a Ray worker dies.
 
 vLLM's monitor of such workers notices within seconds, but the core may be waiting for that worker's answer on a socket,
-and would wait for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS: 5 minutes, in which requests hang. What it relies on: the monitor
+and would wait for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS: 5 minutes, in which requests hang. It relies on this: the monitor
 sets `is_failed` before it calls `RayExecutorV2.shutdown`. It can go when waiting for answers ends with the executor.
 """
 
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-#: Seconds in which the core may end by itself.
+#: Seconds after which a core that has not ended by itself is killed.
 GRACE: Final = 2.0
 
 

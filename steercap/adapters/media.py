@@ -1,8 +1,8 @@
-"""Which tokens of a prompt stand for pictures, sound or video, as vLLM itself says.
+"""Media spans of a rendered prompt, from vLLM's placeholders.
 
-What it relies on: of a rendered prompt of type "multimodal", `mm_placeholders`, by kind a `PlaceholderRange` for each
-item in their order, and likewise `mm_hashes`. A range's `is_embed`, if there is one, says at which of its tokens the
-embedding is replaced; vLLM's scheduler and its runners go by the same.
+It relies on this: a rendered prompt of type "multimodal" has `mm_placeholders`, by kind a `PlaceholderRange` for each
+item in order, and likewise `mm_hashes`. A range's `is_embed`, if there is one, marks the tokens whose embedding is
+replaced; vLLM's scheduler and its runners use the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from steercap.core.values import Mask
 
 
 def media_of(payload: Mapping[str, Any]) -> tuple[MediaSpan, ...]:
-    """Where the pictures, sounds and videos of a rendered prompt are, in the order of their positions.
+    """Return the media spans of a rendered prompt, in the order of their positions.
 
     Args:
         payload: vLLM's engine input.
@@ -32,5 +32,5 @@ def media_of(payload: Mapping[str, Any]) -> tuple[MediaSpan, ...]:
 
 
 def _runs(one: Any) -> Iterator[tuple[int, int]]:
-    """The stretches of a range whose embeddings are replaced: [start, stop) within it."""
+    """Return the runs [start, stop) of a range's tokens whose embeddings are replaced."""
     return iter([(0, one.length)]) if one.is_embed is None else Mask(bytes(one.is_embed.tolist())).runs

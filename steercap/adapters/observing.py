@@ -1,6 +1,6 @@
-"""What modules read and give in a pass of vLLM's, seen before any tap is put in: what rows a path stands for.
+"""Observation of modules' inputs and outputs in one pass, before taps are installed: the shape of their rows.
 
-One pass of a few tokens runs as vLLM's own profiling does, without attention's metadata, and nothing of it is compiled.
+One pass of a few tokens runs as vLLM's own profiling does, without attention's metadata, and is not compiled.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from steercap.architectures.sites.modules import ModuleSite
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 
-#: Tokens of the pass: a number that no dimension of a model's has, so that it is seen which one they are along.
+#: Number of tokens of the pass: no dimension of a model has this size, so that the axis of tokens can be recognised.
 _TOKENS: Final = 7
 _End: TypeAlias = "tuple[nn.Module, str]"
 
 
 class Observations:
-    """What the modules of armed points read and give.
+    """Observed inputs and outputs of the modules of armed points.
 
     Args:
         runner: vLLM's model runner, with its model.
-        decoder: its layers.
+        decoder: decoder of the model.
         armed: every armed point of the engine.
 
     Raises:
@@ -55,10 +55,10 @@ class Observations:
             self._run(runner, decoder)
 
     def __call__(self, module: nn.Module, end: str) -> RowShape:
-        """What a module reads or gives.
+        """Return the row shape of a module's input or output.
 
         Raises:
-            UnsupportedModel: that is not one row for each token.
+            UnsupportedModel: it has not one row for each token.
         """
         tensors = self._seen[module, end]
         verb = "reads" if end == "input" else "gives"
@@ -77,11 +77,11 @@ class Observations:
         return RowShape((shape[0] * shards, *shape[1:]), shards, str(tensor.dtype).removeprefix("torch."))
 
     def _shards(self, module: nn.Module, end: str, tensor: torch.Tensor) -> int:
-        """Over how many ranks rows are split: none, if all of them saw the same."""
+        """Return the number of ranks that rows are split over: 1 if all of them saw the same."""
         if self._ranks == 1:
             return 1
         parts = get_tp_group().all_gather(tensor.reshape(1, -1).contiguous(), dim=0)
-        if bool((parts == parts[:1]).all()) and bool(parts.any()):  # what is zero on all of them says nothing
+        if bool((parts == parts[:1]).all()) and bool(parts.any()):  # zeros on all of them prove nothing
             return 1
         linear: Any = getattr(module, "base_layer", module)
         whole, part = (getattr(linear, name, None) for name in (f"{end}_size", f"{end}_size_per_partition"))
@@ -94,7 +94,7 @@ class Observations:
         return int(self._ranks)
 
     def _run(self, runner: Any, decoder: Decoder) -> None:
-        """Run the pass."""
+        """Run the pass with hooks on the modules."""
         require("forward_context", forward_context)
         config, model = runner.vllm_config, decoder.model
         ids = torch.ones(_TOKENS, dtype=torch.int32, device=runner.device)
@@ -115,10 +115,10 @@ class Observations:
 
 
 def _found(point: Point, within: nn.Module, path: str) -> nn.Module:
-    """The module of a point.
+    """Return the module of a point.
 
     Raises:
-        UnsupportedModel: there is none; the message says how far the path leads, and what is there.
+        UnsupportedModel: there is none; the message says how far the path leads, and lists the modules there.
     """
     module = within
     for name in path.split("."):
@@ -131,7 +131,7 @@ def _found(point: Point, within: nn.Module, path: str) -> nn.Module:
 
 
 def _drawn(generator: torch.Generator, _module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Numbers in place of what attention gives without metadata, which is memory as it was found: heads of a rank."""
+    """Replace attention's output, which is uninitialised without metadata, by random numbers that differ by rank."""
     return torch.randn(output.shape, generator=generator).to(output)
 
 

@@ -1,7 +1,7 @@
-"""A user's pooling parameters as vLLM's own, and the part of a pooling model that stands where others make logits.
+"""Pooling parameters of users, and the head of a pooling model that takes the place of logits.
 
-What it relies on: `PoolingParams`, `POOLING_TASKS`, `ModelConfig.get_pooling_task`; that a model's `pooler` keeps one
-for each task in `poolers_by_task`, and that those of single tokens have a `head` with `forward_chunk`.
+It relies on `PoolingParams`, `POOLING_TASKS`, `ModelConfig.get_pooling_task`; and on this: a model's `pooler` keeps one
+for each task in `poolers_by_task`, and those of single tokens have a `head` with `forward_chunk`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from steercap.adapters.complaints import named
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidRequest, UnsupportedModel
 
-#: What can be asked for: other tasks of vLLM's have plug-ins of their own that read the request.
+#: Supported tasks: other tasks of vLLM's have plug-ins of their own that read the request.
 TASKS: Final = ("embed", "classify", "token_embed", "token_classify")
-#: Those that give something for each token.
+#: Tasks with an output for each token.
 OF_TOKENS: Final = ("token_embed", "token_classify")
 
 
 class _Given(msgspec.Struct, forbid_unknown_fields=True):
-    """What a user may set of `PoolingParams`; the rest is between vLLM's server and its workers."""
+    """Fields of `PoolingParams` that a user may set; the rest is between vLLM's server and its workers."""
 
     task: str | None = None
     use_activation: bool | None = None
@@ -36,16 +36,17 @@ class _Given(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_pooling(given: Any, supported: tuple[str, ...], default: str) -> PoolingParams:
-    """Pooling parameters as vLLM's, sharing nothing with what was given.
+    """Convert a user's pooling parameters to vLLM's, sharing nothing with the given object.
 
     Args:
         given: PoolingParams, a dict of their fields, or None.
         supported: tasks of the model.
-        default: the task where none is named.
+        default: task used where none is named.
 
     Raises:
-        InvalidRequest: an unknown name, a value of another type, a task that the model has not, or a field that is not
-            the user's to set.
+        InvalidRequest: an unknown name, a value of another type, a task that the model has not, or a field that the
+            user
+            may not set.
     """
     fields = _fields(given)
     try:
@@ -64,7 +65,7 @@ def read_pooling(given: Any, supported: tuple[str, ...], default: str) -> Poolin
 
 
 def _fields(given: Any) -> dict[str, Any]:
-    """The fields that were given, by name, NumPy's numbers as Python's."""
+    """Return the fields that were given, by name, with NumPy's numbers as Python's."""
     if given is None:
         return {}
     if isinstance(given, PoolingParams):
@@ -87,14 +88,14 @@ def _fields(given: Any) -> dict[str, Any]:
 
 
 def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, ...], str]:
-    """The tasks of a pooling model, and the one that vLLM takes where none is named.
+    """Return the tasks of a pooling model, and the one that vLLM takes where none is named.
 
     Args:
-        supported: by the engine.
-        model_config: vLLM's.
+        supported: tasks that the engine supports.
+        model_config: vLLM's ModelConfig.
 
     Raises:
-        UnsupportedModel: it has none that can be asked for.
+        UnsupportedModel: it has none that requests can name.
     """
     tasks = tuple(task for task in TASKS if task in supported)
     if not tasks:
@@ -106,10 +107,10 @@ def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, 
 
 
 def token_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What a pooling model makes of rows behind its norm, before any activation; None where it is not done by token.
+    """Return a function from normed rows to a pooling model's raw output by token, or None if it has none.
 
     Args:
-        model: that vLLM has loaded.
+        model: model that vLLM has loaded.
     """
     poolers = getattr(model.pooler, "poolers_by_task", {})
     for task in OF_TOKENS:

@@ -1,6 +1,6 @@
 """Prompts as vLLM takes them: a text, token ids, or one of its prompt dicts, pictures included.
 
-What it relies on: `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`; that a rendered prompt whose
+It relies on `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`; and on this: a rendered prompt whose
 pictures were not taken from the renderer's cache (`skip_mm_cache`) can be sent in any order, or never.
 """
 
@@ -19,12 +19,12 @@ from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidPrompt
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
-#: What vLLM takes beside pictures, and why it is not taken here.
+#: Keys of vLLM's prompt dicts that are refused here, with the reason.
 _REFUSED: Final = {
     "mm_processor_kwargs": "vLLM ignores names that its processor does not know; give it to SteerModel for all prompts",
     "multi_modal_uuids": "vLLM takes pictures of one name for one picture; leave it out, and what they show decides",
 }
-#: Of vLLM's other kinds of prompt, which it refuses itself, with its reason.
+#: Keys of prompts that vLLM refuses itself, with its own reason.
 _FOREIGN: Final = ("prompt_embeds",)
 
 
@@ -34,8 +34,8 @@ class Rendered:
 
     Args:
         payload: vLLM's engine input.
-        token_ids: the prompt's token ids, with as many tokens for each picture as vLLM makes of it.
-        media: where its pictures are.
+        token_ids: the prompt's token ids, with the placeholder tokens of each picture.
+        media: spans of its pictures, sounds and videos.
     """
 
     payload: Any
@@ -44,7 +44,7 @@ class Rendered:
 
 
 async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
-    """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts; one that is rendered is as it is.
+    """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts; a rendered one is returned as it is.
 
     Args:
         llm: the engine.
@@ -59,7 +59,7 @@ async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
         prompt = prompt_dict(prompt)
     try:
         parsed = parse_model_prompt(llm.model_config, prompt)
-        # From its cache, a picture is sent without its pixels: the engine has them if every request before was sent.
+        # A cached picture is sent without its pixels; the engine has them only if all earlier requests were sent.
         (payload,) = await llm.renderer.render_cmpl_async([parsed], skip_mm_cache=True)
     except Exception as error:  # of any kind: vLLM and tokenizers compare and index before they look at types
         raise InvalidPrompt(f"{shown(prompt)} cannot be a prompt: {error}") from error
@@ -77,10 +77,10 @@ async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
 
 
 def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
-    """A prompt dict as vLLM takes it, its token ids plain ints of its own.
+    """Check a prompt dict, and return it as vLLM takes it, with token ids as plain ints in a list of its own.
 
     Raises:
-        InvalidPrompt: a key that vLLM would ignore or take on trust, or values of other types.
+        InvalidPrompt: a key that vLLM would ignore or not check, or values of other types.
     """
     found = dict(prompt)
     for key, reason in _REFUSED.items():
@@ -100,7 +100,7 @@ def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def token_ids(given: Any) -> list[int]:
-    """Token ids as plain ints: NumPy's and torch's whole numbers too.
+    """Convert token ids, of NumPy or torch too, to plain ints.
 
     Raises:
         InvalidPrompt: something else among them, such as a float or a bool.
@@ -122,10 +122,10 @@ def _token_id(one: Any, index: int) -> int:
 
 
 def rendered(payload: Any) -> Rendered:
-    """A prompt that vLLM's server has rendered.
+    """Wrap a prompt that vLLM's server has rendered.
 
     Raises:
-        InvalidPrompt: a prompt of embeddings, or none that steercap can label rows of.
+        InvalidPrompt: a prompt of embeddings, or another one whose rows cannot be labelled.
     """
     if not isinstance(payload, Mapping) or not payload.get("prompt_token_ids"):
         raise InvalidPrompt("rows of this prompt cannot be labelled: it has no token ids")

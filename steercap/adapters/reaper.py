@@ -1,7 +1,7 @@
-"""Ends every process of one engine, and removes what they leave in shared memory and among temporary files.
+"""End of every process of one engine, and removal of their shared memory and temporary files.
 
 An engine is a tree of processes that vLLM starts: engine cores, workers, compilers. While one is started, the
-environment carries a mark; whatever grows from it inherits the mark, whoever its parent is by then. The client ends
+environment carries a mark; all descendants inherit the mark, whoever their parent is by then. The client ends
 its engine with `Reaper.end`. A client that was killed cannot: for this a small process beside the engine, in a session
 of its own, waits for the client's end and does the same. That process runs this file as a script, so nothing but the
 standard library is imported here.
@@ -26,26 +26,26 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
-#: The environment variable that marks processes of an engine.
+#: Environment variable that marks processes of an engine.
 MARK: Final = "STEERCAP_ENGINE"
-#: Seconds that killed processes may take to be gone; a driver that frees much device memory takes some.
+#: Maximum wait in seconds until killed processes are gone; a driver that frees much device memory takes some.
 PATIENCE: Final = 10.0
-#: Longest path of a folder for Unix sockets: 107 bytes, less a UUID.
+#: Maximum length of the path of a folder for Unix sockets: 107 bytes, less a UUID.
 LONGEST_FOLDER: Final = 107 - 37
 _SHARED: Final = "/dev/shm/"  # noqa: S108 -- where Linux keeps shared memory
-#: In an engine's folder: the names that were in shared memory before it.
+#: File in an engine's folder that lists the names in shared memory before its start.
 _BEFORE: Final = "shared memory before"
 _ENDED: Final = b"ended\n"
-#: The names that vLLM gives its sockets.
+#: Names that vLLM gives its sockets.
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Reaper:
-    """What belongs to one engine outside of this process, and its end.
+    """Owner of an engine's processes, shared memory and files outside of this process, which ends and removes them.
 
     Attributes:
-        mark: the value of `MARK` in the engine's processes.
-        folder: for their sockets and other temporary files; removed at the end.
+        mark: value of `MARK` in the engine's processes.
+        folder: folder of their sockets and other temporary files; removed at the end.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class Reaper:
         self._roots: dict[int, str] = {}
         self._files: set[str] = set()
         self._before: Final = _shared()
-        # Not told through the pipe: there may be more of them than it holds.
+        # Not sent through the pipe: there may be more of them than it holds.
         (self.folder / _BEFORE).write_bytes(b"\0".join(map(os.fsencode, self._before)))
         self._lock = threading.Lock()
-        resource_tracker.ensure_running()  # or it would be marked, and killed with them
+        resource_tracker.ensure_running()  # otherwise it would inherit the mark, and be killed with them
         self._process = subprocess.Popen(  # noqa: S603 -- this very file
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.mark, str(self.folder)],
             stdin=subprocess.PIPE,
@@ -70,24 +70,27 @@ class Reaper:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What the environment must carry while processes of the engine are started."""
+        """Environment variables to set while processes of the engine are started."""
         # SPT_NOENV: setproctitle, which vLLM uses, would write its titles over the mark.
         return {MARK: self.mark, "SPT_NOENV": "1", "VLLM_RPC_BASE_PATH": str(self.folder)}
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the engine, rather than being a fork of the one that did."""
+        """True in the process that started the engine, False in a fork of it."""
         return os.getpid() == self._client
 
     def adopt(self, pids: Iterable[int]) -> None:
-        """Take note of processes that were started: forked ones do not show the mark. And of this process's sockets."""
+        """Record processes that were started, and this process's sockets.
+
+        Forked processes do not show the mark.
+        """
         self._roots |= {pid: began for pid in pids if (began := _began(pid))}
         lines = [f"root {pid} {began}" for pid, began in self._roots.items()]
         lines += [f"file {path}" for path in _listening(os.getpid())]
         self._tell("".join(f"{line}\n" for line in lines).encode())
 
     def note_files(self) -> set[str]:
-        """Take note of the engine's shared memory: once a process that mapped it is dead, nobody else could find it.
+        """Record the engine's shared memory, which nobody could find once the process that mapped it is dead.
 
         Returns:
             The files.
@@ -99,10 +102,11 @@ class Reaper:
         return files
 
     def end(self) -> bool:
-        """Kill what is left of the engine, and remove what it leaves; from any thread, as often as you like.
+        """Kill the remaining processes of the engine, and remove their files; callable from any thread. Idempotent.
 
         Returns:
-            Whether all of it is gone; if not, the process beside it goes on trying. In a fork of the client, False:
+            True if all of them are gone; if not, the process beside the engine keeps trying. In a fork of the client,
+            False:
             the engine is its parent's.
         """
         if not self.is_ours:
@@ -139,15 +143,15 @@ def reap(
     """Kill every process of an engine, until there is none, and remove the shared memory that they alone had mapped.
 
     Args:
-        mark: what its processes carry.
+        mark: value of `MARK` in its processes.
         roots: process ids known to be its own, and when each began.
-        before: shared memory that there was before it, and that stays; None if nobody knows any more: then what its
-            processes map stays too.
-        files: shared memory known to be its own: of a process that died before, nobody can tell what it had mapped.
+        before: names in shared memory before its start, which stay; None if they are unknown: then files that its
+            processes map stay too.
+        files: shared memory known to be its own, since the mappings of a dead process cannot be read.
         patience: seconds to wait for the processes.
 
     Returns:
-        Whether all are gone, and the files that were removed.
+        True if all are gone, and the files that were removed.
     """
     deadline = time.monotonic() + patience
     gone, left = True, set(files)
@@ -177,7 +181,7 @@ def reap(
 
 
 def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
-    """Living processes that carry the mark, the roots, and all that descend from them; never this one."""
+    """Return the living processes that carry the mark, the roots, and all their descendants; never this process."""
     needle = f"{MARK}={mark}".encode()
     found = {pid for pid, began in roots.items() if _began(pid) == began}
     parents: dict[int, int] = {}
@@ -194,12 +198,12 @@ def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
 
 
 def pids() -> Iterator[int]:
-    """The processes there are."""
+    """Return the ids of all processes."""
     return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
 
 
 def _status(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the state on; None for a process that has ended.
+    """Return the fields of /proc/PID/stat from the state on; None for a process that has ended.
 
     A process whose first thread has ended counts as a zombie, while others of its threads may still be about to end.
     """
@@ -208,18 +212,18 @@ def _status(pid: int) -> list[str] | None:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, which distinguishes it from another of the same id; None if it has ended."""
+    """Return the start time of a process, which distinguishes it from another of the same id; None if it has ended."""
     status = _status(pid)
     return status[19] if status else None
 
 
 def mapped(processes: Iterable[int], written: bool = False) -> set[str]:
-    """Files below /dev/shm that processes map.
+    """Return the files below /dev/shm that processes map.
 
     Args:
-        processes: which.
-        written: only those that one of them maps shared and writable, as memory is that processes share: weights and
-            libraries that somebody keeps there are mapped to be read, or as copies.
+        processes: ids of the processes.
+        written: True for only those that one of them maps shared and writable, as memory shared between processes is:
+            weights and libraries that somebody keeps there are mapped read-only, or as copies.
     """
     found = set()
     for pid in processes:
@@ -231,24 +235,24 @@ def mapped(processes: Iterable[int], written: bool = False) -> set[str]:
 
 
 def named(processes: Iterable[int]) -> set[str]:
-    """Files of shared memory that carry the id of their process in the name, as loky's semaphores do."""
+    """Return the files of shared memory that carry the id of their process in the name, as loky's semaphores do."""
     names = _shared()
     return {f"{_SHARED}{name}" for pid in processes for name in names if f"-{pid}-" in name}
 
 
 def _own(processes: Collection[int], before: Collection[str]) -> set[str]:
-    """Files of an engine's shared memory: what was there before it, and whatever lies in a folder, is somebody's."""
+    """Return the files of an engine's shared memory: not those that existed before it, and none in folders."""
     found = {path[len(_SHARED) :] for path in mapped(processes, written=True) | named(processes)}
     return {f"{_SHARED}{name}" for name in found if "/" not in name and name not in before}
 
 
 def _shared() -> frozenset[str]:
-    """The names in shared memory."""
+    """Return the names in shared memory."""
     return frozenset(os.listdir(_SHARED) if os.path.isdir(_SHARED) else [])  # noqa: PTH112, PTH208
 
 
 def _listening(pid: int) -> set[str]:
-    """Files of vLLM's Unix sockets that a process has bound."""
+    """Return the paths of vLLM's Unix sockets that a process has bound."""
     inodes = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
@@ -273,12 +277,12 @@ def _read(path: str) -> bytes:
 
 
 def _forget(path: str) -> None:
-    """Tell Python's resource tracker, which removes at exit what nobody has removed, that this is done."""
+    """Tell Python's resource tracker, which removes leftover files at exit, that this one is removed."""
     name = Path(path).name
     kind, known = ("semaphore", name[len("sem.") :]) if name.startswith("sem.") else ("shared_memory", name)
-    if ":" in known:  # the tracker could not have been told of it, and cannot be
+    if ":" in known:  # the tracker's protocol cannot name it
         return
-    resource_tracker.register(f"/{known}", kind)  # or what was not registered is an error to unregister
+    resource_tracker.register(f"/{known}", kind)  # otherwise unregistering an unregistered name is an error
     resource_tracker.unregister(f"/{known}", kind)
 
 
@@ -291,7 +295,7 @@ def _client_ended(client: int, pipe: int) -> bytes:
     """Wait for the end of the client, or of the pipe that it holds.
 
     Returns:
-        What it said before.
+        The messages that it sent before.
     """
     poll = select.poll()
     poll.register(pipe, select.POLLIN)

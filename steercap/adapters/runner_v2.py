@@ -1,9 +1,9 @@
-"""vLLM's Model Runner V2, the default on CUDA, and on CPU where Triton has a backend for it.
+"""Adapter of vLLM's Model Runner V2, the default on CUDA, and on CPU where Triton has a backend for it.
 
-What it relies on, besides the names in `releases`: `prepare_inputs` is called for real batches only, with padding
+It relies on this, besides the names in `releases`: `prepare_inputs` is called for real batches only, with padding
 already decided, and returns an `InputBatch` whose `positions` and `input_ids` are views of buffers that the model,
 compiled or replayed from a CUDA graph, reads on the current stream. Dummy runs, warm-up and graph capture never call
-it, so the taps stay idle there; vLLM's own warm-up requests do, and are not known here.
+it, so the taps stay idle there; vLLM's own warm-up requests do, and have no plan here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _execute_model(
 def _sample(
     original: Callable[[], Any], runner: Any, _hidden_states: Any, input_batch: Any, *_args: Any, **_options: Any
 ) -> Any:
-    """Bias logits as soon as the model has made them, before grammars and samplers see them.
+    """Add biases to logits right after the model has computed them, before grammars and samplers see them.
 
     Relies on `sample` to call the model's `compute_logits` once, for the tokens at `logits_indices`, whose borders
     between requests are `cu_num_logits_np`; and on `compute_logits_local`, where ranks sample for each other.

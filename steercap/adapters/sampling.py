@@ -1,6 +1,6 @@
-"""A user's sampling parameters as vLLM's own, each value of its proper type.
+"""Sampling parameters of users, converted to vLLM's with each value of its proper type.
 
-vLLM takes values of any type here and fails where they are used, in the engine. `msgspec` knows the types of
+vLLM accepts values of any type here and fails where they are used, in the engine. `msgspec` knows the types of
 `SamplingParams`. It can go when vLLM checks them.
 """
 
@@ -21,7 +21,7 @@ from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidRequest
 
-#: Fields that vLLM fills in itself, and those it says are its own.
+#: Fields that vLLM fills in itself, and those it declares internal.
 _INTERNAL: Final = {"output_text_buffer_length", "skip_clone"}
 _PUBLIC: Final = tuple(
     name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in _INTERNAL
@@ -34,10 +34,10 @@ _FLOAT32: Final = torch.finfo(torch.float32)
 
 
 def read_params(given: Any) -> SamplingParams:
-    """Sampling parameters as vLLM's, sharing nothing with what was given; vLLM's defaults for None.
+    """Convert a user's sampling parameters to vLLM's, sharing nothing with the given object; vLLM's defaults for None.
 
     Args:
-        given: SamplingParams, or a dict of their fields.
+        given: SamplingParams, a dict of their fields, or None.
 
     Raises:
         InvalidRequest: an unknown name, a value of another type, one that vLLM refuses or cannot keep, or use of
@@ -64,12 +64,12 @@ def read_params(given: Any) -> SamplingParams:
 
 
 def wants_prompt_logprobs(params: SamplingParams) -> bool:
-    """Whether log probabilities of the prompt's tokens are asked for; by given ids older releases have them not."""
+    """Check if log probabilities of prompt tokens are requested; older releases have no field for given token ids."""
     return params.prompt_logprobs is not None or getattr(params, "prompt_logprob_token_ids", None) is not None
 
 
 def _fields(given: Any) -> dict[str, Any]:
-    """The fields that were given, by name, NumPy's numbers as Python's."""
+    """Return the fields that were given, by name, with NumPy's numbers as Python's."""
     if given is None:
         return {}
     if isinstance(given, SamplingParams):
@@ -89,7 +89,7 @@ def _fields(given: Any) -> dict[str, Any]:
 
 
 def _check_numbers(params: SamplingParams) -> None:
-    """Check that numbers fit where the runners keep them: vLLM checks some of them against other bounds, or none."""
+    """Check that numbers fit the types in which runners keep them; vLLM has other bounds for some, none for others."""
     low, high = _SEEDS[0], _SEEDS[1] - params.n + 1
     if params.seed is not None and not low <= params.seed <= high:
         raise InvalidRequest(f"seed={params.seed}; give a whole number of 64 bits, from {low} to {high}")
@@ -106,7 +106,7 @@ def _check_numbers(params: SamplingParams) -> None:
 
 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
-    """Check that a value reaches the workers as it is: vLLM sends arrays as references to memory that it leaves behind.
+    """Check that a value reaches the workers unchanged; vLLM sends arrays as references to memory of this process.
 
     Raises:
         InvalidRequest: something other than None, a bool, a number, text, bytes, or lists and dicts of these.

@@ -1,7 +1,7 @@
-"""vLLM's own OpenAI-compatible server over an engine that runs: its arguments, its application, its life.
+"""vLLM's OpenAI-compatible server on a running engine: its flags, application and life.
 
-What it relies on: `make_arg_parser`, `validate_parsed_serve_args`, `build_app`, `init_app_state`, `serve_http`; that
-`APIRoute.app` is what a route runs, behind vLLM's check of keys.
+It relies on `make_arg_parser`, `validate_parsed_serve_args`, `build_app`, `init_app_state`, `serve_http`; and on this:
+`APIRoute.app` is what a route runs, after vLLM's check of keys.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from steercap.errors import (
 
 try:
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
-except ModuleNotFoundError:  # where it was in older releases
+except ModuleNotFoundError:  # its module in older releases
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
-#: Engine arguments that SteerModel takes by another way, or that are not its to take.
+#: Engine arguments that are not passed on as such: SteerModel has its own argument for them.
 _LEFT_OUT: Final = ("model",)
-#: Errors of one who asks too much at once.
+#: Errors of a client that asks for too much at once.
 _FULL: Final = (CaptureMemoryFull, SAEMemoryFull, SteeringSlotsFull)
 
 
 def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
-    """What `vllm serve MODEL` makes of its flags.
+    """Parse flags as `vllm serve MODEL` does.
 
     Raises:
         InvalidSetting: vLLM has no such flag, or its value does not fit.
@@ -68,13 +68,13 @@ def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
 
 
 def tells_clients_apart(flags: argparse.Namespace) -> bool:
-    """True if a server asks for API keys, or has middleware of the operator's that may."""
+    """Check if a server asks for API keys, or has middleware of the operator's, which may tell clients apart."""
     keys = flags.api_key or [os.environ.get("VLLM_API_KEY")]
     return any(keys) or bool(flags.middleware)
 
 
 def engine_arguments(flags: argparse.Namespace) -> dict[str, Any]:
-    """The engine's part of flags, as far as they differ from vLLM's defaults."""
+    """Return the engine arguments among the flags that differ from vLLM's defaults."""
     given, plain = AsyncEngineArgs.from_cli_args(flags), AsyncEngineArgs(model=flags.model)
     found = {}
     for field in dataclasses.fields(AsyncEngineArgs):
@@ -91,14 +91,14 @@ async def application(
     around: Callable[[ASGIApp], ASGIApp],
     beside: Callable[[ASGIApp], ASGIApp],
 ) -> FastAPI:
-    """vLLM's application.
+    """Build vLLM's application with wrapped routes.
 
     Args:
-        engine: what it is to take for its engine.
-        flags: of `read_flags`.
-        paths: routes that take POST, around which something is put.
-        around: puts it there.
-        beside: puts something around the others that take POST.
+        engine: object that vLLM uses as its engine.
+        flags: result of `read_flags`.
+        paths: paths of POST routes to wrap with `around`.
+        around: wrapper of these routes.
+        beside: wrapper of all other POST routes.
 
     Raises:
         UnsupportedRunner: vLLM has no such route.
@@ -115,7 +115,7 @@ async def application(
 
 
 def listening(flags: argparse.Namespace) -> socket.socket:
-    """A socket that is bound to the address that the flags say."""
+    """Return a socket that is bound to the address in the flags."""
     _, found = setup_server(flags, reuse_port=False)
     bound: socket.socket = found
     return bound
@@ -139,14 +139,14 @@ async def serve(app: FastAPI, sock: socket.socket, flags: argparse.Namespace) ->
         ssl_ciphers=flags.ssl_ciphers,
         h11_max_incomplete_event_size=flags.h11_max_incomplete_event_size,
         h11_max_header_count=flags.h11_max_header_count,
-        # vLLM ends its engine and so all requests; ours is closed later, and one slow client would hold up the end.
+        # vLLM ends its engine and so all requests; ours is closed later, so one slow client would delay the end.
         timeout_graceful_shutdown=getattr(flags, "shutdown_timeout", 0),
     )
     await ended
 
 
 def translated(error: SteercapError) -> Exception:
-    """What vLLM's server answers with the right status."""
+    """Convert an error to one that vLLM's server answers with the right HTTP status."""
     found: Exception = GenerationError(str(error))
     if isinstance(error, _FULL):
         found = GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)

@@ -1,7 +1,7 @@
-"""How the engine's settings reach the workers: `additional_config["steercap"]`, which also keys vLLM's compile cache.
+"""Transfer of the engine's settings to the workers: `additional_config["steercap"]`.
 
-A compiled artifact does not know which Python it was traced from: without the key, a cached graph without taps
-would be loaded, and no tap would ever fire.
+The entry is also a key of vLLM's compile cache. A compiled artifact does not know which Python it was traced from:
+without the key, a cached graph without taps would be loaded, and no tap would ever fire.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from steercap.config import Settings
 
 CONFIG_KEY = "steercap"
-#: Modules whose source decides what is traced.
+#: Modules whose source affects traced graphs.
 _TRACED = ("architectures", "kernels", "worker/install.py")
 
 
 def worker_config(armed: Sequence[Point], settings: Settings, candidate: int) -> dict[str, Any]:
-    """The entry of `additional_config` that arms `armed`; `candidate`: see `families.families_of`."""
+    """Return the entry of `additional_config` that arms `armed`; `candidate`: see `families.families_of`."""
     return {
         "points": [[point.layer, point.site] for point in armed],
         "slots": settings.steering_slots,
@@ -47,15 +47,14 @@ def worker_config(armed: Sequence[Point], settings: Settings, candidate: int) ->
 
 
 def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
-    """The armed points, as a worker reads them."""
+    """Read the armed points in a worker."""
     return tuple(Point(layer, site) for layer, site in additional_config[CONFIG_KEY]["points"])
 
 
 def expected_family(model_config: Any) -> Family | None:
-    """The family that a model's architecture lets expect, or that of the language model within it, as vLLM will run it;
-    None if no family knows it.
+    """Return the family expected from a model's architecture, or the inner language model's; None if unknown.
 
-    The layers that are loaded decide; see `families.families_of`.
+    It is the family as vLLM will run it. The loaded layers decide in the end; see `families.families_of`.
     """
     try:
         names = (*model_config.architectures, *_within(model_config))
@@ -66,7 +65,7 @@ def expected_family(model_config: Any) -> Family | None:
 
 
 def _within(model_config: Any) -> tuple[str, ...]:
-    """The architectures that the language model within a wrapper may have; none if the model is no wrapper."""
+    """Return the possible architectures of the language model within a wrapper; () if the model is no wrapper."""
     text = model_config.hf_text_config
     if text is model_config.hf_config:
         return ()
@@ -74,17 +73,17 @@ def _within(model_config: Any) -> tuple[str, ...]:
 
 
 def candidate_of(additional_config: Mapping[str, Any]) -> int:
-    """Which of the families that layers may be of a worker is to try."""
+    """Read the index of the candidate family to try in a worker."""
     return int(additional_config[CONFIG_KEY]["candidate"])
 
 
 def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
-    """How large a worker's tables are.
+    """Return the sizes of a worker's tables.
 
     Args:
-        config: vLLM's.
-        installed: the worker's points.
-        tokens: most tokens of a pass.
+        config: vLLM's configuration.
+        installed: the worker's taps.
+        tokens: maximum number of tokens of a pass.
     """
     found = config.additional_config[CONFIG_KEY]
     lag = overshoot(config)
@@ -105,19 +104,19 @@ def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
 
 
 def drafts(config: Any) -> int:
-    """Tokens that vLLM drafts for a request in a pass."""
+    """Return the number of tokens that vLLM drafts for a request in a pass."""
     speculative = config.speculative_config
     return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
 
 def overshoot(config: Any) -> int:
-    """How many positions vLLM may compute past the end of a sequence, before its scheduler knows of it."""
+    """Return the number of positions that vLLM may compute past a sequence's end before its scheduler knows of it."""
     passes = int(config.max_concurrent_batches)
     return (passes - 1) * (1 + drafts(config)) + drafts(config)
 
 
 def source_digest() -> str:
-    """SHA-256 over the source that a trace of the model runs through."""
+    """Return the first 16 hexadecimal digits of a SHA-256 of the source that affects a trace of the model."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for part in _TRACED:

@@ -1,4 +1,4 @@
-"""vLLM's types by name, for annotations elsewhere: only adapters import vLLM. Nothing imports this to run."""
+"""vLLM's types for annotations in other folders, since only adapters import vLLM; never imported at run time."""
 
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams

@@ -1,9 +1,9 @@
-"""Whether the engine still lives, listens and answers, which a living process need not do.
+"""Watch of a running engine: its processes live, and its threads listen and answer.
 
 Processes are watched by `adapters.death`. In the engine's process a thread reads requests and another writes outputs;
 when an exception ends one of them, its sockets are closed, the process lives, `errored` stays False, and requests wait
-for ever. libzmq reports the closed connection. What it relies on: `engine_core.resources`, its sockets and
-`engine_dead`, and `output_processor.propagate_error`. It can go when vLLM watches these threads.
+for ever. libzmq reports the closed connection. It relies on `engine_core.resources`, its sockets and `engine_dead`, and
+on `output_processor.propagate_error`. It can go when vLLM watches these threads.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from steercap.adapters.death import WORD_SECONDS, Processes
 
-#: Seconds between looks while requests run or wait: a look is two reads and a poll that find nothing, some 20 us.
+#: Seconds between checks while requests run or wait: a check is two reads and a poll that find nothing, some 20 us.
 LOOK_SECONDS: Final = 0.1
 _LOG: Final = "its log, on this process's stderr, says more"
-#: What stops when the connection of each socket is closed.
+#: Thread that has ended when the connection of a socket is closed, by socket.
 _THREADS: Final = {
     "input_socket": "its thread that reads requests has ended",
     "output_socket": "its thread that sends outputs has ended",
@@ -32,12 +32,12 @@ _THREADS: Final = {
 
 
 class Watch:
-    """The connections to an engine; must be closed before the engine's sockets.
+    """Watch of the connections to an engine; must be closed before the engine's sockets.
 
     Args:
         llm: the engine.
         processes: its processes.
-        told: what to call when something has died.
+        told: function to call when something has died.
     """
 
     def __init__(self, llm: AsyncLLM, processes: Processes, told: Callable[[], object]) -> None:
@@ -49,11 +49,11 @@ class Watch:
         self._since = 0.0
         self._thread = ""
         self._looking: asyncio.Task[None] | None = None
-        #: What has died, or None.
+        #: Message about what has died, or None.
         self.found: str | None = None
 
     def look(self) -> str | None:
-        """What has died, if anything has; then every request that runs ends with EngineDeadError."""
+        """Return a message if the engine has died, else None; then all running requests end with EngineDeadError."""
         if self.found is None and self._is_wrong():
             manager = self._llm.engine_core.resources.engine_manager
             how = self._processes.how(manager.finished_procs() if hasattr(manager, "finished_procs") else {})
@@ -62,7 +62,7 @@ class Watch:
         return self.found
 
     def _is_wrong(self) -> bool:
-        """Whether anything looks as if something had died; what it was may show a moment later."""
+        """Check for signs that something has died; its name may be known only a moment later."""
         for monitor, thread in self._monitors:
             if not self._thread and _tells(monitor):
                 self._thread = thread
@@ -79,7 +79,7 @@ class Watch:
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Look from time to time while a request runs, or waits."""
+        """Check from time to time in the block, while a request runs or waits."""
         self._running += 1
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._keep_looking(), name="steercap watch")
@@ -96,7 +96,7 @@ class Watch:
             await asyncio.sleep(LOOK_SECONDS)
 
     def close(self) -> None:
-        """Let go of the connections. Idempotent."""
+        """Close the connections. Idempotent."""
         for monitor, _ in self._monitors:
             monitor.close(linger=0)
         self._monitors = []
@@ -112,7 +112,7 @@ def _tells(monitor: zmq.Socket[bytes]) -> bool:
 
 
 def _monitor(llm: AsyncLLM, name: str) -> zmq.Socket[bytes]:
-    """A socket that tells when a peer of one of the engine's sockets is gone."""
+    """Return a socket that receives a message when a peer of one of the engine's sockets is gone."""
     watched = getattr(llm.engine_core.resources, name)
     address = f"inproc://steercap-{name}-{uuid4().hex}"
     watched.monitor(address, zmq.EVENT_DISCONNECTED)

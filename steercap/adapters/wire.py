@@ -1,8 +1,8 @@
-"""A request, read first as the engine's input thread will read it.
+"""Trial decoding of a request in the client, as the engine's input thread will do it.
 
 vLLM checks ranges in the client, and types only where the engine decodes the request's frame: a wrong one ends the
 thread that reads all requests, and the engine seems to live. So vLLM's own preparation, encoder and typed decoder run
-here first. What it relies on: `AsyncLLM.get_supported_tasks`, `InputProcessor.process_inputs`, `EngineCoreRequest`,
+here first. It relies on `AsyncLLM.get_supported_tasks`, `InputProcessor.process_inputs`, `EngineCoreRequest`,
 `MsgpackEncoder` and `MsgpackDecoder`. It can go when vLLM refuses such requests in the client.
 """
 
@@ -23,7 +23,7 @@ from steercap.errors import InvalidRequest
 
 
 class Wire:
-    """What the input thread of an engine would make of requests.
+    """Trial encoder and decoder of an engine's requests.
 
     Args:
         llm: the engine.
@@ -35,7 +35,7 @@ class Wire:
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     async def check(self, payload: Any, params: SamplingParams | PoolingParams, options: Mapping[str, Any]) -> None:
-        """Check that vLLM takes a request, and that the engine can read it.
+        """Check that vLLM accepts a request, and that the engine can decode it.
 
         Args:
             payload: the rendered prompt.

@@ -1,1 +1,1 @@
-"""Where rows are in a model: sites, families of layers, the decoder found in a loaded model."""
+"""Model architectures: sites, families of decoder layers, and the decoder found in a loaded model."""

@@ -1,4 +1,4 @@
-"""Where the decoder layers of a loaded model are, and what comes after them.
+"""Search for the decoder layers of a loaded model, and for its final norm and unembedding.
 
 A model that reads images or sound holds a language model; the language model holds its layers in one list. On a
 pipeline stage that list has a placeholder for each layer of the others.
@@ -24,13 +24,14 @@ from steercap.errors import UnsupportedModel
 
 @dataclass(frozen=True)
 class Decoder:
-    """The decoder layers of a loaded model.
+    """Decoder layers of a loaded model.
 
     Args:
         model: the model that vLLM runs.
-        path: of the list of layers, in the model.
-        parent: the module that holds the list of layers; of an encoder that holds nothing else, what holds it.
-        layers: the layers, by their indices in the whole model.
+        path: dotted path of the list of layers in the model.
+        parent: module that holds the list of layers; if that is an encoder that holds nothing else, the module above
+            it.
+        layers: layers of this pipeline stage, by their indices in the whole model.
     """
 
     model: Any
@@ -39,7 +40,7 @@ class Decoder:
     layers: Mapping[int, nn.Module]
 
     def holder(self, point: Point) -> nn.Module:
-        """The module that a point's site is in: a layer, what holds the layers, or the model."""
+        """Return the module that a point's site is in: a layer, the module that holds the layers, or the model."""
         match SITES[point.site].within:
             case "model":
                 model: nn.Module = self.model
@@ -51,19 +52,20 @@ class Decoder:
 
     @property
     def code(self) -> dict[str, str]:
-        """The classes of its layers, as families name them, and the fingerprint of `forward`, see `same_code`."""
+        """Fingerprint of `forward` of each class of its layers, by the name that families use; see `same_code`."""
         return same_code({name_of(type(layer)): fingerprint_of(layer)} for layer in self.layers.values())
 
     def unembedding(self, family: Family, made: Callable[[torch.Tensor], Any], *, bare: bool = False) -> Unembedding:
-        """What the model makes logits by, or a pooling model what it gives for a token.
+        """Return the final norm and the head that makes logits, or, in a pooling model, its output for each token.
 
         Args:
-            family: how its layers are written.
-            made: of rows behind the norm.
-            bare: whether there need be no norm behind layers that no family knows, as in encoders.
+            family: family of its layers.
+            made: function from rows after the norm (and the modules and divisor after it) to logits; None on some
+                ranks.
+            bare: True if a norm may be missing after layers that no family knows, as in encoders.
 
         Raises:
-            UnsupportedModel: no norm is to be found behind the layers, where the family names none.
+            UnsupportedModel: no norm is found after the layers, where the family names none.
         """
         norms = [name for name in family.norm.split("|") if isinstance(getattr(self.parent, name, None), nn.Module)]
         if not norms and family.derived and not bare:
@@ -90,7 +92,7 @@ class Decoder:
 
 
 def _through(modules: Sequence[Any], rows: torch.Tensor) -> torch.Tensor:
-    """What modules make of rows, one after the other, past the taps on them, which wait for tokens of a request."""
+    """Apply modules to rows one after the other, bypassing their taps, which expect tokens of a request."""
     hidden: Any = rows
     for module in modules:
         found = module.forward(hidden)
@@ -102,19 +104,19 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
     """Find the decoder layers of a loaded model.
 
     Args:
-        model: what vLLM has loaded.
-        num_layers: layers of the whole model.
-        present: those that this pipeline stage holds.
+        model: model that vLLM has loaded.
+        num_layers: number of layers of the whole model.
+        present: indices of the layers that this pipeline stage holds.
 
     Raises:
-        UnsupportedModel: there is no list of so many layers, or more than one.
+        UnsupportedModel: there is no list of `num_layers` layers, or more than one.
     """
     inner: Any = getattr(model, "get_language_model", None)
     text: nn.Module = model if inner is None else inner()
     modules, outer = _lists(text, num_layers)
     within = getattr(text, "model", None)
     if len(outer) > 1 and isinstance(within, nn.Module):
-        # Round transformers' modules, vLLM's language model still lists the towers beside its `model`.
+        # With transformers' modules, vLLM's language model still lists the towers beside its `model`.
         inside = _lists(within, num_layers)
         modules, outer = inside if len(inside[1]) == 1 else (modules, outer)
     if len(outer) != 1:
@@ -133,14 +135,14 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
 
 
 def _lists(text: nn.Module, num_layers: int) -> tuple[dict[str, nn.Module], list[str]]:
-    """All modules of a language model, and the names of its lists of so many layers that are in no other of them."""
+    """Return all modules of a language model, and the names of its outermost lists of `num_layers` modules."""
     modules = dict(text.named_modules())
     lists = {
         name: module
         for name, module in modules.items()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers
     }
-    # Gemma 4 has a second list of the same layers, in a module within.
+    # Gemma 4 has a second list of the same layers, in an inner module.
     same: dict[tuple[int, ...], str] = {}
     for name in sorted(lists, key=lambda path: path.count(".")):
         same.setdefault(tuple(map(id, lists[name])), name)

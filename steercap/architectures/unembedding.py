@@ -1,4 +1,4 @@
-"""From rows of the stream to logits, by the model's own final norm and unembedding, on its own ranks."""
+"""Logits of rows of the residual stream, by the model's own final norm and unembedding, on its own ranks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch
 
 from steercap.core.messages import Choose, NotCapturing, Project, Unembed, Unembedded
 
-#: Rows that are unembedded at once.
+#: Maximum number of rows that are unembedded at a time.
 ROWS: Final = 64
 
 
 @dataclass(frozen=True)
 class Unembedding:
-    """What a model does to rows of its last layer, [n, hidden], to get logits, [n, vocabulary], or a part of it.
+    """Functions from rows of the last layer, [n, hidden], to logits, [n, vocabulary], or a part of these.
 
     All ranks of a tensor-parallel group must call it together; the logits may be None on others than the first.
 
     Args:
         norm: the final norm.
-        head: the rest.
+        head: function from normed rows to logits.
     """
 
     norm: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor | None]
 
     def logits(self, rows: torch.Tensor, *, normed: bool) -> Iterator[torch.Tensor]:
-        """Logits of some rows after the other, float32 [n, vocabulary].
+        """Yield logits, float32 [n, vocabulary], of at most `ROWS` rows at a time.
 
         Args:
-            rows: [n, hidden].
-            normed: whether the final norm is behind them.
+            rows: rows [n, hidden].
+            normed: True if the final norm has been applied to them.
         """
         for some in rows.split(ROWS):
             found = self.head(some if normed else self.norm(some))
@@ -42,12 +42,12 @@ class Unembedding:
 
 
 def unembedded(model: Unembedding | None, asked: Unembed, device: torch.device) -> Unembedded | NotCapturing:
-    """Answer of one rank.
+    """Answer an Unembed question on one rank.
 
     Args:
-        model: None where the model's end is on another pipeline stage.
-        asked: what to answer.
-        device: where the model computes.
+        model: the model's unembedding; None where the model's end is on another pipeline stage.
+        asked: the question.
+        device: device where the model computes.
     """
     if model is None:
         return NotCapturing()
@@ -69,6 +69,6 @@ def _bytes(found: torch.Tensor) -> bytes:
 
 
 def rows_of(asked: Unembed | Project | Choose, device: torch.device) -> torch.Tensor:
-    """The rows of a question, [count, width]."""
+    """Return the rows of a question as a tensor [count, width] on the device."""
     found = torch.frombuffer(bytearray(asked.rows), dtype=getattr(torch, asked.dtype))
     return found.view(asked.count, -1).to(device)

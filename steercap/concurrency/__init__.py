@@ -1,1 +1,1 @@
-"""Event loops, threads, many things at once but not too many, and a sign of life from what takes long."""
+"""Asyncio and thread tools: event-loop ownership, bounded concurrency and progress lines."""

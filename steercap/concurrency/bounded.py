@@ -1,4 +1,4 @@
-"""Many things at once, but not too many."""
+"""Concurrent work with an upper limit on the number of tasks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ Result = TypeVar("Result")
 
 
 async def each_of(items: Iterable[Item], work: Callable[[Item], Awaitable[Result]], limit: int) -> list[Result]:
-    """Do some work on each item, begun in their order; when this returns or raises, none of it is under way.
+    """Await `work(item)` for each item, at most `limit` at a time, and return the results in the items' order.
+
+    Items are started in order. When this returns or raises, no task is still running.
 
     Args:
-        items: what is worked on; the next one is taken when it is begun.
-        work: what is done.
-        limit: how many are under way at once.
+        items: items to work on; each is taken from the iterable only when its work starts.
+        work: coroutine function called with each item.
+        limit: maximum number of items in progress at once, 1 or more.
 
     Returns:
-        What became of each item, in their order.
+        The result for each item, in the order of `items`.
 
     Raises:
         InvalidSetting: a limit below 1.

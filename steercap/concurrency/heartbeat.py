@@ -1,4 +1,4 @@
-"""Off a terminal bars cannot be drawn: what is under way is said in a line on stderr now and then."""
+"""Progress lines for consoles that are not terminals, where bars cannot be drawn."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, Task
 
-#: Seconds between two lines: seldom enough for a log, often enough to see that nothing hangs.
+#: Seconds between two progress lines: few enough for a log, and enough to see that nothing hangs.
 SECONDS: Final = 15.0
 
 
 @contextmanager
 def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> Iterator[None]:
-    """Say every few seconds what the tasks of `bar` have come to, where the console is not a terminal.
+    """Print a line on the progress of `bar` every few seconds if the console is not a terminal.
 
-    A thread says it, because the event loop and this thread may be busy. Nothing is said of work that takes less.
+    The lines come from a thread, because the event loop and this thread may be busy. Work shorter than `seconds` prints
+    nothing.
 
     Args:
-        bar: whose tasks are told; need not be drawn.
-        console: where.
-        seconds: between two lines.
+        bar: progress bar with the tasks to report; it need not be drawn.
+        console: console to print to.
+        seconds: time between two lines.
     """
     with extra("cli"):
         from rich.text import Text
@@ -50,8 +51,8 @@ def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> I
 
 
 def line_of(tasks: list[Task]) -> str:
-    """What is under way, the seconds that it has taken, and how far it is; "" if nothing is."""
-    # What is over is not told; of a task without a total nobody knows whether it is.
+    """Return the progress line of the last unfinished task: name, seconds elapsed, steps done; "" if there is none."""
+    # Finished tasks are skipped; a task without a total never counts as finished.
     for task in reversed(tasks):
         if not task.finished:
             done = "" if task.total is None else f", {task.completed:,.0f} of {task.total:,.0f}"

@@ -1,7 +1,7 @@
-"""Which event loop a model lives in, and work on threads that no event loop and no interpreter waits for.
+"""The event loop that owns an object, and calls on daemon threads that neither a loop nor the interpreter waits for.
 
 An engine belongs to the event loop that it was started in: its sockets, tasks and futures are that loop's. In any other
-loop an await on them would never end, so it must not begin.
+loop an await on them would never end, so such a call is refused.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _ADVICE: Final = (
     "use a model in one event loop from start to end: one asyncio.run(main()) around all that it does; "
     "in threads, or without an event loop, use steercap.sync.SteerModel"
 )
-#: Seconds between looks at what another loop does for us.
+#: Seconds between two polls of a call that another loop runs for this one.
 LOOK_SECONDS: Final = 0.01
 
 
 class Home:
-    """The event loop that something was made in; made inside of it.
+    """The event loop that an object belongs to: the one running where this is constructed.
 
     Args:
-        what: what was made, for messages.
+        what: name of the object, for error messages.
     """
 
     def __init__(self, what: str) -> None:
@@ -40,10 +40,10 @@ class Home:
         self._process: Final = os.getpid()
 
     def require(self) -> None:
-        """Check that this is the loop.
+        """Check that the caller runs in this event loop.
 
         Raises:
-            WrongEventLoop: it is another one, none, or one in another process.
+            WrongEventLoop: the caller runs in another event loop, in none, or in another process.
         """
         if os.getpid() != self._process:
             raise WrongEventLoop(
@@ -56,23 +56,23 @@ class Home:
 
     @property
     def is_here(self) -> bool:
-        """Whether the loop that runs now, in this thread, is the one."""
+        """True if the event loop running in this thread is this one."""
         return running_loop() is self.loop
 
     @property
     def lives(self) -> bool:
-        """Whether the loop is running, in whatever thread."""
+        """True if this event loop is running, in any thread of this process."""
         return self.loop.is_running() and os.getpid() == self._process
 
     def call(self, work: Callable[[], object]) -> None:
-        """Let the loop call a function soon, from any thread; nothing happens if the loop is closed."""
+        """Schedule a function call in this loop, from any thread; do nothing if the loop is closed."""
         with contextlib.suppress(RuntimeError):  # it is closed
             self.loop.call_soon_threadsafe(work)
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, object]], *, patience: float) -> None:
-        """Run a coroutine in the loop, from any other loop; wait for it no longer than `patience` seconds.
+        """Run a coroutine in this loop, from any other loop, and wait at most `patience` seconds for it.
 
-        A loop that does not run, or whose thread is blocked, perhaps by this very call, does not hold us up.
+        If this loop is stopped or its thread is blocked (perhaps by this very call), the caller still returns in time.
         """
         if self.is_here:
             await work()
@@ -85,7 +85,7 @@ class Home:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs in this thread, or None."""
+    """Return the event loop that runs in this thread, or None."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -93,12 +93,15 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def on_thread(work: Callable[[], Value], name: str, future: Future[Value] | None = None) -> Future[Value]:
-    """Begin a call on a thread of its own, which neither `asyncio.run` nor the interpreter waits for at its end.
+    """Call `work` on a new daemon thread; neither `asyncio.run` nor the interpreter waits for it at exit.
 
     Args:
-        work: what to call.
-        name: of the thread.
-        future: what becomes of it, a new one by default.
+        work: function to call.
+        name: name of the thread.
+        future: future that receives the result or the error; a new one by default.
+
+    Returns:
+        The future.
     """
     became: Future[Value] = Future() if future is None else future
     became.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
@@ -118,12 +121,12 @@ def on_thread(work: Callable[[], Value], name: str, future: Future[Value] | None
 async def within(
     life: set[asyncio.Task[Any]], work: Callable[[], Awaitable[Value]], ended: Callable[[], Exception | None]
 ) -> Value:
-    """Await something as part of a longer life, whose end, which cancels what is in it, ends the wait.
+    """Await `work` as a task of a longer-lived owner; if the owner ends and cancels it, raise the owner's error.
 
     Args:
-        life: the tasks of it that run.
-        work: what to await.
-        ended: the error to raise once that life has ended, None until then.
+        life: running tasks of the owner; this task is in it while it runs.
+        work: function that returns the awaitable.
+        ended: function that returns the error to raise once the owner has ended, and None until then.
     """
 
     async def step() -> Value:
@@ -142,7 +145,7 @@ async def within(
 
 
 async def finished(future: Future[Value]) -> Value:
-    """Wait for a call that must run to its end; a cancellation is raised when it has ended."""
+    """Wait for a call that must run to its end; a cancellation is held back and raised when the call has ended."""
     waiting = asyncio.wrap_future(future)
     cancelled: asyncio.CancelledError | None = None
     while not waiting.done():
@@ -157,7 +160,7 @@ async def finished(future: Future[Value]) -> Value:
 
 
 async def over(future: Future[Any], *, patience: float) -> None:
-    """Wait some seconds for a call to end, however it does."""
+    """Wait at most `patience` seconds for a call to end, with a result or an error; neither is returned."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait([waiting], timeout=patience)

@@ -1,6 +1,7 @@
-"""How a layer's attention makes weights of queries and keys: read off the loaded module, sent to the client.
+"""Rules by which a layer's attention computes weights from queries and keys, read off the loaded module.
 
-Where a module does something that is not written down here, its rule says so, and no weights are computed by it.
+Workers send them to the client. Where a module does something that a rule cannot express, the rule says so, and no
+weights are computed by it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from steercap.errors import InvalidRequest
 
 
 class AttentionRule(msgspec.Struct, frozen=True):
-    """How one layer weighs its keys: causal softmax of `scale * q·k`, changed as the rest says.
+    """Attention weights of one layer: causal softmax of `scale * q·k`, modified by the other fields.
 
     Args:
-        scale: what the scalar product of a query and a key is multiplied with.
-        window: how many keys a query sees at most, the one of its own position included; None for all before it.
-        soft_cap: what scaled products are bounded by, `soft_cap * tanh(x / soft_cap)`; None for no bound.
-        sinks: a learned logit for each head, which takes part in its softmax and is no key; () for none.
-        unknown: why weights cannot be computed by the above, "" if they can.
+        scale: factor of the scalar product of a query and a key.
+        window: maximum number of keys a query sees, that of its own position included; None for all up to it.
+        soft_cap: bound of the scaled products, `soft_cap * tanh(x / soft_cap)`; None for no bound.
+        sinks: learned logit of each head that takes part in its softmax without a key; () for none.
+        unknown: reason why weights cannot be computed from these fields, "" if they can.
     """
 
     scale: float
@@ -30,10 +31,10 @@ class AttentionRule(msgspec.Struct, frozen=True):
     unknown: str = ""
 
     def understood(self, layer: int) -> AttentionRule:
-        """This rule, if weights can be computed by it.
+        """Return this rule if weights can be computed by it.
 
         Args:
-            layer: whose it is.
+            layer: index of its layer, for the message.
 
         Raises:
             InvalidRequest: they cannot.
@@ -44,10 +45,10 @@ class AttentionRule(msgspec.Struct, frozen=True):
 
 
 def joined(parts: Sequence[AttentionRule]) -> AttentionRule:
-    """The rule of all heads of a layer.
+    """Join the rules of a layer's tensor-parallel ranks into one for all heads.
 
     Args:
-        parts: what each tensor-parallel rank says of its own heads, in the order of the ranks.
+        parts: rule of each rank for its own heads, in the order of the ranks.
     """
     sinks = tuple(sink for part in parts for sink in part.sinks)
     whole = [msgspec.structs.replace(part, sinks=sinks) for part in parts]

@@ -1,7 +1,7 @@
-"""Which requests may capture now: memory reserved before a request reaches the engine.
+"""Admission of capturing requests: arena memory is reserved before a request reaches the engine.
 
-Pure bookkeeping: it decides and returns who is admitted, and where; the engine wakes them. Units are pages of the
-arena.
+This is pure bookkeeping: it decides and returns the requests admitted and their engines; the caller wakes them. Units
+are pages of the arena.
 
 With data parallelism every engine has an arena of its own, and a request lives in one. So the claim decides which
 engine runs a request that captures, rather than vLLM's load balancer, which knows nothing of arenas: among those with
@@ -21,13 +21,14 @@ Phase = Literal["waiting", "running", "finished"]
 
 @dataclass(eq=False)
 class Ticket:
-    """One request's claim on the arena.
+    """Claim of one request on the arena.
 
     Args:
-        pages: pages reserved.
-        reductions: how many run along with the request.
+        pages: number of pages reserved.
         call: the `generate` call it belongs to; handles of a call reach the user only when it ends.
-        engine: the engine whose arena it is, or None: the first one with room.
+        phase: state of the claim.
+        engine: index of the engine whose arena it is, or None for the first one with room.
+        reductions: number of reductions that run along with the request.
     """
 
     pages: int
@@ -42,8 +43,8 @@ class Budget:
 
     Args:
         pages: pages of the arena of each engine, the smallest where they differ.
-        engines: how many engines there are.
-        reductions: how many can run along at once in each engine.
+        engines: number of engines.
+        reductions: number of reductions that can run along at once in each engine.
     """
 
     def __init__(self, pages: int, engines: int = 1, reductions: int = 0) -> None:
@@ -67,42 +68,42 @@ class Budget:
 
     @property
     def running(self) -> int:
-        """Requests that run, and whose end may make room."""
+        """Number of running requests, whose end may make room."""
         return sum(self._running)
 
     def free(self, engine: int | None = None) -> int:
-        """Pages that nobody claims: of one engine, or of the emptiest."""
+        """Return the unclaimed pages of one engine, or of the emptiest."""
         return self.pages - (min(self._reserved) if engine is None else self._reserved[engine])
 
     def holds(self, ticket: Ticket) -> bool:
-        """Whether a ticket has its pages."""
+        """Check if a ticket has its pages."""
         return ticket in self._held
 
     @property
     def wanted(self) -> int:
-        """Pages that the queue asks for."""
+        """Pages that the waiting tickets ask for."""
         return sum(ticket.pages for ticket in self._queue)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for room."""
+        """Number of requests that wait for room."""
         return len(self._queue)
 
     @property
     def head(self) -> Ticket | None:
-        """The first in the queue."""
+        """First ticket in the queue, or None."""
         return self._queue[0] if self._queue else None
 
     def claim(self, ticket: Ticket) -> list[Ticket]:
-        """Queue a claim; returns the tickets admitted by it."""
+        """Queue a claim, and return the tickets admitted."""
         self._queue.append(ticket)
         return self.admit()
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> tuple[list[Ticket], list[Ticket]]:
-        """The request ended: its claim becomes one ticket per handle, holding `parts` pages each.
+        """Replace the claim of a request that ended by one ticket per handle, with `parts` pages each.
 
         Returns:
-            The tickets of the handles, and the tickets admitted by what was given back.
+            The tickets of the handles, and the tickets admitted into the freed pages.
         """
         self._drop(ticket)
         handles = [Ticket(pages, ticket.call, "finished", ticket.engine) for pages in parts]
@@ -111,7 +112,7 @@ class Budget:
         return handles, self.admit()
 
     def release(self, ticket: Ticket) -> list[Ticket]:
-        """The ticket's pages are free, or it no longer waits; returns the tickets admitted by it."""
+        """Free a ticket's pages, or remove it from the queue, and return the tickets admitted."""
         self._drop(ticket)
         return self.admit()
 
@@ -135,7 +136,7 @@ class Budget:
             self._queue.remove(ticket)
 
     def admit(self) -> list[Ticket]:
-        """Admit from the head of the queue while there is room."""
+        """Admit tickets from the head of the queue while there is room."""
         admitted: list[Ticket] = []
         while self._queue and (possible := self._possible(self._queue[0])):
             ticket = self._queue.popleft()
@@ -146,7 +147,7 @@ class Budget:
         return admitted
 
     def _possible(self, ticket: Ticket) -> list[int]:
-        """Engines that may run the ticket's request, and have room."""
+        """Return the engines that may run the ticket's request and have room for it."""
         wanted = range(len(self._reserved)) if ticket.engine is None else (ticket.engine,)
         return [
             engine
@@ -155,15 +156,16 @@ class Budget:
         ]
 
     def movable(self, may: Callable[[Ticket], bool], most: int) -> list[Ticket]:
-        """Finished requests whose rows are to be moved elsewhere so that the queue gets on, the oldest first.
+        """Return finished tickets whose rows should leave the arena so that the queue advances, the oldest first.
 
         They are all of one engine: of those that may run the head of the queue, one where that makes room for it, and
-        of several such the one where least has to move. Where nothing makes enough room, what can be moved helps
-        those requests that still run to make it.
+        of several such the one where least has to move. Where nothing makes enough room, moving some still helps the
+        running
+        requests to make it.
 
         Args:
-            may: whether those of a ticket can be moved now.
-            most: pages to move at once, unless the head needs more.
+            may: predicate that says if the rows of a ticket can be moved now.
+            most: maximum pages to move at once, unless the head needs more.
         """
         head = self.head
         if head is None:
@@ -177,7 +179,7 @@ class Budget:
         return min(found, key=lambda one: one[:2])[2] if found else []
 
     def _oldest(self, engine: int, pages: int, may: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Finished tickets of an engine that may be moved, until they have so many pages together."""
+        """Return the oldest finished tickets of an engine that may be moved, until they have `pages` pages together."""
         tickets: list[Ticket] = []
         for ticket in self._held:
             if pages <= 0:
@@ -188,9 +190,9 @@ class Budget:
         return tickets
 
     def hopeless(self) -> Ticket | None:
-        """The head of the queue, if it can never be admitted: what its own call holds is in the way and will stay.
+        """Return the head of the queue if it can never be admitted, because handles of its own call take the room.
 
-        Handles of a call that still runs are in nobody's hands, so nobody can give them back.
+        Handles of a call that still runs have not reached the user, so nobody can release them.
         """
         if not self.stalled:
             return None
@@ -204,5 +206,5 @@ class Budget:
 
     @property
     def stalled(self) -> bool:
-        """Whether requests wait although none is running, so that only releasing handles can help."""
+        """True if requests wait although none is running, so that only releasing handles can help."""
         return bool(self._queue) and self.running == 0

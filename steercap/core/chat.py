@@ -12,7 +12,7 @@ from steercap.core.placing import UNCLEAR, Region
 
 @dataclass(frozen=True)
 class MessageSpan:
-    """Positions of one message's content, the template's own tokens around it left out: [start, stop).
+    """Positions [start, stop) of one message's content, without the template's own tokens around it.
 
     A message that the template writes several times has several spans.
 
@@ -22,7 +22,7 @@ class MessageSpan:
         index: index of the message in the conversation, or None.
         start: first position.
         stop: position after the last; `start` where the message has no token.
-        missing: why a message has no span, if it has none: the template leaves it out, or its place is unclear.
+        missing: reason why a message has no span (the template leaves it out, or its place is unclear), or "".
     """
 
     role: str
@@ -37,11 +37,11 @@ def message_spans(
     placed: Sequence[list[Region] | str],
     offsets: Sequence[tuple[int, int]],
 ) -> list[MessageSpan]:
-    """Spans of all messages, in their order.
+    """Return the spans of all messages, in their order.
 
     Args:
-        conversation: the messages.
-        placed: of each, what `place` returned.
+        conversation: messages.
+        placed: result of `place` for each message.
         offsets: characters [start, stop) of each token.
     """
     every = [(region, index) for index, one in enumerate(placed) if isinstance(one, list) for region in one]
@@ -63,7 +63,7 @@ def message_spans(
 
 
 def token_span(offsets: Sequence[tuple[int, int]], region: Region) -> tuple[int, int]:
-    """The tokens that hold any character of a region: [start, stop), empty where the region is.
+    """Return the tokens [start, stop) that hold any character of a region; empty if no token does.
 
     Args:
         offsets: characters [start, stop) of each token.

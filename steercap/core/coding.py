@@ -1,4 +1,4 @@
-"""How a request's rows are stored: the encoding's name, and what it leaves open."""
+"""The encoding of a request's rows: its name and parameters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Coding(msgspec.Struct, frozen=True, array_like=True):
     """An encoding with its parameters.
 
     Args:
-        encoding: its name in `ENCODINGS`.
-        k: how many numbers stand for a row, where the encoding leaves that open; 0 elsewhere.
-        seed: of the matrix that rows are projected with, where there is one; 0 elsewhere.
+        encoding: name in `ENCODINGS`.
+        k: number of values stored per row, for encodings with that parameter; 0 for others.
+        seed: seed of the projection matrix, for encodings that have one; 0 for others.
     """
 
     encoding: Label = "raw"
@@ -27,6 +27,6 @@ class Coding(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.encoding}({', '.join(named)})" if named else self.encoding
 
 
-#: Rows bit for bit, and reductions in float32.
+#: Encodings of rows, bit for bit, and of reductions, in float32.
 RAW: Final = Coding()
 REDUCED: Final = Coding("reduced")

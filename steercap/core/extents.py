@@ -1,4 +1,4 @@
-"""Which stretches of a file are free: pure bookkeeping, in blocks."""
+"""Allocator of blocks in a file: pure bookkeeping of the free extents."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Extent(NamedTuple):
 
 
 class Extents:
-    """Blocks 0 to `total`, handed out from the lowest on.
+    """Allocator of `total` blocks, which takes the lowest free ones first.
 
-    What is asked for comes in pieces where it has to, so nothing is lost to fragments, and no block beyond the first
-    `total` is ever used.
+    A request is split into several extents where it has to be, so nothing is lost to fragmentation, and no block beyond
+    the first `total` is ever used.
 
     Args:
-        total: how many there are.
+        total: number of blocks.
     """
 
     def __init__(self, total: int) -> None:
@@ -31,11 +31,11 @@ class Extents:
 
     @property
     def in_use(self) -> int:
-        """Blocks that are taken."""
+        """Number of allocated blocks."""
         return self.total - self.free
 
     def take(self, count: int) -> list[Extent] | None:
-        """Take so many blocks, in one piece if there is one that large; None if there are not so many."""
+        """Allocate `count` blocks, in one extent if one is large enough; return None if fewer are free."""
         if count > self.free:
             return None
         whole = next((index for index, extent in enumerate(self._free) if extent.length >= count), None)
@@ -50,7 +50,7 @@ class Extents:
         return taken
 
     def give(self, extents: Iterable[Extent]) -> None:
-        """Take blocks back that were handed out."""
+        """Free allocated blocks."""
         for start, count in extents:
             index = bisect_left(self._free, (start, 0))
             first, stop = start, start + count

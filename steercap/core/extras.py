@@ -1,6 +1,6 @@
-"""What `pip install steercap` installs only if it is asked for, and the name of the extra to ask for.
+"""Optional libraries, and the extra of the package that installs each.
 
-Capture and steering need none of it.
+Capture and steering need none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VLLM: Final = (
     *("tokenizers", "transformers", "uvloop", "vllm", "zmq"),
 )
 _TABLES: Final = ("pyarrow", "yaml")
-#: The libraries that each extra brings, by the names that they are imported by.
+#: Libraries that each extra installs, by import name.
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "analysis": ("matplotlib", "pyarrow", "scipy"),
     "cli": ("rich", "typer"),
@@ -39,10 +39,10 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @contextmanager
 def extra(*names: str) -> Iterator[None]:
-    """Import libraries of an extra in the block; if one is missing, the error names the extra.
+    """Import libraries of an extra in the block; if one is missing, raise an error that names the extra.
 
     Args:
-        names: the extra, or several of which each brings them.
+        names: name of the extra, or of several of which each installs the libraries.
 
     Raises:
         MissingExtra: one of their libraries is not installed.
@@ -52,7 +52,7 @@ def extra(*names: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
         if not any(library in EXTRAS[name] for name in names):
-            raise  # it is there, and lacks something itself
+            raise  # the library is installed, and lacks one of its own
         ask = " or ".join(f"pip install 'steercap[{name}]'" for name in names)
         raise MissingExtra(f"this needs {library}, which is not installed: {ask}", name=library) from error
 
@@ -61,7 +61,7 @@ def require(*names: str) -> None:
     """Check that all libraries of some extras are installed, before work that needs them only at its end.
 
     Raises:
-        MissingExtra: something is not.
+        MissingExtra: a library is missing.
     """
     for name in names:
         with extra(name):

@@ -1,7 +1,8 @@
-"""What every frame between client and workers begins with: who wrote it, and in which version.
+"""Header of every frame between client and workers: a magic number and the format version.
 
-Client and workers may be installed apart, on machines of a cluster. A frame of another version is refused by name, and
-never read as if it were of this one. Raise `VERSION` with any change of what a frame, a plan or a configuration says.
+Client and workers may be installed apart, on machines of a cluster. A frame of another version is refused with both
+versions in the message, and never read as if it were of this one. Raise `VERSION` with any change of the meaning of a
+frame, a plan or a configuration.
 """
 
 from __future__ import annotations
@@ -12,29 +13,28 @@ import msgspec
 
 from steercap.errors import InvalidFrame
 
-#: Of the frames, plans and configurations that this steercap writes, and alone reads.
+#: Version of the frames, plans and configurations that this steercap writes; it reads no other.
 VERSION: Final = 1
 _MAGIC: Final = b"sc"
 HEADER: Final = _MAGIC + VERSION.to_bytes(2, "little")
-#: The longest frame that is read, in bytes: beyond what any question or answer needs, and below what would take the
-#: machine's memory.
+#: Maximum length of a frame in bytes: more than any question or answer needs, and less than would exhaust memory.
 MOST_BYTES: Final = 1 << 30
 
-#: A count, an index, a position or a line: non-negative, of 32 bits.
+#: A count, an index, a position or an arena line: non-negative, of 32 bits.
 Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 #: The same, or -1 for none.
 WholeOrNone: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)]
-#: From one position to the next.
+#: Distance between consecutive positions.
 Step: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-#: A number of bytes, or what may have been counted for months: non-negative, of 60 bits.
+#: A number of bytes, or a counter that runs for months: non-negative, of 60 bits.
 Large: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
-#: How many numbers stand for a row in a codec; of 17 bits, so that no matrix is larger than one of the model's.
+#: Number of values that a codec stores per row; of 17 bits, so that no matrix is larger than one of the model's.
 Numbers: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
-#: Of a random matrix: non-negative, of 64 bits.
+#: Seed of a random matrix: non-negative, of 64 bits.
 Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-#: A key, a name of a point, a kind or an encoding.
+#: A key, or the name of a point, a kind or an encoding.
 Label: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 12)]
-#: A SHA-256, which says nothing where it is of another length.
+#: A SHA-256 digest; one of another length matches nothing.
 Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 #: A path, a reason, an error.
 Told: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 20)]
@@ -43,17 +43,17 @@ Data: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
 
 
 def framed(body: bytes) -> bytes:
-    """A body behind its header."""
+    """Put the header before the body of a frame."""
     return HEADER + body
 
 
 def read(decoder: msgspec.msgpack.Decoder[Any], frame: object, what: str) -> Any:
-    """What is in a frame.
+    """Decode a frame.
 
     Args:
-        decoder: of its body.
-        frame: what came.
-        what: whose frame it is, for the message.
+        decoder: decoder of its body.
+        frame: bytes received.
+        what: name of the frame, for the message.
 
     Raises:
         InvalidFrame: not bytes, longer than `MOST_BYTES`, of another version, damaged, or with a value out of bounds.

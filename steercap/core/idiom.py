@@ -1,4 +1,4 @@
-"""How the caller's code is written, so that the examples in error messages are code that would run there.
+"""Call style of the caller's code, async or blocking, so that examples in error messages run there.
 
 `steercap.SteerModel` and its handles are awaited; those of `steercap.sync` are not.
 """
@@ -9,11 +9,11 @@ from typing import Final, NamedTuple
 
 
 class Idiom(NamedTuple):
-    """What is written before a call and before a context manager, and how a script starts.
+    """Code fragments of a call style.
 
     Args:
-        call: "await ", or nothing.
-        manager: "async with", or "with".
+        call: prefix of a call: "await ", or nothing.
+        manager: keyword of a context manager: "async with", or "with".
         script: a script with the guard that vLLM's processes need.
     """
 

@@ -1,5 +1,6 @@
-"""Which tokens of a prompt stand for pictures, sound or video: what the model reads there is made of these, and the
-token's id says only that something is.
+"""Spans of a prompt that hold media: pictures, sound or video.
+
+The model reads embeddings made of the media there, not of the token ids, which are placeholders.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ import numpy.typing as npt
 
 from steercap.core.rows import Ints
 
-#: The type of a token whose id is what the model reads.
+#: Type of an ordinary token, whose embedding is that of its id.
 TEXT: Final = "text"
 
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """Positions of a prompt whose embeddings are made of one picture, sound or video: [start, stop).
+    """Positions [start, stop) of a prompt whose embeddings are made of one picture, sound or video.
 
     A picture that is cut into tiles can have several: tokens between them, such as the end of a line, are text.
 
     Args:
         kind: "image", "audio" or "video", as vLLM calls it.
-        index: which of its kind in the prompt, from 0.
+        index: index among the media of its kind in the prompt, from 0.
         start: first position.
         stop: position after the last.
-        digest: vLLM's hash of what it is made of, the same for the same picture in the same model.
+        digest: vLLM's hash of the content, the same for the same picture in the same model.
     """
 
     kind: str
@@ -39,11 +40,11 @@ class MediaSpan:
 
 
 def types_at(spans: Sequence[MediaSpan], positions: Ints) -> npt.NDArray[np.str_]:
-    """What the model read at some positions, int64 [rows]: "text", or the kind of a span, str [rows].
+    """Return the type of each token, "text" or the kind of its media span: str [rows].
 
     Args:
-        spans: of the prompt; generated tokens are text.
-        positions: of the rows.
+        spans: media spans of the prompt; generated tokens are text.
+        positions: positions of the rows, int64 [rows].
     """
     kinds = [TEXT, *(span.kind for span in spans)]
     types: npt.NDArray[Any] = np.full(len(positions), TEXT, dtype=np.array(kinds).dtype)

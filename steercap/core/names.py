@@ -1,10 +1,10 @@
-"""Points by the names that people know them by: our own, TransformerLens's, and modules' paths.
+"""Parser of point names: steercap's own, TransformerLens's, and paths of modules.
 
 A small grammar, matched and never evaluated:
 
 - `resid_post[5]`, as points are shown;
-- `blocks.5.hook_resid_post`, `blocks.5.attn.hook_z`: TransformerLens's, of tensors that are the same here;
-- `model.layers.5.mlp.down_proj.input`, `model.norm.output`: what a module reads or gives. A `*` stands for all layers.
+- `blocks.5.hook_resid_post`, `blocks.5.attn.hook_z`: those of TransformerLens whose tensors are the same here;
+- `model.layers.5.mlp.down_proj.input`, `model.norm.output`: input or output of a module. A `*` stands for all layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 
-#: TransformerLens's names within a block, and the sites whose rows are the same.
+#: Names of TransformerLens within a block, and the sites with the same rows.
 TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "hook_resid_pre": "resid_pre",
@@ -32,7 +32,7 @@ TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
         "mlp.hook_post": "neurons",
     }
 )
-#: Names whose rows are other ones here, and why.
+#: Names of TransformerLens without a site of the same rows, and the difference.
 _OTHERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "hook_embed": "it leaves out what is added for positions, which 'embed' holds",
@@ -50,17 +50,17 @@ _BLOCK: Final = re.compile(r"blocks\.(\d+|\*)\.(.+)", re.ASCII)
 _SHOWN: Final = re.compile(r"(.+)\[(-?\d+)\]", re.ASCII)
 _MODULE: Final = re.compile(r"(?:[A-Za-z_]\w*|\d+|\*)(?:\.(?:[A-Za-z_]\w*|\d+|\*))*\.(?:input|output)", re.ASCII)
 _LAYER: Final = re.compile(r"\.(\d+|\*)\.", re.ASCII)
-#: Digits that no number of a layer has more of; Python refuses to read some thousands.
+#: Maximum number of digits of a layer; Python refuses to parse some thousands.
 _DIGITS: Final = 9
-#: What stands for every layer in a module's path.
+#: Wildcard for every layer in a module's path.
 EVERY: Final = "*"
 
 
 class Name(NamedTuple):
-    """What a name says.
+    """A parsed name of a point.
 
     Args:
-        site: name of the site; of a module, its path with a `*` for the layer.
+        site: name of the site; for a module, its path with a `*` for the layer.
         layer: index of the layer; None where the name leaves it open.
     """
 
@@ -69,16 +69,16 @@ class Name(NamedTuple):
 
 
 def is_module(site: str) -> bool:
-    """Whether the name of a site is the path of a module, and what it reads or gives."""
+    """Check if the name of a site is a module's path that ends in `.input` or `.output`."""
     return _MODULE.fullmatch(site) is not None
 
 
 def read_name(name: str) -> Name:
-    """What a name says; whether there is such a site is not looked at.
+    """Parse a name; it is not checked that the site exists.
 
     Raises:
-        UnknownName: a name of TransformerLens's for rows that are other ones here, a path with several layers, or a
-            name that says its layer twice, or with brackets around something other than one layer.
+        UnknownName: a name of TransformerLens's whose rows differ from every site's, a path with several layers, a
+            name that gives its layer twice, or brackets around something other than one layer.
     """
     if found := _SHOWN.fullmatch(name):
         inner = read_name(found[1])
@@ -108,7 +108,7 @@ def read_name(name: str) -> Name:
 
 
 def _number(digits: str, name: str) -> int:
-    """The layer that a name says."""
+    """Parse the layer in a name."""
     if len(digits) > _DIGITS:
         raise UnknownName(f"{shown(name)}: no model has so many layers; they count from 0, or from -1 backwards")
     return int(digits)

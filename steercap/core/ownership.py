@@ -1,4 +1,4 @@
-"""What has one owner: an engine, or rows that wait in a worker. A copy would be a second owner and free them twice."""
+"""Base of objects with one owner, such as an engine or rows in a worker; a copy would free them twice."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from steercap.errors import InvalidRequest
 
 
 class Unshared:
-    """Cannot be copied or pickled: `copy`, `deepcopy` and `pickle` raise InvalidRequest, which says what to do.
+    """Base of classes that cannot be copied or pickled: `copy`, `deepcopy` and `pickle` raise InvalidRequest.
 
     Args:
-        instead: what to do instead; a keyword of the class statement.
+        instead: advice in the message, what to do instead; a keyword of the class statement.
     """
 
     _instead: ClassVar[str]

@@ -1,10 +1,10 @@
-"""Regions of a templated conversation that hold a message's content.
+"""Search for the regions of a templated conversation that hold a message's content.
 
-A chat template is a program: it may drop, move, trim, repeat or merge messages, and decide by what a message says. So
-nothing is read off its markers, and no difference of two texts is believed by itself. The conversation is rendered
-again with marks in one message's content. A rendering counts only if it is the prompt again, to the character, once
+A chat template is a program: it may drop, move, trim, repeat or merge messages, and branch on their text. So
+nothing is inferred from its special tokens, nor from the difference of two texts alone. The conversation is rendered
+again with marks in one message's content. A rendering counts only if it equals the prompt, to the character, once
 the marks are taken out or the content is put back: then the template decided as before, and the marks are where the
-content is. A message for which no rendering counts has no span, and says so.
+content is. A message for which no rendering counts has no span, and a reason says why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 _T = TypeVar("_T")
 #: Characters [start, stop).
 Region = tuple[int, int]
-#: Conversations to render, each answered by its text or, where the template refuses it, None.
+#: Generator of conversations to render; it is sent each rendered text or, where the template refuses it, None.
 Renderings = Generator[list[Mapping[str, Any]], str | None, _T]
 
 LEFT_OUT: Final = "is not in the prompt: the chat template leaves it out"
@@ -26,9 +26,9 @@ UNCLEAR: Final = (
     "cannot be placed in the prompt: the chat template decides by what it says, or writes it otherwise; "
     "take its rows by position"
 )
-#: Most renderings with marks for one text: two tags on which a template decides take about forty.
+#: Maximum number of renderings with marks for one text: two tags that a template branches on take about forty.
 PROBES: Final = 64
-#: Of no script: the private use area.
+#: Characters used as marks: the private use area, which belongs to no script.
 _MARKS: Final = range(0xE000, 0xF900)
 _BLANK: Final = " \t\n\r\f\v"
 
@@ -42,7 +42,7 @@ def place(
         text: the rendered conversation.
         conversation: its messages.
         index: index of the message.
-        spell: writes a content as `text` writes it, character by character.
+        spell: function that converts content to the spelling used in `text`, character by character.
 
     Returns:
         The regions, none if the content is empty; `LEFT_OUT` or `UNCLEAR` if there are none to give.
@@ -70,7 +70,7 @@ def place(
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[str], Mapping[str, Any]]]]:
-    """Each text in a message's content, and the message with another in its place."""
+    """Yield each text in a message's content, and a function that makes the message with another text in its place."""
     content: Any = message.get("content")
     if isinstance(content, str):
         yield content, lambda given: {**message, "content": given}
@@ -87,7 +87,7 @@ def _with_part(message: Mapping[str, Any], content: Sequence[Any], at: int, give
 
 
 class _Words:
-    """One text of a message, looked for in the prompt."""
+    """Search for one text of a message in the prompt."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class _Words:
         self.marks = marks
 
     def regions(self) -> Renderings[list[Region] | str]:
-        """Put another text in place of this one; where that changes more than its place, put marks into it."""
+        """Find the regions by replacing the text; where that changes more than its place, put marks into it."""
         if not self.words:
             return []
         if (rendered := (yield self.changed(self.marks[0]))) == self.text:
@@ -121,7 +121,7 @@ class _Words:
         return (yield from self._marked())
 
     def _cut(self, head: str, tail: str) -> Renderings[Region | None]:
-        """Find the end or the beginning of the text, if the template writes that alone between `head` and `tail`."""
+        """Find the region if the template writes only the end or beginning of the text, between `head` and `tail`."""
         start, stop = len(head), len(self.text) - len(tail)
         if start >= stop or not (self.text.startswith(head) and self.text.endswith(tail)):
             return None
@@ -138,7 +138,7 @@ class _Words:
         return None
 
     def _marked(self) -> Renderings[list[Region] | str]:
-        """Put marks between the characters of the text, leaving out those places on which the template decides."""
+        """Find the regions by marks between the characters, except where a mark changes the template's decisions."""
         for words in _trimmed(self.words)[1:]:
             if (yield self.changed(words)) == self.text:
                 self.words = words
@@ -168,8 +168,9 @@ class _Words:
         return regions
 
     def _probe(self) -> Renderings[dict[int, list[int]]]:
-        """Where the prompt has a mark that stands before each character; halves the marks until the template does
-        not mind them.
+        """Return the places in the prompt of a mark put before each character, by character index.
+
+        Marks that change the rest of the rendering are halved and tried again.
         """
         pending, seen = [_places(self.words)], dict[int, list[int]]()
         for _ in range(PROBES):
@@ -188,7 +189,7 @@ class _Words:
         return seen
 
     def _read(self, rendered: str, marks: Mapping[int, str]) -> dict[int, list[int]] | None:
-        """Find each mark's place in the prompt; None if the rendering is not the prompt without them."""
+        """Find each mark's places in the prompt; return None if the rendering without marks is not the prompt."""
         places = {self.spell(mark): place for place, mark in marks.items()}
         found: dict[int, list[int]] = {place: [] for place in marks}
         read, before = "", 0
@@ -199,11 +200,18 @@ class _Words:
         return found if read + rendered[before:] == self.text else None
 
     def _edges(self, marks: Sequence[tuple[int, int]], *, backwards: bool) -> Renderings[list[int] | None]:
-        """Where each writing of the text begins or, backwards, ends, of the outermost marks seen in each; None if that
-        is unclear.
+        """Find the start (or, with `backwards`, the end) of each occurrence of the text from its outermost marks.
 
-        Beyond such a mark lie characters between which the template minds a mark. Those that stand in the prompt, tags
-        for one, count as the message's. Otherwise the text is rendered without them.
+        Beyond such a mark lie characters between which a mark changes the rendering. Those that stand in the prompt,
+        such as
+        tags, count as the message's. Otherwise the text is rendered without them.
+
+        Args:
+            marks: outermost mark of each occurrence, as place in the prompt and index in the text.
+            backwards: True for ends.
+
+        Returns:
+            Places in the prompt, or None if they are unclear.
         """
         place = marks[0][1]
         turn: Callable[[str], str] = (lambda one: one[::-1]) if backwards else str
@@ -230,7 +238,7 @@ class _Words:
     def _parts(
         self, run: Sequence[tuple[int, int]], whole: Region, dropped: set[int]
     ) -> Renderings[list[Region] | None]:
-        """Regions of one writing of the text: one, or several where it leaves out what stands between them."""
+        """Return the regions of one occurrence: one, or several where the template leaves out text between them."""
         regions, begin = [], whole[0]
         for (at, place), (then, after) in itertools.pairwise(run):
             here, said = self.text[at:then], self.spell(self.words[place:after])
@@ -245,13 +253,16 @@ class _Words:
 
 
 def _shifted(text: str, places: Sequence[int], pieces: Sequence[str], beyond: str) -> list[int] | None:
-    """Where writings begin, of a rendering split where they begin without what stands beyond a mark.
+    """Find the starts of the occurrences, given a rendering without the characters beyond the mark.
 
     Args:
         text: the prompt.
-        places: of the mark in each writing.
-        pieces: of the rendering.
-        beyond: text that each writing may have before the mark.
+        places: place of the mark in each occurrence.
+        pieces: the rendering, split at the mark.
+        beyond: text that each occurrence may have before the mark.
+
+    Returns:
+        Places in the prompt, or None if they are unclear.
     """
     found, before = [], 0
     for place, piece in zip([*places, len(text)], pieces, strict=False):
@@ -264,19 +275,19 @@ def _shifted(text: str, places: Sequence[int], pieces: Sequence[str], beyond: st
 
 
 def _trimmed(words: str) -> list[str]:
-    """A text as it is, and as templates trim it."""
+    """Return a text as it is, and in each form to which templates trim it."""
     cuts = (cut(words, blank) for blank in (None, "\n") for cut in (str.strip, str.lstrip, str.rstrip))
     return list(dict.fromkeys((words, *cuts)))
 
 
 def _gaps(pieces: Sequence[str], length: int) -> list[Region]:
-    """Regions between pieces of a text, each of one length."""
+    """Return the regions between pieces of a text, each `length` characters long."""
     starts = list(itertools.accumulate(len(piece) + length for piece in pieces[:-1]))
     return [(stop - length, stop) for stop in starts]
 
 
 def _places(words: str) -> list[int]:
-    """List places for marks: the ends, the middle, and beside each character that is no letter."""
+    """List indices for marks in a text: the ends, the middle, and beside each character that is no letter or digit."""
     inner = [at for at in range(1, len(words)) if not (words[at - 1].isalnum() and words[at].isalnum())]
     half = len(_MARKS) // 4
     return sorted({0, len(words) // 2, len(words), *inner[:half], *inner[-half:]})

@@ -1,4 +1,4 @@
-"""A request's capture and steering, compiled for the worker: indices and ranges, nothing left to interpret.
+"""Plan of a request: its capture and steering, compiled to indices and ranges for the worker.
 
 The client compiles it, `SamplingParams.extra_args` carries it.
 """
@@ -16,16 +16,16 @@ from steercap.core.program import SteeringPlan
 from steercap.core.spec import CaptureSpec, Reduction
 from steercap.core.tokens import Range
 
-#: The key of steercap's plan in `SamplingParams.extra_args`.
+#: Key of steercap's plan in `SamplingParams.extra_args`.
 EXTRA_ARGS_KEY: Final = "steercap"
 
 
 class InSlot(msgspec.Struct, frozen=True, array_like=True):
-    """Vectors that the encoding of a request's rows needs: directions, or a calibration.
+    """Reference to the vectors that the encoding of a request's rows needs: directions, or a calibration.
 
     Args:
-        slot: where its configuration is, NONE while it has none.
-        configuration: digest of what must be there.
+        slot: slot of the configuration with them, NONE until it has one.
+        configuration: digest of the configuration that must be in the slot.
     """
 
     slot: Whole
@@ -33,19 +33,19 @@ class InSlot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CapturePlan(msgspec.Struct, frozen=True):
-    """What is kept of a request.
+    """Compiled capture of one request.
 
     Args:
         points: indices into the engine's list of armed points, ascending.
         ranges: positions selected.
-        reduce: how selected rows become one, or None.
-        coding: how the rows of each token are stored.
-        before_edits: whether rows are kept as they were before the edits of their point.
-        accumulates: whether the reduction runs along with the rows, which are then never kept; otherwise they all are,
-            until the client says where the sequence ends.
-        vectors: what the encoding needs besides the rows, or None.
-        allow_nonfinite: whether rows that are not finite are handed over.
-        gather: whether the client joins shards.
+        reduce: reduction of the selected rows to one, or None.
+        coding: encoding of the rows of each token.
+        before_edits: True to keep rows as they were before the edits of their point.
+        accumulates: True if the reduction runs along with the rows, which are then never kept; otherwise all rows are
+            kept until the client says where the sequence ends.
+        vectors: vectors that the encoding needs, or None.
+        allow_nonfinite: True to hand over rows that are not finite.
+        gather: True if the client joins shards.
         saes: digests of the encoders that read the rows of each point, or ().
     """
 
@@ -61,10 +61,10 @@ class CapturePlan(msgspec.Struct, frozen=True):
     saes: tuple[Digest, ...] = ()
 
     def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
-        """The plan with the slot of its vectors, if it has some.
+        """Return the plan with the slot of its vectors filled in, if it has some.
 
         Args:
-            slots: where each configuration is, by its digest.
+            slots: slot of each configuration, by digest.
         """
         if self.vectors is None:
             return self
@@ -73,15 +73,15 @@ class CapturePlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One request, as the worker reads it.
+    """Compiled request, as the worker reads it.
 
     Args:
         key: steercap's own name of the request; the children of `n > 1` share it.
-        prompt_len: prompt tokens.
+        prompt_len: number of prompt tokens.
         limit: number of positions that can be inputs of the model: prompt + generated - 1 at most.
-        samples: `n` of the request: how many children share the key.
-        capture: what is kept, or None.
-        steering: what is changed, or None.
+        samples: `n` of the request: number of children that share the key.
+        capture: compiled capture, or None.
+        steering: compiled steering, or None.
     """
 
     key: Label
@@ -93,22 +93,22 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether a row before the last prompt token is kept, which must then be computed and not read from the cache.
+        """True if a row before the last prompt token is kept, which must be computed and not read from the cache.
 
         The last prompt token is computed even on a full hit of the prefix cache.
         """
         return self.capture is not None and any(item.start < self.prompt_len - 1 for item in self.capture.ranges)
 
     def encode(self) -> bytes:
-        """The plan as bytes."""
+        """Return the plan as a frame."""
         return framed(_ENCODER.encode(self))
 
     @staticmethod
     def decode(data: bytes) -> Plan:
-        """The plan from bytes.
+        """Read a plan from a frame.
 
         Raises:
-            InvalidFrame: they are no plan of this version, damaged, or out of bounds.
+            InvalidFrame: not a plan of this version, damaged, or out of bounds.
         """
         found: Plan = read(_DECODER, data, "a plan")
         return found
@@ -127,13 +127,13 @@ def compile_capture(
     """Compile `spec` for one request.
 
     Args:
-        spec: what the user asks.
+        spec: the user's spec.
         points: indices of its points among the armed, ascending.
-        coding: how its rows are stored.
-        prompt_len: prompt tokens.
-        limit: positions that can be inputs of the model: prompt + generated - 1 at most.
-        accumulates: whether a reduction may run along.
-        vectors: what its encoding needs besides the rows, or None.
+        coding: encoding of its rows.
+        prompt_len: number of prompt tokens.
+        limit: number of positions that can be inputs of the model: prompt + generated - 1 at most.
+        accumulates: True if a reduction may run along.
+        vectors: vectors that its encoding needs, or None.
 
     Raises:
         InvalidSelection, EmptySelection: `tokens` does not fit the prompt.

@@ -1,4 +1,4 @@
-"""Steering and projections, compiled: every operation as rank-one edits in order, nothing left to interpret.
+"""Compiled steering and projections: every operation as rank-one edits in order.
 
 One edit is `h <- h + f(u·h + b) w`; the worker knows no others. Shape legend: blob = rows of the vector bank
 that are sent and kept together: one vector, or the rows of a replacement.
@@ -20,21 +20,21 @@ from steercap.core.biases import Bias
 from steercap.core.framing import Digest, Whole, WholeOrNone
 from steercap.core.tokens import Range, selected
 
-#: A read, a write or a replacement that an entry does not have.
+#: Index that stands for none: an entry without a read vector, a write vector or a replacement.
 NONE: Final = -1
-#: Different `tokens=` of one configuration: each is a bit of a token's int32 mask.
+#: Maximum number of different `tokens=` of one configuration: each is a bit of a token's int32 mask.
 MAX_SCOPES: Final = 31
-#: Different replacements of one configuration: columns of a step's table of replacements.
+#: Maximum number of replacements of one configuration: columns of a step's table of replacements.
 MAX_REPLACEMENTS: Final = 256
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """f: how far a row goes along the write direction, from its projection p = u·h + bias.
+    """Response function f: the length of a row's step along the write direction, from its projection p = u·h + bias.
 
         f(p) = g s (clamp(gain q + offset, low, high) - minus q)
         q = max(p, floor);  g = 1 if p > threshold else 0;  s = ‖h‖ if relative else 1
 
-    One formula for every operation, so that one kernel runs them all.
+    One formula covers every operation, so that one kernel runs them all.
     """
 
     bias: float = 0.0
@@ -49,11 +49,11 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The numbers, in the order of a table's columns."""
+        """Parameters in the order of a table's columns, `RESPONSE_NUMBERS`."""
         return tuple(getattr(self, name) for name in RESPONSE_NUMBERS)
 
 
-#: What the columns of a table of responses are.
+#: Columns of a table of responses.
 RESPONSE_NUMBERS: Final = ("bias", "gain", "offset", "minus", "low", "high", "floor", "threshold")
 
 
@@ -64,12 +64,13 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         edit: index of the user's edit that it comes from.
         points: indices into the engine's armed points.
         scope: index of its token selection among those of the configuration.
-        write: index of the blob of w, or of the rows put in place.
+        write: index of the blob of w, or of the replacement rows.
         read: index of the blob of u; NONE for a response that needs no projection.
-        response: f.
-        joined: whether it reads the row as it was before the entry before it, as the parts of one low-rank edit do.
+        response: response function f.
+        joined: True if it reads the row as it was before the preceding entry, as the parts of one low-rank edit do.
         replacement: number of the replacement among those of the configuration; NONE for a rank-one edit.
-        norm: entries of equal number keep a row's norm between them: it is measured before the first at a
+        norm: group of entries that preserve a row's norm together: it is measured before the first entry of the group
+            at a
             point and restored after the last; NONE where the norm may change.
     """
 
@@ -85,11 +86,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Blob(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of the bank that belong together, known by their content.
+    """Rows of the bank that belong together, identified by their content.
 
     Args:
         digest: see `blob_digest`.
-        rows: how many.
+        rows: number of rows.
     """
 
     digest: Digest
@@ -97,24 +98,24 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 
 
 def blob_digest(data: bytes, rows: int) -> bytes:
-    """The digest of rows of vectors: SHA-256 of their number and of their float32 bytes.
+    """Return the digest of rows of vectors: SHA-256 of their number and of their float32 bytes.
 
-    Of their number too, since 2 rows of 64 zeros are not 1 row of 128.
+    The number is included since 2 rows of 64 zeros are not 1 row of 128.
     """
     return hashlib.sha256(rows.to_bytes(8, "little") + data).digest()
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """What a slot holds: the edits of a spec, or the vectors of an encoding, independent of any prompt.
+    """Content of a slot: the edits of a spec, or the vectors of an encoding, independent of any prompt.
 
     Args:
-        entries: in the order in which they are applied.
+        entries: entries in the order in which they are applied.
         blobs: vectors they use.
-        scopes: how many different token selections there are.
-        replacements: how many entries replace rows, in the order of their numbers.
-        reads: of a configuration that changes nothing, the points whose rows its one blob is for: as many of the blob's
+        scopes: number of different token selections.
+        replacements: number of entries that replace rows; they are numbered in order.
+        reads: for a configuration without edits, the points whose rows its one blob is for: the blob has equally many
             rows for each, point by point.
-        biases: of logits.
+        biases: logit biases.
     """
 
     entries: tuple[Entry, ...]
@@ -126,41 +127,41 @@ class Configuration(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of everything in it; equal configurations share a slot."""
+        """SHA-256 of all fields; equal configurations share a slot."""
         return hashlib.sha256(_ENCODER.encode(self)).digest()
 
     @property
     def edits(self) -> int:
-        """How many edits the user gave, biases of logits among them."""
+        """Number of the user's edits, logit biases included."""
         numbers = [entry.edit for entry in self.entries] + [bias.edit for bias in self.biases]
         return 1 + max(numbers, default=NONE)
 
     @property
     def rows(self) -> int:
-        """Rows of the bank that the blobs take."""
+        """Number of bank rows that the blobs take."""
         return sum(blob.rows for blob in self.blobs)
 
     @property
     def bias_bytes(self) -> int:
-        """Bytes of its biases, which it carries itself."""
+        """Bytes of its logit biases."""
         return sum(len(bias.ids) + len(bias.values) for bias in self.biases)
 
     def at(self, point: int) -> tuple[Entry, ...]:
-        """The entries of one point, in order."""
+        """Return the entries of one point, in order."""
         return tuple(entry for entry in self.entries if point in entry.points)
 
 
 class SteeringPlan(msgspec.Struct, frozen=True):
-    """One request's steering, as the worker reads it.
+    """Compiled steering of one request, as the worker reads it.
 
     Args:
-        slot: where its configuration is.
-        configuration: digest of what must be there.
-        identity: what the request's KV depends on; see `identity`.
+        slot: slot of its configuration.
+        configuration: digest of the configuration that must be in the slot.
+        identity: hash of all that the request's KV depends on; see `identity`.
         scopes: positions of each token selection.
         replaced: positions of each replacement, in the order of its rows.
         biased: positions of each token selection of its biases.
-        held: whether nothing is edited until the client says so, see `messages.Engage`.
+        held: True if nothing is edited until the client says so, see `messages.Engage`.
     """
 
     slot: Whole
@@ -172,13 +173,13 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     held: bool = False
 
     def since(self, position: int | None) -> SteeringPlan:
-        """The same at positions from this one on; None for none."""
+        """Return the plan restricted to positions from `position` on; with no positions if it is None."""
         scopes = tuple(() if position is None else _since(ranges, position) for ranges in self.scopes)
         return msgspec.structs.replace(self, scopes=scopes)
 
 
 def _since(ranges: Sequence[Range], position: int) -> tuple[Range, ...]:
-    """What ranges select from a position on."""
+    """Restrict ranges to positions from `position` on."""
     found = []
     for one in ranges:
         steps = max(0, -(-(position - one.start) // one.step))
@@ -193,24 +194,24 @@ def identity(
     epoch: int,
     held: str = "",
 ) -> bytes:
-    """What the KV of a steered request depends on besides its tokens: SHA-256.
+    """Return the SHA-256 of all that the KV of a steered request depends on besides its tokens.
 
     Resolved positions are part of it: `tokens="prompt"` means other positions for a longer prompt, which may share its
     first blocks with the generated tokens of a shorter one.
 
     Args:
-        configuration: digest of the edits; biases of logits reach no key or value.
+        configuration: digest of the edits; logit biases affect no key or value.
         scopes: positions of each token selection.
         replaced: positions of each replacement.
-        epoch: raised whenever steering failed, so that what was written then is never read.
-        held: the request whose steering begins at a position that nobody knows yet: its KV is nobody else's.
+        epoch: counter raised whenever steering failed, so that KV written before is never read.
+        held: key of a request whose steering begins at a position not known yet, so that its KV is not shared.
     """
     return hashlib.sha256(_ENCODER.encode((configuration, scopes, replaced, epoch, held))).digest()
 
 
 @lru_cache(maxsize=256)
 def scope_masks(scopes: tuple[tuple[Range, ...], ...], limit: int) -> npt.NDArray[np.int32]:
-    """Bit `i` of entry `p` says whether scope `i` selects position `p`: int32 [limit]."""
+    """Return the scopes that select each position as bit masks: bit `i` of entry `p` for scope `i`, int32 [limit]."""
     masks = np.zeros(limit, dtype=np.int32)
     for bit, ranges in enumerate(scopes):
         masks |= selected(ranges, limit).astype(np.int32) << bit
@@ -219,14 +220,14 @@ def scope_masks(scopes: tuple[tuple[Range, ...], ...], limit: int) -> npt.NDArra
 
 
 def rows_touched(configuration: Configuration, points: Iterable[int], masks: npt.NDArray[np.int32]) -> tuple[int, ...]:
-    """Rows that each edit touches, all its points among `points` together.
+    """Count the rows that each edit touches, at all of its points among `points` together.
 
     A low-rank edit touches a row once, however many parts it has.
 
     Args:
-        configuration: the edits.
-        points: the points that count.
-        masks: scopes that hold each token that was computed, int32 [tokens].
+        configuration: configuration with the edits.
+        points: indices of the points to count at.
+        masks: scopes that hold each computed token, as bit masks: int32 [tokens].
     """
     tokens = [int(((masks >> scope) & 1).sum()) for scope in range(configuration.scopes)]
     known, rows = set(points), [0] * configuration.edits

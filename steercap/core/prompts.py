@@ -1,4 +1,4 @@
-"""What a user passes to `generate` and `chat`, brought into one shape."""
+"""Normalisation and checks of the arguments of `generate` and `chat`: prompts, conversations and flags."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import flag_of, index_of, shown, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
-#: How many tokens a tokenizer puts before a text, or behind it: GLM's two.
+#: Numbers of tokens that tokenizers put before or after a text; GLM's puts two.
 _AROUND: Final = (1, 2)
-#: What a part of a message is called that is no text, among other words: "image_url", "input_audio".
+#: Words in the type of a message part that is not text: "image_url", "input_audio".
 MEDIA: Final = ("image", "audio", "video", "file")
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """The arguments of a call besides its prompts, see `SteerModel.generate`, and the sketches that it joins.
+    """Arguments of a call besides its prompts, see `SteerModel.generate`, and the sketches that it joins.
 
     Args:
-        sampling_params: pooling parameters, if the prompts are encoded.
-        encoding: whether the prompts are encoded by a pooling model.
-        monitors: what watches each request.
+        sampling_params: sampling parameters, or pooling parameters if the prompts are encoded.
+        encoding: True if the prompts are encoded by a pooling model.
+        monitors: monitors that watch each request.
         add_special_tokens: see `special_asked`.
     """
 
@@ -44,12 +44,12 @@ class CallArguments:
 
     @property
     def spec(self) -> Any:
-        """What is to be kept, for all prompts or one each."""
+        """Capture spec, for all prompts or one each; None for no capture."""
         return capture_asked(self.capture_layers, self.capture)
 
 
 def listed(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether several prompts were given, and the list of them, token ids as prompt dicts.
+    """Return the prompts as a list, and True before it if several were given; token ids become prompt dicts.
 
     Raises:
         InvalidPrompt: no prompt, or something that cannot be one.
@@ -74,7 +74,7 @@ def _one_prompt(prompt: Any) -> Any:
 
 
 def _token_ids(given: Sequence[Any]) -> list[int] | None:
-    """Token ids of any library as plain integers; None if something else is among them."""
+    """Convert token ids of any library to plain integers; None if something else is among them."""
     if {type(one) for one in given} <= {int}:
         return [*given]
     ids = [index_of(one) for one in given]
@@ -82,26 +82,26 @@ def _token_ids(given: Sequence[Any]) -> list[int] | None:
 
 
 def text_of(prompt: Any) -> str | None:
-    """The text of a prompt that is to be tokenised; None of one that is not."""
+    """Return the text of a prompt that is to be tokenised; None if it is no text."""
     if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
         prompt = prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None
 
 
 def special_asked(given: Any) -> bool | None:
-    """Check `add_special_tokens`, if a text gets the tokens around a prompt: None is True, with `warn_of_doubled`.
+    """Check `add_special_tokens`: True or False, or None for True with a warning (`warn_of_doubled`).
 
     Raises:
-        InvalidRequest: it is none of True, False and None.
+        InvalidRequest: any other value.
     """
     return None if given is None else flag_asked("add_special_tokens", given)
 
 
 def repeating(given: Iterable[tuple[Any, Sequence[int]]]) -> list[tuple[str, Sequence[int]]]:
-    """Find texts whose first tokens, or last, come twice, as those do that text and tokenizer both have.
+    """Find texts whose first or last tokens come twice, as when text and tokenizer both add a special token.
 
     Args:
-        given: prompts, and their token ids; token ids and conversations are left out.
+        given: prompts with their token ids; prompts that are not text are skipped.
     """
     return [
         (text, ids)
@@ -112,11 +112,11 @@ def repeating(given: Iterable[tuple[Any, Sequence[int]]]) -> list[tuple[str, Seq
 
 
 def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence[int]) -> None:
-    """Warn of texts that begin or end with a special token that the tokenizer has added to them once more.
+    """Warn of texts that begin or end with a special token that the tokenizer has added once more.
 
     Args:
         given: texts, and their token ids.
-        around: token ids of an empty text.
+        around: token ids of an empty text: the special tokens alone.
     """
 
     def doubled(ids: Sequence[int]) -> bool:
@@ -138,12 +138,13 @@ def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence
 
 
 def warn_of_room(asked: Iterable[tuple[Any, int | None, int]], context: int | None) -> None:
-    """Warn of more tokens than the context holds after a prompt: generation ends where it is full.
+    """Warn if `max_tokens` is more than the context has room for after a prompt: generation ends where it is full.
 
     Args:
-        asked: sampling parameters as the user gave them (None, or a dict that does not name it, takes vLLM's default,
-            which is nobody's), their `max_tokens` as it was read, and tokens of the prompt.
-        context: tokens that a prompt and its reply may have; None if unknown.
+        asked: for each request, the sampling parameters as the user gave them, their parsed `max_tokens`, and the
+            number
+            of prompt tokens. Where the user did not set `max_tokens` (None, or a dict without it) nothing is warned of.
+        context: maximum number of tokens of a prompt and its reply; None if unknown.
     """
     if context is None:
         return
@@ -159,7 +160,7 @@ def warn_of_room(asked: Iterable[tuple[Any, int | None, int]], context: int | No
 
 
 def conversations_in(messages: Any) -> tuple[bool, list[Any]]:
-    """Whether several conversations were given, and the list of them.
+    """Return the conversations as a list, and True before it if several were given.
 
     Raises:
         InvalidPrompt: no conversation, or something that cannot be one.
@@ -180,7 +181,7 @@ def _is_conversation(messages: Any) -> bool:
 
 
 def without_media(conversation: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no message holds anything but text, which a template writes down as its place alone.
+    """Check that all messages hold text alone; a template writes only a placeholder for media.
 
     Raises:
         InvalidPrompt: one does.
@@ -198,7 +199,7 @@ def without_media(conversation: Sequence[Mapping[str, Any]]) -> None:
 
 
 def template_arguments(given: Any) -> dict[str, Any]:
-    """Further arguments of a chat template.
+    """Check further arguments of a chat template; None gives {}.
 
     Raises:
         InvalidRequest: they are not a mapping from names.
@@ -211,7 +212,7 @@ def template_arguments(given: Any) -> dict[str, Any]:
 
 
 def flag_asked(name: str, given: Any) -> bool:
-    """An argument that is True or False.
+    """Parse an argument that is True or False.
 
     Raises:
         InvalidRequest: it is something else.
@@ -223,7 +224,7 @@ def flag_asked(name: str, given: Any) -> bool:
 
 
 def capture_asked(layers: Layers | None, capture: Any) -> Any:
-    """What is to be kept: `capture=`, or its shorthand `capture_layers=`.
+    """Return the capture spec: `capture=`, or one made of its shorthand `capture_layers=`.
 
     Raises:
         InvalidSpec: both were given.
@@ -234,7 +235,7 @@ def capture_asked(layers: Layers | None, capture: Any) -> Any:
 
 
 def each(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each prompt.
+    """Return one value for each of `count` prompts: the list given, or a single value repeated.
 
     Raises:
         InvalidRequest: a list of another length.
@@ -254,15 +255,15 @@ def templated(
     spans: bool,
     special: bool | None = None,
 ) -> tuple[list[int], list[MessageSpan]]:
-    """Token ids of a conversation that invites a reply, and where its messages' contents lie.
+    """Return the token ids of a conversation that invites a reply, and the spans of its messages' contents.
 
     Args:
         tokenizer: the model's tokenizer.
         conversation: {"role", "content"} dicts.
         kwargs: further arguments of the chat template.
-        spans: whether to look for the messages, which takes one rendering each, and more where the template decides
-            by what a message says.
-        special: whether the tokenizer adds its own special tokens to those of the template.
+        spans: True to find the spans, which takes one rendering for each message, and more where the template
+            branches on a message's text.
+        special: True if the tokenizer adds its own special tokens to those of the template.
 
     Raises:
         InvalidRequest: there is no template, or it refuses the conversation.
@@ -292,7 +293,7 @@ def templated(
 def _placed(
     text: str, conversation: Sequence[Mapping[str, Any]], index: int, render: Callable[..., str]
 ) -> list[Region] | str:
-    """Regions of a message's content, or why there are none."""
+    """Return the regions of a message's content, or the reason why there are none."""
     steps = place(text, conversation, index)
     try:
         changed = next(steps)

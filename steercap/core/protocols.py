@@ -1,4 +1,4 @@
-"""What functions of the library need of an open model, such as a `SteerModel`, whose class they need not know."""
+"""Protocols of an open model, such as a `SteerModel`, for functions that need not know its class."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any, Protocol
 
 
 class OpenModel(Protocol):
-    """A model that was opened."""
+    """An open model."""
 
     @property
     def model(self) -> str:
-        """Its name on the hub, or path."""
+        """Name on the hub, or path."""
 
     @property
     def tokenizer(self) -> Any:
-        """transformers' tokenizer."""
+        """Tokenizer of transformers."""
 
     @property
     def engine(self) -> Any:
-        """vLLM's engine that serves it."""
+        """vLLM engine that serves the model."""
 
 
 class ReadingModel(OpenModel, Protocol):
-    """An open model that reads texts and hands over rows."""
+    """An open model that reads texts and returns their rows."""
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
 
     @property
     def origin(self) -> Mapping[str, str]:
@@ -45,7 +45,7 @@ class ReadingModel(OpenModel, Protocol):
 
 
 class SketchingModel(ReadingModel, Protocol):
-    """An open model that takes rows into statistics, too."""
+    """An open model that also makes sketches."""
 
     def sketch(self, kind: str, *, layers: Any, sites: Any, tokens: Any) -> AbstractAsyncContextManager[Any]:
         """See `SteerModel.sketch`."""

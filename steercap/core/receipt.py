@@ -1,4 +1,4 @@
-"""What the workers report, and its comparison with what must be."""
+"""Receipts of captures and steering, and the checks of the workers' records against the request."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from steercap.core.rows import Ints
 from steercap.core.spec import Point, Reduction
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
-#: What happens to the text, and what to do.
+#: Ending of error messages: consequence for the text, and advice.
 _WITHHELD: Final = "its text is withheld; if you ask again, nothing written so far will be reused"
 
 
 @dataclass(frozen=True)
 class SteeringReceipt:
-    """Proof of steering: what the workers did to one request.
+    """Receipt of the steering of one request, from the workers' records.
 
     Args:
         rows: rows that each edit touched, in the order of the spec's edits, all its layers together; a row counts
             when the edit was applied to it, whether or not its value changed. Of a `LogitBias` the positions whose
             logits it was added to.
-        computed: tokens that this request had computed.
-        cached: tokens read from the prefix cache: written by an equally steered request, or by any where no edit
-            reaches a key or value.
+        computed: number of tokens computed for this request.
+        cached: number of tokens read from the prefix cache: written by an equally steered request, or by any request
+            where no edit reaches a key or value.
         digest: SHA-256 of the edits as they were compiled, in hexadecimal: equal edits have equal digests; "" in files
             of older versions.
     """
@@ -43,19 +43,19 @@ class SteeringReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof of a capture: what the workers recorded for one request.
+    """Receipt of the capture of one request, from the workers' records.
 
     Args:
         points: points captured, layer by layer.
         positions: position of every row, int64 [rows].
         token_ids: id of the token the model read at each of them, int64 [rows].
-        writes: how many rows were written, recomputed ones counted again.
+        writes: number of rows written, recomputed ones counted again.
         reduce: the reduction applied in the worker, or None.
-        steering: what was edited, or None where nothing was to be.
-        verified: whether rows of layers of just this code were compared with transformers' (see `steercap models`);
-            if not, the proof at start is what stands for them. None in files of older versions.
-        recomputed: whether the rows were computed again, by reading the sequence, since the engine that had them died;
-            see `SteerModel(restart=)`.
+        steering: receipt of the edits, or None for a request without steering.
+        verified: True if rows of layers with exactly this code were compared with transformers' (see
+            `steercap models`); False if only the proof at start vouches for them. None in files of older versions.
+        recomputed: True if the rows were computed again, by reading the sequence, since the engine that had them
+            died; see `SteerModel(restart=)`.
     """
 
     points: tuple[Point, ...]
@@ -69,12 +69,12 @@ class Receipt:
 
     @property
     def rows(self) -> int:
-        """Rows captured at each point, before any reduction."""
+        """Number of rows captured at each point, before any reduction."""
         return len(self.positions)
 
 
 def check_labels(request: str, expected: Ints, tokens: Sequence[int], positions: Ints, token_ids: Ints) -> None:
-    """Compare the labels of the rows with the sequence the client knows.
+    """Check the labels of captured rows against the sequence that the client knows.
 
     Args:
         request: name of the request, for the message.
@@ -104,7 +104,7 @@ def check_labels(request: str, expected: Ints, tokens: Sequence[int], positions:
 
 
 def check_points(request: str, expected: Sequence[Point], captured: Sequence[Point]) -> None:
-    """Check that every point asked for came back.
+    """Check that rows of every requested point came back.
 
     Raises:
         CaptureIncomplete: a point is missing.
@@ -115,10 +115,10 @@ def check_points(request: str, expected: Sequence[Point], captured: Sequence[Poi
 
 
 def knowing(found: Sequence[Sequence[object]]) -> tuple[int, ...]:
-    """The engines with a worker that knows a request; it runs on one of them, and the others must not know it.
+    """Return the indices of the engines with a worker that knows a request; it should run on exactly one.
 
     Args:
-        found: engine by engine, what each of its workers says.
+        found: answers of the workers of each engine.
     """
     return tuple(
         engine for engine, answers in enumerate(found) if any(not isinstance(answer, Unknown) for answer in answers)
@@ -132,14 +132,17 @@ def check_edits(
     total: int,
     found: Sequence[Sequence[SteeringRecord | Unknown]],
 ) -> SteeringReceipt:
-    """Compare what the workers did with what the spec and the tokens demand.
+    """Check the workers' steering records against the edits that the spec and the tokens demand.
 
     Args:
         request: name of the request, for the message.
-        plan: the request.
-        configuration: its edits.
-        total: inputs of the sequence.
-        found: engine by engine, what each of its workers says.
+        plan: plan of the request.
+        configuration: compiled edits.
+        total: number of inputs of the sequence.
+        found: answers of the workers of each engine.
+
+    Returns:
+        The receipt.
 
     Raises:
         SteeringNotApplied: no engine ran the request or several did, or of the one that did a worker failed, knows
@@ -180,10 +183,10 @@ def check_edits(
 def _check_biases(
     request: str, plan: Plan, configuration: Configuration, total: int, known: Sequence[SteeringRecord]
 ) -> tuple[int, ...]:
-    """Compare the logits that were biased with those that must be.
+    """Check the logits that were biased against those that must be.
 
     Returns:
-        Of each edit the positions whose logits it changed, 0 for those of rows.
+        For each edit the number of positions whose logits it changed, 0 for edits of rows.
 
     Raises:
         SteeringNotApplied: a worker that makes logits biased others, or none of the workers makes any.

@@ -1,4 +1,4 @@
-"""Where a row's bytes are laid out: a token's record is the encoded rows of its points, one after another.
+"""Byte layout of a token's record: the encoded rows of its points, one after another.
 
 Arenas are counted in lines of `LINE_BYTES`, so rows of any width and dtype share one. Pure arithmetic: workers write
 records by it, and clients read them by it.
@@ -12,17 +12,17 @@ from typing import Final, NamedTuple
 
 #: Bytes of a line of an arena: a cache line; no store on a GPU needs an address that is aligned to more.
 LINE_BYTES: Final = 64
-#: The size to aim at for a page: small enough that short requests waste little, large enough that a request needs few.
+#: Target size of a page in bytes: small enough that short requests waste little, large enough that a request needs few.
 PAGE_BYTES: Final = 256 * 1024
 
 
 class RecordShape(NamedTuple):
-    """A token's record.
+    """Layout of a token's record.
 
     Args:
-        offsets: where the row of each point begins, in bytes.
-        sizes: bytes of each row.
-        lines: lines of the record.
+        offsets: offset of the row of each point, in bytes.
+        sizes: size of each row, in bytes.
+        lines: number of arena lines of the record.
     """
 
     offsets: tuple[int, ...]
@@ -31,11 +31,11 @@ class RecordShape(NamedTuple):
 
 
 def record_shape(sizes: Sequence[int], align: int = LINE_BYTES) -> RecordShape:
-    """Lay rows one after another.
+    """Lay out rows one after another in a record.
 
     Args:
-        sizes: bytes of each encoded row.
-        align: each row's offset is a multiple of this, in bytes.
+        sizes: size of each encoded row, in bytes.
+        align: alignment of each row's offset, in bytes.
     """
     ends = tuple(accumulate(-(-size // align) * align for size in sizes))
     return RecordShape((0, *ends[:-1]) if ends else (), tuple(sizes), -(-ends[-1] // LINE_BYTES) if ends else 0)

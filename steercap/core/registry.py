@@ -21,7 +21,7 @@ class Registry(Mapping[str, Member], Generic[Member]):
     under the module's own name. Modules are imported on first use.
 
     Raises:
-        UnknownName: on look-up of a name that no module has; the message lists the known ones.
+        UnknownName: on look-up of an unknown name; the message lists the known ones.
     """
 
     def __init__(self, axis: str, package: ModuleType, kind: type[Member]) -> None:

@@ -1,10 +1,10 @@
-"""Where a row is stored: the pure arithmetic from (request, position) to a line of the arena.
+"""Arithmetic from the position of a row to its line of the arena.
 
-Shape legend: `rows` = selected positions in order, `record` = what is kept of one token, laid out by `core.records` in
-lines of the arena, `block` = consecutive pages of a request.
+Shape legend: `rows` = selected positions in order, `record` = the stored rows of one token, laid out by `core.records`
+in lines of the arena, `block` = consecutive pages of a request.
 
 The line of a row depends on its position alone, so a position computed twice (preemption, rejected
-drafts) overwrites what was there: last write wins, and no row can be kept twice.
+drafts) overwrites the earlier row: last write wins, and no row can be kept twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 @lru_cache(maxsize=256)
 def ranks(ranges: tuple[Range, ...], limit: int) -> Ints:
-    """The row index of each position below `limit`, -1 where it is not selected: int64 [limit]."""
+    """Return the row index of each position below `limit`, -1 where it is not selected: int64 [limit]."""
     mask = selected(ranges, limit)
     order = np.cumsum(mask, dtype=np.int64) - 1
     order[~mask] = -1
@@ -39,10 +39,11 @@ def ranks(ranges: tuple[Range, ...], limit: int) -> Ints:
 
 @lru_cache(maxsize=256)
 def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
-    """The stretches of positions that are all selected, one after another, or all left out.
+    """Split the positions below `limit` into runs that are all selected, one after another, or all left out.
 
     Returns:
-        The first position behind each stretch, ascending; and what to subtract from a position in it to get its row,
+        The first position after each run, ascending; and the number to subtract from a position in it to get its row
+        index,
         -1 where none is selected: int64 [runs] each.
     """
     order = ranks(ranges, limit)
@@ -52,24 +53,26 @@ def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
 
 
 def ends_of_runs(values: npt.NDArray[np.integer]) -> Ints:
-    """The index behind each stretch of equal values, ascending: int64 [runs]."""
+    """Return the index after each run of equal values, ascending: int64 [runs]."""
     changes: Ints = np.flatnonzero(np.diff(values)) + 1
     return np.append(changes, len(values)) if len(values) else changes
 
 
 def rows_selected(ranges: tuple[Range, ...], limit: int, total: int) -> Ints:
-    """Positions of the rows of a sequence of `total` inputs, ascending: int64 [rows]."""
+    """Return the positions of the rows of a sequence of `total` inputs, ascending: int64 [rows]."""
     return np.flatnonzero(ranks(ranges, limit)[:total] >= 0)
 
 
 def latest_per_position(positions: npt.NDArray[np.integer]) -> Ints:
-    """Which of some rows to keep where positions repeat: the latest of each, positions ascending; int64 [kept].
+    """Return the indices of the rows to keep where positions repeat: the latest of each position, int64 [kept].
 
-    steercap's own files never repeat one. Other programs write down what an engine computes as it computes it, and what
-    is preempted, or drafted and rejected, is computed again: of two rows of a position the later one counts.
+    The indices are ordered by position. steercap's own files never repeat one. Other programs write rows as the engine
+    computes them, and tokens that are preempted, or drafted and rejected, are computed again: of two rows of a position
+    the
+    later one counts.
 
     Args:
-        positions: of the rows of one sequence, in the order in which they were written, int [rows].
+        positions: positions of the rows of one sequence, in the order in which they were written, int [rows].
     """
     flat = np.asarray(positions)
     if flat.ndim != 1 or flat.dtype.kind not in "iu":
@@ -81,10 +84,10 @@ def latest_per_position(positions: npt.NDArray[np.integer]) -> Ints:
 
 @dataclass(frozen=True)
 class PageShape:
-    """How lines are grouped into pages.
+    """Size of a page.
 
     Args:
-        lines: lines of a page.
+        lines: number of lines of a page.
     """
 
     lines: int
@@ -95,33 +98,35 @@ class PageShape:
         return self.lines * LINE_BYTES
 
     def records(self, lines: int) -> int:
-        """How many records of so many lines fit in a page."""
+        """Return the number of records of `lines` lines that fit in a page."""
         return self.lines // lines
 
     def pages(self, rows: int, lines: int) -> int:
-        """Pages with room for `rows` records of so many lines wherever they lie; consecutive ones may hold more."""
+        """Return the number of pages that hold `rows` records of `lines` lines even if no two pages are consecutive."""
         return -(-rows // self.records(lines)) if rows else 0
 
 
 def page_shape(lines: int, target_bytes: int = PAGE_BYTES) -> PageShape:
-    """A page near `target_bytes` that holds whole records of all points, and at least two.
+    """Choose a page near `target_bytes` that holds whole records of all points, and at least two.
 
     Two, because a reduced row is float32: up to twice the record of a 16-bit dtype.
 
     Args:
-        lines: of a record of all points, in the widest encoding.
-        target_bytes: the size to aim at for a page.
+        lines: lines of a record of all points, in the widest encoding.
+        target_bytes: target size of a page in bytes.
     """
     return PageShape(lines * max(2, target_bytes // (lines * LINE_BYTES)))
 
 
 class Places:
-    """Where a request's records lie: one behind the other through each block of consecutive pages, across borders.
+    """Lines of a request's records in the arena.
 
-    No record crosses from block to block. Nearly always all pages are one block.
+    Records follow each other through each block of consecutive pages, across page borders; no record crosses from block
+    to
+    block. Nearly always all pages are one block.
 
     Args:
-        pages: of the request, ascending: int64 [pages].
+        pages: pages of the request, ascending: int64 [pages].
         page: the shape of a page.
         record: lines of a record.
     """
@@ -130,9 +135,9 @@ class Places:
         self.pages = pages
         self._page = page
         self._record = record
-        #: How many records there is room for.
+        #: Number of records that there is room for.
         self.rows = 0
-        #: Of each block: the row behind it, and the line that row 0 would have if the block went back so far.
+        #: For each block: the first row after it, and the line of row 0 if the block is extended backwards to it.
         self._ends: list[int] = []
         self._origins: list[int] = []
         jumps = np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1
@@ -142,17 +147,17 @@ class Places:
             self._ends.append(self.rows)
 
     def lines(self, rows: Ints) -> Ints:
-        """First line of each row's record, of rows that there is room for."""
+        """Return the first line of each row's record; there must be room for the rows."""
         blocks = np.searchsorted(self._ends, rows, side="right")
         return np.array(self._origins)[blocks] + rows * self._record
 
     def block(self, row: int) -> tuple[int, int]:
-        """The row behind the block of `row`, and the line that row 0 would have if the block went back so far."""
+        """Return the row after the block of `row`, and the line of row 0 if that block is extended backwards to it."""
         block = bisect_right(self._ends, row)
         return self._ends[block], self._origins[block]
 
     def ranges(self, rows: range) -> Iterator[LineRange]:
-        """The lines of these rows' records, in their order, one range a block."""
+        """Yield the lines of these rows' records, in order, one range for each block."""
         start = rows.start
         while start < min(rows.stop, self.rows):
             end, origin = self.block(start)
@@ -161,7 +166,7 @@ class Places:
             start = stop
 
     def pages_of(self, rows: int) -> int:
-        """How many of the pages the first `rows` records reach into."""
+        """Return the number of pages that the first `rows` records reach into."""
         if not rows:
             return 0
         _, origin = self.block(rows - 1)
@@ -169,12 +174,12 @@ class Places:
         return int(self.pages.searchsorted(last)) + 1
 
     def keep(self, pages: int) -> Places:
-        """The same with the first pages alone; rows that lie in them stay where they are."""
+        """Return a copy with only the first `pages` pages; rows in them keep their lines."""
         return Places(self.pages[:pages], self._page, self._record)
 
 
 class PageAllocator:
-    """Hands out page numbers, many at once, lowest first, so that what is in use stays compact."""
+    """Allocator of page numbers, lowest first, so that the pages in use stay compact."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -184,7 +189,7 @@ class PageAllocator:
         self._lowest = 0  # no page below it is free
 
     def allocate(self, count: int) -> Ints:
-        """The lowest free pages, ascending: int64 [count], or fewer when no more are free."""
+        """Allocate the lowest free pages, ascending: int64 [count], or fewer when no more are free."""
         start, window = self._lowest, max(256, 4 * count)
         found: Ints = np.empty(0, dtype=np.int64)
         while start < self.total and len(found) < count:
@@ -199,14 +204,14 @@ class PageAllocator:
         return found
 
     def free(self, pages: Ints) -> None:
-        """Take pages back."""
+        """Free pages."""
         if len(pages):
             self._free[pages] = True
             self._lowest = min(self._lowest, int(pages.min()))
             self.in_use -= len(pages)
 
     def forget_untouched(self, keep: int) -> int:
-        """When nothing is in use, restart above `keep` pages; returns how many pages were ever touched."""
+        """Return the number of pages ever touched; if none is in use, lower that count to at most `keep`."""
         touched = self.touched
         if self.in_use == 0:
             self.touched = min(touched, keep)

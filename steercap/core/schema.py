@@ -1,4 +1,4 @@
-"""What the tensor at a point is: determined where the taps are put in, sent to the client, and never guessed."""
+"""Schema of a point's tensor: read where its tap is installed, and sent to the client."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from steercap.core.framing import Label, Step, Whole
 
 
 class PointSchema(msgspec.Struct, frozen=True, array_like=True):
-    """One point's tensor.
+    """Shape, dtype and properties of the tensor at one point.
 
     Args:
-        shape: of one token's row, on all tensor-parallel ranks together: `(4096,)`, heads `(32, 128)`.
-        dtype: of the rows, by its torch name: the model's, or "float32" for routers.
-        shards: tensor-parallel ranks that the first axis is split over, in equal parts; 1 where each has all of it.
-        writable: whether rows can be edited.
-        changes_kv: whether a key or value that is cached depends on the row.
-        tokens: which computed tokens have a row: "all", or those "sampled" from.
+        shape: shape of one token's row, of all tensor-parallel ranks together: `(4096,)`, heads `(32, 128)`.
+        dtype: torch name of the rows' dtype: the model's, or "float32" for routers.
+        shards: number of tensor-parallel ranks that the first axis is split over, in equal parts; 1 where each has all.
+        writable: True if rows can be edited.
+        changes_kv: True if a cached key or value depends on the row.
+        tokens: computed tokens that have a row: "all", or those "sampled" from.
     """
 
     shape: tuple[Whole, ...]
@@ -31,17 +31,17 @@ class PointSchema(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Number of elements of a row."""
         return prod(self.shape)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Of the part of a row that one rank has."""
+        """Shape of the part of a row that one rank has."""
         return (self.shape[0] // self.shards, *self.shape[1:])
 
     @property
     def shard_width(self) -> int:
-        """Elements of that part."""
+        """Number of elements of the part of a row that one rank has."""
         return self.width // self.shards
 
     def __str__(self) -> str:

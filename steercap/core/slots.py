@@ -1,7 +1,7 @@
-"""Which slot a configuration has, and where its vectors are: counted, shared, reused.
+"""Assignment of slots to configurations and of bank rows to their vectors: counted, shared, reused.
 
 Pure bookkeeping, kept by the client for all workers alike: it decides what must be sent and what may be overwritten.
-What is no longer used stays until its place is needed; the least recently used goes first.
+Unused contents stay until their place is needed; the least recently used goes first.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ class _Held:
     """A configuration in its slot, or a blob in its bank rows.
 
     Args:
-        places: where it lies.
-        users: requests that use it.
-        sent: what the workers were told: that it is there, or, of a configuration, where its blobs are.
+        places: slot or bank rows that it occupies.
+        users: number of requests that use it.
+        sent: state known to the workers: True for a blob that they hold; for a configuration, the bank rows of its
+            blobs.
     """
 
     places: tuple[int, ...]
@@ -29,10 +30,10 @@ class _Held:
 
 
 class _Shelf:
-    """Places of one kind and what lies in them, by digest.
+    """Places of one kind, slots or bank rows, and their contents by digest.
 
     Args:
-        places: how many.
+        places: number of places.
     """
 
     def __init__(self, places: int) -> None:
@@ -48,7 +49,7 @@ class _Shelf:
         return self.total - len(self._free) - self._idle_places
 
     def room(self, wanted: Iterable[tuple[bytes, int]]) -> bool:
-        """Whether things that take so many places fit beside all that have users."""
+        """Check if contents of these sizes fit beside all contents with users."""
         missing = reusable = 0
         for digest, places in wanted:
             if digest not in self.held:
@@ -58,7 +59,7 @@ class _Shelf:
         return missing <= len(self._free) + self._idle_places - reusable
 
     def take(self, digest: bytes, places: int) -> _Held:
-        """Use a thing, in its own places or in new ones."""
+        """Add a user to the content of this digest, in its present places or in new ones."""
         held = self.held.get(digest)
         if held is None:
             while len(self._free) < places:
@@ -70,7 +71,7 @@ class _Shelf:
         return held
 
     def release(self, digest: bytes) -> None:
-        """One user less; without users the thing may be displaced."""
+        """Remove a user; contents without users may be displaced."""
         held = self.held[digest]
         held.users -= 1
         if not held.users:
@@ -88,10 +89,10 @@ class Grant:
     """A configuration's slot and bank rows, until `Slots.release`.
 
     Args:
-        configuration: what it is for.
+        configuration: configuration that has them.
         digest: digest of the configuration.
         slot: its slot.
-        bank_rows: of each of its blobs.
+        bank_rows: bank rows of each of its blobs.
     """
 
     configuration: Configuration
@@ -104,8 +105,8 @@ class Slots:
     """Slots and bank rows of an engine.
 
     Args:
-        slots: configurations held at once.
-        rows: rows of the vector bank.
+        slots: number of configurations held at once.
+        rows: number of rows of the vector bank.
     """
 
     def __init__(self, slots: int, rows: int) -> None:
@@ -114,30 +115,30 @@ class Slots:
 
     @property
     def slots(self) -> int:
-        """Configurations held at once."""
+        """Number of configurations held at once."""
         return self._slots.total
 
     @property
     def rows(self) -> int:
-        """Rows of the vector bank."""
+        """Number of rows of the vector bank."""
         return self._bank.total
 
     @property
     def slots_in_use(self) -> int:
-        """Slots whose configuration some request uses."""
+        """Number of slots whose configuration some request uses."""
         return self._slots.in_use
 
     @property
     def rows_in_use(self) -> int:
-        """Bank rows whose vectors some request uses."""
+        """Number of bank rows whose vectors some request uses."""
         return self._bank.in_use
 
     def can_ever_hold(self, wanted: Mapping[bytes, Configuration]) -> bool:
-        """Whether there is room for configurations, by their digests, when nobody else holds anything."""
+        """Check if these configurations, by their digests, fit into empty slots and an empty bank."""
         return len(wanted) <= self.slots and sum(_blobs(wanted.values()).values()) <= self.rows
 
     def claim_all(self, wanted: Mapping[bytes, Configuration]) -> list[Grant] | None:
-        """Find places for all of some configurations, by their digests, or None if there is not room for all."""
+        """Claim places for all of these configurations, by their digests, or return None if they do not all fit."""
         if not self._slots.room((digest, 1) for digest in wanted) or not self._bank.room(
             _blobs(wanted.values()).items()
         ):
@@ -146,34 +147,34 @@ class Slots:
         return [grant for grant in grants if grant is not None]
 
     def claim(self, configuration: Configuration, digest: bytes) -> Grant | None:
-        """Find places for a configuration, or None if what others use leaves no room."""
+        """Claim places for a configuration, or return None if those in use leave no room."""
         blobs = [(blob.digest, blob.rows) for blob in configuration.blobs]
         if not self._slots.room([(digest, 1)]) or not self._bank.room(blobs):
             return None
         slot = self._slots.take(digest, 1).places[0]
-        # What is there comes first, so that what is not there yet cannot displace it.
+        # Blobs that are in the bank come first, so that new ones cannot displace them.
         known = sorted(blobs, key=lambda blob: blob[0] not in self._bank.held)
         bank_rows = {blob: self._bank.take(blob, rows).places for blob, rows in known}
         return Grant(configuration, digest, slot, tuple(bank_rows[blob] for blob, _ in blobs))
 
     def unsent(self, grant: Grant) -> tuple[Blob, ...] | None:
-        """The blobs that must be sent before the configuration can run; None if it can run as it is."""
+        """Return the blobs that must be sent before the configuration can run; None if it can run as it is."""
         missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.held[blob.digest].sent)
         return missing if missing or self._slots.held[grant.digest].sent != grant.bank_rows else None
 
     def confirm(self, grant: Grant) -> None:
-        """The workers hold the configuration and its blobs."""
+        """Record that the workers hold the configuration and its blobs."""
         self._slots.held[grant.digest].sent = grant.bank_rows
         for blob in grant.configuration.blobs:
             self._bank.held[blob.digest].sent = True
 
     def release(self, grant: Grant) -> None:
-        """One user less."""
+        """Remove a user of the configuration and its blobs."""
         self._slots.release(grant.digest)
         for blob in grant.configuration.blobs:
             self._bank.release(blob.digest)
 
 
 def _blobs(configurations: Iterable[Configuration]) -> dict[bytes, int]:
-    """Bank rows of each blob of some configurations, by its digest."""
+    """Return the number of bank rows of each blob of some configurations, by its digest."""
     return {blob.digest: blob.rows for configuration in configurations for blob in configuration.blobs}

@@ -1,4 +1,4 @@
-"""What a user asks to capture, checked against the model before anything runs."""
+"""Capture specs as users write them, checked against the model before anything runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Layers: TypeAlias = "int | slice | range | Sequence[int] | Sequence[bool] | Mask
 At: TypeAlias = "str | tuple[int, str]"
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 
-#: Limits of `k` and `seed`.
+#: Maximum values of `k` and `seed`.
 MOST_NUMBERS: Final = 1 << 16
 MOST_SEED: Final = (1 << 64) - 1
 
@@ -37,36 +37,36 @@ class Point(NamedTuple):
 
 
 class Projectable(Protocol):
-    """What rows can be projected on: a `DirectionSet`, or `LayerVectors` for one direction."""
+    """Directions that rows can be projected on: a `DirectionSet`, or `LayerVectors` for one direction."""
 
     @property
     def site(self) -> str:
-        """The site of the rows."""
+        """Site of the rows."""
 
     @property
     def width(self) -> int:
-        """Elements of a direction."""
+        """Number of elements of a direction."""
 
 
 class Calibrating(Protocol):
-    """What rows can be calibrated by: a `Calibration`."""
+    """Scales for the codec "full8": a `Calibration`."""
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """The points that it knows."""
+        """Points with scales."""
 
 
 class Reader(Protocol):
-    """What reads rows: an `SAE`."""
+    """Encoder that reads rows: an `SAE`."""
 
     @property
     def input(self) -> Point:
-        """The point whose rows it reads."""
+        """Point whose rows it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureSpec:
-    """Which activations a request keeps.
+    """Activations to capture from a request: points, tokens and storage.
 
     Args:
         layers: an index, a slice, a range, a sequence of indices, a mask with a truth value for each layer of the
@@ -82,23 +82,24 @@ class CaptureSpec:
             or a list of these. Prompt + generated - 1 tokens exist: the last sampled one is never an input.
         reduce: None for one row per token, or "mean", "sum", "max", "last" over the tokens selected, computed in
             the worker in float32: one row per point.
-        codec: how rows are stored on their way to the client, and there. "raw" keeps them bit for bit. The others are
+        codec: encoding of rows on their way to the client, and there. "raw" keeps them bit for bit. The others are
             lossy, and decoded to float32: "full8" keeps 8 bits an element, "fp8" as floating point, "int4" 4 bits,
-            "topk8" the `k` elements of greatest magnitude, "rp8" and "rp16" `k` random projections. How far an element
-            is off at most follows from the scales that are kept with the rows; see `CaptureHandle.coded`. Left out, it
-            is that of `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw"; what is reduced or projected has none.
-        k: how many numbers stand for a row: with "topk8" (64 by default), "rp8" and "rp16" (512); with `sae`, how many
-            features (32).
-        seed: of the matrix of "rp8" and "rp16", 0 by default. Rows that are to be compared need the same.
-        calibration: of "full8", what `steercap.lab.directions.calibrate` gives: each element then has a step of
-            its own, which follows its spread, and rows keep several times more for the same bytes.
+            "topk8" the `k` elements of greatest magnitude, "rp8" and "rp16" `k` random projections. The largest
+            error of an element follows from the scales that are kept with the rows; see `CaptureHandle.coded`. Left
+            out, it is that of `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw". Reductions and projections have
+            none.
+        k: number of values stored for a row: with "topk8" (64 by default), "rp8" and "rp16" (512); with `sae`,
+            number of features (32).
+        seed: seed of the matrix of "rp8" and "rp16", 0 by default. Rows that are to be compared need the same.
+        calibration: scales for "full8", made by `steercap.lab.directions.calibrate`: each element then has a step of
+            its own, which follows its spread, and rows lose several times less for the same bytes.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
             model continues with, edits included. Edits at earlier points have had their effect either way.
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with
             the unit vectors of its layer, float32 [rows, directions], computed in the worker. `layers="all"` then
             means all layers that the directions have, and the site is theirs.
-        sae: an SAE, or several of different points: instead of each row, its `k` most active features, which the worker
-            reads; see `CaptureHandle.features`. The points are those that they read.
+        sae: an SAE, or several of different points: instead of each row, its `k` most active features, computed in
+            the worker; see `CaptureHandle.features`. The points are those that the SAEs read.
         allow_nonfinite: hand over rows that hold NaN or infinity, as a model that overflows has them; by default
             fetching them raises CaptureNotFinite.
         gather: join the shards of points that are split over tensor-parallel ranks; otherwise they are handed over as
@@ -106,8 +107,8 @@ class CaptureSpec:
 
     Raises:
         InvalidSpec: no site, an unknown reduction, something of another type, two of `project`, `reduce` and `sae`, or
-            `layers`, `sites` or `at` beside what says the points.
-        UnknownName: a name of TransformerLens's for rows that are other ones here.
+            `layers`, `sites` or `at` beside another argument that fixes the points.
+        UnknownName: a name of TransformerLens's whose rows differ from every site's.
         InvalidSelection: a malformed `tokens`.
     """
 
@@ -157,7 +158,7 @@ class CaptureSpec:
         self._check_storing()
 
     def _check_reading(self) -> None:
-        """SAEs say which points they read, and nothing else is made of rows."""
+        """Check that nothing else is given beside `sae` that fixes the points or computes from rows."""
         if isinstance(self.sae, (list, tuple)):
             object.__setattr__(self, "sae", tuple(self.sae))
             if not self.sae:
@@ -170,7 +171,7 @@ class CaptureSpec:
             raise InvalidSpec("sae= reads the points that its SAEs are of; leave layers=, sites= and at= out")
 
     def _check_storing(self) -> None:
-        """What is computed of rows is stored as it is."""
+        """Check that no codec is given for results computed from rows, which are stored as float32."""
         if self.calibration is not None and self.codec not in {None, "full8"}:
             raise InvalidSpec(f"calibration= is for codec='full8', not for codec={self.codec!r}")
         if self.keeps_rows:
@@ -189,18 +190,18 @@ class CaptureSpec:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether rows are kept, rather than what is computed of them."""
+        """True if rows are kept, rather than results computed from them."""
         return self.project is None and self.reduce is None and self.sae is None
 
     @property
     def saes(self) -> tuple[Any, ...]:
-        """What reads rows, () where nothing does."""
+        """SAEs that read rows, () if there is none."""
         if self.sae is None:
             return ()
         return self.sae if isinstance(self.sae, tuple) else (self.sae,)
 
     def codec_or(self, default: str) -> str:
-        """How rows are stored, where `default` holds for specs that do not say."""
+        """Return the codec of the rows; `default` for specs that name none."""
         if self.calibration is not None:
             return "full8"
         if self.codec is not None:
@@ -209,11 +210,11 @@ class CaptureSpec:
 
     @property
     def selection(self) -> TokenSelection:
-        """The tokens asked for, parsed."""
+        """Parsed token selection."""
         return cast("TokenSelection", self.tokens)
 
     def points(self, num_layers: int) -> tuple[Point, ...]:
-        """The points asked for in a model of `num_layers` layers, layer by layer.
+        """Return the points to capture in a model of `num_layers` layers, layer by layer.
 
         Raises:
             LayerOutOfRange: an index outside the model.
@@ -226,7 +227,7 @@ class CaptureSpec:
         return tuple(Point(layer, site) for layer in layers for site in self.sites)
 
     def is_open(self, point: Point, num_layers: int) -> bool:
-        """Whether a point is meant where the model has it: at "all" layers, not every one of which has a router."""
+        """Check if a point is captured only if the model has it: at layers="all", not every layer has a router."""
         if self.at is None:
             return isinstance(self.layers, str)
         names = cast("tuple[Name, ...]", self.at)
@@ -235,7 +236,7 @@ class CaptureSpec:
 
 
 def points_of(name: Name, layers: Layers, num_layers: int) -> tuple[Point, ...]:
-    """The points of a name, at its own layer, or at `layers` where it leaves that open.
+    """Return the points of a name, at its own layer, or at `layers` where it gives none.
 
     Raises:
         LayerOutOfRange, InvalidSpec: see `resolve_layers`.
@@ -245,7 +246,7 @@ def points_of(name: Name, layers: Layers, num_layers: int) -> tuple[Point, ...]:
 
 
 def parse_points(at: Any) -> tuple[Name, ...]:
-    """Points by name, or by layer and site, each once, in the order given; whether they exist is not looked at.
+    """Parse points, by name or by layer and site: distinct, in the order given; it is not checked that they exist.
 
     Raises:
         InvalidSpec: none, or something else than points.
@@ -268,7 +269,7 @@ def _named_point(given: Any) -> Name:
 
 
 def name_of_site(site: str) -> str:
-    """The name of a site, of one of its names.
+    """Return steercap's name of a site, given any of its names.
 
     Raises:
         InvalidSpec: it names a layer too.
@@ -281,7 +282,7 @@ def name_of_site(site: str) -> str:
 
 
 def parse_sites(sites: Any) -> tuple[str, ...]:
-    """Names of sites, each once, in the order given; whether they exist is not looked at.
+    """Parse names of sites: distinct, in the order given; it is not checked that they exist.
 
     Raises:
         InvalidSpec: none, something else than names, or one that names a layer.
@@ -291,7 +292,7 @@ def parse_sites(sites: Any) -> tuple[str, ...]:
 
 
 def parse_names(sites: Any) -> tuple[Name, ...]:
-    """The same of names that may say a layer.
+    """Parse names of sites that may include a layer: distinct, in the order given.
 
     Raises:
         InvalidSpec: none, or something else than names.
@@ -310,7 +311,7 @@ def _texts(sites: Any) -> tuple[str, ...]:
 
 
 def parse_layers(layers: Any) -> Layers:
-    """Layers as plain values that cannot change; whether the model has them is not looked at.
+    """Parse layers to immutable plain values; it is not checked that the model has them.
 
     Returns:
         "all", an index, a slice or a range of plain integers, a tuple of indices, or a mask.
@@ -336,7 +337,7 @@ def parse_layers(layers: Any) -> Layers:
 
 
 def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:
-    """Sorted, distinct, non-negative layer indices.
+    """Return sorted, distinct, non-negative layer indices.
 
     Raises:
         LayerOutOfRange: an index outside the model.
@@ -351,13 +352,14 @@ def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:
 def existing(
     points: tuple[Point, ...], is_open: Callable[[Point], bool], exists: Callable[[Point], bool]
 ) -> tuple[Point, ...]:
-    """The points that are meant: at named layers each of them; at "all" layers those that the model has, since not
-    every layer has a router. If it has none of them, all, so that `check_armed` refuses one by its name.
+    """Drop points at "all" layers that the model lacks, since not every layer has a router; keep named ones.
+
+    If nothing is left, return all points, so that `check_armed` refuses one by its name.
 
     Args:
-        points: what was asked for.
-        is_open: whether a point is meant only where the model has it.
-        exists: whether the model has a point; raises `UnknownName` for a site that does not exist.
+        points: points requested.
+        is_open: predicate that says if a point is wanted only where the model has it.
+        exists: predicate that says if the model has a point; raises `UnknownName` for a site that does not exist.
     """
     return tuple(point for point in points if not is_open(point) or exists(point)) or points
 
@@ -371,10 +373,10 @@ def check_armed(
     """Check that every point has a tap.
 
     Args:
-        points: what was asked for.
-        armed: what has one.
+        points: points requested.
+        armed: points that have a tap.
         known_sites: names of all sites.
-        exists: whether the model has a point.
+        exists: predicate that says if the model has a point.
 
     Raises:
         UnknownName: a site that does not exist.
@@ -413,7 +415,7 @@ def _integer(layer: object) -> int:
 
 
 def _listed(layers: Any, num_layers: int) -> Iterable[int]:
-    """The indices that parsed layers name, in a model of so many."""
+    """Return the indices that parsed layers name, in a model of `num_layers` layers."""
     if layers == "all":
         return range(num_layers)
     if isinstance(layers, Mask):

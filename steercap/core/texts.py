@@ -1,4 +1,4 @@
-"""Tokens as text that can be seen: white space, line ends and what cannot be printed have signs of their own."""
+"""Tokens as visible text: white space, line ends and unprintable characters are shown as signs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from steercap.core.extras import extra
 
 Item = TypeVar("Item")
 
-#: The font of pictures, which comes with matplotlib.
+#: Font of plots, which comes with matplotlib.
 FONT: Final = "DejaVu Sans Mono"
-#: What is seen of what is not; any other white space is SPACE.
+#: Signs of white space; any other is shown as SPACE.
 VISIBLE: Final = {" ": "·", "\t": "⇥", "\r": "␍", "\n": "↵", "\u00a0": "⍽"}
 SPACE: Final = "␣"
-#: Of no text at all, such as a token that `decode` leaves out.
+#: Sign of an empty text, such as that of a token that `decode` leaves out.
 NOTHING: Final = "∅"
 UNKNOWN: Final = "�"
 
 
 def visible(text: str) -> str:
-    """A token's text with its white space seen: `·` for a space, `⇥` for a tab, `↵` for a line end."""
+    """Return a token's text with visible white space: `·` for a space, `⇥` for a tab, `↵` for a line end."""
     return "".join(VISIBLE.get(letter) or _printed(letter) for letter in text) or NOTHING
 
 
@@ -31,26 +31,26 @@ def _printed(letter: str) -> str:
 
 
 def drawn(text: str) -> str:
-    """A visible text that matplotlib can draw: signs for what its font lacks, and no dollar opens a formula."""
+    """Return visible text that matplotlib can draw: signs for letters its font lacks, and escaped dollars."""
     font = _font()
     shown = (letter if font.get_char_index(ord(letter)) else UNKNOWN for letter in visible(text))
     return "".join(shown).replace("$", r"\$")
 
 
 def shortened(text: str, width: int) -> str:
-    """A visible text of at most `width` letters, an ellipsis for what is left out."""
+    """Return visible text of at most `width` letters, with an ellipsis if it is cut."""
     shown = visible(text)
     return shown if len(shown) <= width else f"{shown[: width - 1]}…"
 
 
 def texts_of(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
-    """Text of each token by itself; a token that is part of a letter is shown as the replacement sign."""
+    """Decode each token by itself; a token that is part of a letter is shown as the replacement sign."""
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     return [str(decode([token])) for token in token_ids]
 
 
 def lines_of(items: Sequence[Item], count: int) -> Iterator[tuple[int, Sequence[Item]]]:
-    """Items in lines of at most `count`, each line with the number of its first item."""
+    """Split items into lines of at most `count`; yield each line after the index of its first item."""
     for first in range(0, len(items), count):
         yield first, items[first : first + count]
 

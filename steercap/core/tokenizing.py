@@ -1,4 +1,4 @@
-"""From a text or a conversation to token ids, by a tokenizer."""
+"""Token ids of a text or a conversation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
     """Tokenise a str or a conversation, by the chat template; token ids stay as they are.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         text: str, token ids, or {"role", "content"} dicts.
-        special: whether a str gets the tokens that the tokenizer puts around a prompt.
+        special: True to add the special tokens that the tokenizer puts around a str.
 
     Raises:
         InvalidSpec: something else.
@@ -30,19 +30,19 @@ def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
 
 
 def is_conversation(text: Any) -> bool:
-    """True for a list of {"role", "content"} dicts."""
+    """Check for a list of {"role", "content"} dicts."""
     return isinstance(text, Sequence) and bool(text) and all(isinstance(part, Mapping) for part in text)
 
 
 def given_ids(text: Any) -> list[int]:
-    """Check token ids that stand for a text.
+    """Check token ids given in place of a text, and return them as plain integers.
 
     Raises:
         InvalidSpec: something else.
     """
     try:
         nothing = not len(text)
-    except TypeError as error:  # such as one of several ids, where the ids of one text were given for texts
+    except TypeError as error:  # such as a single id, where the ids of one text were given in place of several texts
         raise InvalidSpec(f"{shown(text)} is no text; give several in a list: str, token ids, or Exchange") from error
     if nothing:
         return []

@@ -1,6 +1,6 @@
-"""Which tokens of a sequence: the one selection language of captures and edits.
+"""Token selections: the one language in which captures and edits choose tokens of a sequence.
 
-A selection is read when the spec is made, and becomes plain ranges of positions once the length of the prompt is known.
+A selection is parsed when the spec is made, and becomes ranges of positions once the length of the prompt is known.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from steercap.core.framing import Step, Whole
 from steercap.core.values import FAR, Mask, choices, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import EmptySelection, InvalidSelection
 
-#: What a user may write: a name, a slice, a range, positions, a mask, or a union (a list or tuple) of these.
+#: Selection as a user writes it: a name, a slice, a range, positions, a mask, or a union (list or tuple) of these.
 Tokens: TypeAlias = "str | int | slice | range | Mask | Iterable[bool] | Iterable[Tokens]"
-#: A part of a selection, as it is kept.
+#: Parsed part of a selection.
 Term: TypeAlias = "str | int | tuple[int | None, int | None, int] | Mask"
 
-#: All tokens but the first, whose row in most models is an attention sink.
+#: Selection of all tokens but the first, whose row in most models is an attention sink.
 BUT_THE_FIRST: Final = slice(1, None)
 
 NAMES: Final = ("all", "prompt", "generated", "last_prompt")
-#: Most unions within unions: deeper ones contain themselves.
+#: Maximum depth of unions within unions: deeper ones contain themselves.
 DEEPEST: Final = 8
 
 
@@ -54,7 +54,7 @@ class TokenSelection:
 
     @classmethod
     def parse(cls, tokens: Tokens | TokenSelection) -> TokenSelection:
-        """Read what a user wrote: integers and truth values of any library, tensors and arrays included.
+        """Parse a selection as a user writes it, with integers and truth values of any library, tensors and arrays.
 
         Raises:
             InvalidSelection: a name that is not known, a step below 1, truth values beside something else, or a value
@@ -69,7 +69,7 @@ class TokenSelection:
         return cls(terms)
 
     def ranges(self, prompt_len: int, limit: int) -> tuple[Range, ...]:
-        """Positions selected in a sequence of `prompt_len` prompt tokens, all below `limit`.
+        """Return the positions selected in a sequence of `prompt_len` prompt tokens, all below `limit`.
 
         Args:
             prompt_len: number of prompt tokens.
@@ -93,7 +93,7 @@ class TokenSelection:
 
 
 def selected(ranges: Iterable[Range], total: int) -> npt.NDArray[np.bool_]:
-    """Whether each position below `total` is selected: bool [total]."""
+    """Return a mask of the positions below `total` that are selected: bool [total]."""
     mask = np.zeros(max(total, 0), dtype=np.bool_)
     for item in ranges:
         mask[item.start : item.stop : item.step] = True
@@ -121,7 +121,7 @@ def _terms(tokens: Any, depth: int) -> Iterable[Term]:
 
 
 def _union(tokens: Any, depth: int) -> Iterable[Term]:
-    """The terms of a mask, or of several selections."""
+    """Yield the terms of a mask, or of several selections."""
     parts = parts_of(tokens, "tokens", InvalidSelection) if depth < DEEPEST else None
     if parts is None:
         raise InvalidSelection(
@@ -147,7 +147,7 @@ def _within_reach(position: int) -> int:
 
 
 def _slice_term(value: slice) -> tuple[int | None, int | None, int]:
-    """Bounds and step of a slice; those beyond any sequence are all made the same."""
+    """Return start, stop and step of a slice; bounds beyond any sequence are clamped."""
     found = [None if part is None else index_of(part) for part in (value.start, value.stop, value.step)]
     start, stop, step = (part if part is None else max(-FAR, min(part, FAR)) for part in found)
     if [part is None for part in found] != [part is None for part in (value.start, value.stop, value.step)]:
@@ -179,7 +179,7 @@ def _resolve(term: Term, prompt_len: int, limit: int) -> tuple[Range, ...]:
 
 
 def _where(mask: Mask, prompt_len: int, limit: int) -> tuple[Range, ...]:
-    """The stretches that a mask selects."""
+    """Return the ranges of positions that a mask selects."""
     if len(mask) not in {prompt_len, limit}:
         raise InvalidSelection(
             f"tokens= is a mask of {len(mask)} truth values; here it can have {prompt_len}, one for each prompt token, "

@@ -1,6 +1,6 @@
-"""What users write as an index, a number or a truth value, in any library's types, as plain values that cannot change.
+"""Conversion of indices, numbers and truth values of any library to immutable plain values.
 
-Tensors and arrays say what they hold by `tolist()`, so no library of theirs is needed here. A truth value is never an
+Tensors and arrays are converted by `tolist()`, so their libraries need not be imported here. A truth value is never an
 index: `operator.index(torch.tensor(True))` is 1.
 """
 
@@ -22,10 +22,10 @@ import numpy as np
 
 from steercap.errors import InvalidRequest, InvalidSpec
 
-#: Most values of one selection, and what no position or layer reaches: beyond any context, within 64 bits.
+#: Maximum number of values of one selection, and a bound on positions and layers: beyond any context, within 64 bits.
 MOST_VALUES: Final = 1 << 20
 FAR: Final = 1 << 31
-#: Names that a message lists at most, and letters of a wrong name that are compared with them.
+#: Maximum number of names that a message lists, and of letters of a wrong name that are compared with them.
 MOST_NAMES: Final = 40
 MOST_LETTERS: Final = 120
 
@@ -39,10 +39,10 @@ class _Listing(Protocol):
 
 @dataclass(frozen=True)
 class Mask:
-    """A truth value for each of some places; of a type of its own, so that it is never taken for places 0 and 1.
+    """Truth values by index; of a type of its own, so that it is never taken for indices 0 and 1.
 
     Args:
-        bits: a byte for each place, 0 or 1.
+        bits: one byte for each index, 0 or 1.
     """
 
     bits: bytes
@@ -51,32 +51,32 @@ class Mask:
         return len(self.bits)
 
     def tolist(self) -> list[bool]:
-        """The truth values."""
+        """Return the truth values."""
         return [bit == 1 for bit in self.bits]
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The places that are true, ascending."""
+        """Indices that are true, ascending."""
         return tuple(np.flatnonzero(np.frombuffer(self.bits, dtype=np.uint8)).tolist())
 
     @property
     def runs(self) -> Iterator[tuple[int, int]]:
-        """The stretches of places that are true, ascending: [start, stop) each."""
+        """Runs of true indices, ascending: [start, stop) each."""
         steps = np.diff(np.frombuffer(b"\0" + self.bits + b"\0", dtype=np.uint8).astype(np.int8))
         starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
         return zip(starts.tolist(), stops.tolist(), strict=True)
 
     def __repr__(self) -> str:
-        """All of it, in few words: sweeps are told apart by it."""
+        """Return all true runs in a short text; sweeps are identified by it."""
         return f"mask({len(self)}: {', '.join(f'{start}:{stop}' for start, stop in self.runs) or 'none'})"
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A tensor or an array that is not a line of numbers; it is not an index, a number or a truth value.
+    """A tensor or an array that is not one-dimensional, or cannot be read; neither index, number nor truth value.
 
     Args:
-        shown: it, in few words.
+        shown: short text for messages.
     """
 
     shown: str
@@ -86,9 +86,10 @@ class Unreadable:
 
 
 def plain(value: Any) -> Any:
-    """A scalar of any library as Python's own, a tensor or an array as a list; anything else as it is.
+    """Convert a scalar of any library to Python's own, a tensor or an array to a list; return anything else as it is.
 
-    Axes of length 1 do not count. What has two axes that do, or cannot be read, is `Unreadable`.
+    Axes of length 1 do not count. A value with two or more longer axes, or one that cannot be read, becomes
+    `Unreadable`.
     """
     if type(value) in _OURS or isinstance(value, type) or not isinstance(value, _Listing):
         return value
@@ -102,15 +103,15 @@ def plain(value: Any) -> Any:
 
 
 def parts_of(value: Any, what: str, wrong: type[InvalidRequest] = InvalidSpec) -> list[Any] | None:
-    """The parts of something that holds several, as plain values; None for anything else, and for truth values.
+    """Return the items of an iterable as plain values; None for anything else, and for sets with truth values.
 
     Args:
-        value: what a user gave.
-        what: what it is, for the message: "layers".
-        wrong: the error to raise.
+        value: value a user gave.
+        what: name of the argument, for the message: "layers".
+        wrong: class of the error to raise.
 
     Raises:
-        InvalidRequest: of the kind `wrong`: more than `MOST_VALUES`, or no end.
+        InvalidRequest: of the class `wrong`: more than `MOST_VALUES` items, or no end.
     """
     given, value = value, plain(value)
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
@@ -124,14 +125,14 @@ def parts_of(value: Any, what: str, wrong: type[InvalidRequest] = InvalidSpec) -
 
 
 def mask_of(parts: list[Any]) -> Mask | None:
-    """The mask of truth values, if there are only these; None for anything else, and for no values."""
+    """Return truth values as a mask; None if there are other values among them, or none at all."""
     if not parts or not all(isinstance(part, bool) for part in parts):
         return None
     return Mask(bytes(parts))
 
 
 def index_of(value: Any) -> int | None:
-    """An integer of any library; None for anything else, truth values included."""
+    """Convert an integer of any library; return None for anything else, truth values included."""
     value = plain(value)
     if isinstance(value, bool):
         return None
@@ -142,13 +143,16 @@ def index_of(value: Any) -> int | None:
 
 
 def flag_of(value: Any) -> bool | None:
-    """A truth value of any library; None for anything else."""
+    """Convert a truth value of any library; return None for anything else."""
     value = plain(value)
     return value if isinstance(value, bool) else None
 
 
 def number_of(value: Any) -> float | None:
-    """A real number of any library, infinite beyond float64; None for anything else, truth values and text included."""
+    """Convert a real number of any library; None for anything else, truth values and text included.
+
+    Numbers beyond float64 become infinite.
+    """
     given, value = value, plain(value)
     if value is not given and isinstance(value, list) and len(value) == 1:  # a tensor of one element
         (value,) = value
@@ -163,7 +167,7 @@ def number_of(value: Any) -> float | None:
 
 
 def warn(message: str) -> None:
-    """Warn of the line outside of steercap that called it."""
+    """Issue a warning attributed to the line outside of steercap that called it."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "steercap":
         frame, level = frame.f_back, level + 1
@@ -171,17 +175,17 @@ def warn(message: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value in few words, for messages."""
+    """Return a short text of a value, for messages."""
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= _short.maxother else f"{text[: _short.maxother - 3]}..."
 
 
 def choices(name: object, known: Iterable[object]) -> str:
-    """Say which names there are, after the nearest to a wrong one: "did you mean 'z'? known: 'q', 'z'".
+    """Return the text of a hint on a wrong name, the nearest name first: "did you mean 'z'? known: 'q', 'z'".
 
     Args:
-        name: what was given.
-        known: the names that exist; of many only some are listed.
+        name: name given.
+        known: valid names; only the first `MOST_NAMES` are listed.
     """
     names = [str(one) for one in known]
     folded = {one.casefold(): one for one in reversed(names)}
@@ -192,7 +196,7 @@ def choices(name: object, known: Iterable[object]) -> str:
 
 
 def _line(found: list[Any]) -> Any:
-    """A nested list of which one axis at most is longer than 1, as a list."""
+    """Flatten a nested list in which at most one axis is longer than 1."""
     while any(isinstance(part, list) for part in found):
         if len(found) == 1:
             found = found[0]

@@ -1,4 +1,4 @@
-"""Requests that capture wait here until the arena has room for their rows.
+"""Queue of capturing requests, which wait until the arena has room for their rows.
 
 This module awaits; `core.budget` decides.
 """
@@ -25,25 +25,25 @@ _ENDED: Final = "; overflow='spill' moves rows of requests that have ended"
 
 
 class Relief(Protocol):
-    """What can make room where there is none."""
+    """An object that can make room in a full arena."""
 
     def begin(self) -> None:
-        """Begin, if that helps and is not under way."""
+        """Begin to make room, if that helps and is not under way."""
 
     @property
     def situation(self) -> str:
-        """Why there is none yet, for messages."""
+        """Reason why there is no room yet, for messages."""
 
 
 class Admission:
-    """The queue before the arena.
+    """Queue before the arenas.
 
     Args:
         pages: pages of each engine's arena, the smallest where they differ.
         page_bytes: bytes of a page.
-        settings: what to do when it is full.
-        engines: engines, each with an arena of its own.
-        reductions: how many can run along at once in each engine.
+        settings: settings with the policy for a full arena.
+        engines: number of engines, each with an arena of its own.
+        reductions: number of reductions that can run along at once in each engine.
     """
 
     def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1, reductions: int = 0) -> None:
@@ -52,17 +52,17 @@ class Admission:
         self._settings = settings
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
-        #: What makes room with overflow="spill".
+        #: Object that makes room with overflow="spill", else None.
         self.relief: Relief | None = None
 
     async def claim(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
-        """Reserve pages, in order of arrival; the ticket says on which engine.
+        """Reserve pages, in order of arrival; the returned ticket names the engine.
 
         Args:
-            pages: pages of the arena.
+            pages: number of pages of the arena.
             call: the `generate` call it is for.
-            engine: the engine that must run the request, or None.
-            reductions: how many run along with it.
+            engine: index of the engine that must run the request, or None.
+            reductions: number of reductions that run along with it.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
@@ -86,28 +86,28 @@ class Admission:
         return ticket
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
-        """A request ended: its claim becomes one ticket per handle, of so many pages each."""
+        """Replace the claim of a request that ended by one ticket per handle, with `parts` pages each."""
         handles, admitted = self.budget.finish(ticket, parts)
         self._settle(admitted)
         return handles
 
     def release(self, ticket: Ticket) -> None:
-        """The ticket's pages are free, or it no longer waits; the timeout starts again."""
+        """Free a ticket's pages, or remove it from the queue; the timeout starts again."""
         if self._watch:
             self._watch.cancel()
             self._watch = None
         self._settle(self.budget.release(ticket))
 
     def look_again(self) -> None:
-        """Something has changed beside the budget that may make room."""
+        """Admit requests that fit now, after a change outside the budget that may have made room."""
         self._settle(self.budget.admit())
 
     def close(self) -> None:
-        """Fail whoever waits, as the model is closed."""
+        """Fail all waiting requests, since the model is closed."""
         self.fail(ModelClosed("the model was closed while this request waited for capture memory"))
 
     def fail(self, error: EngineFailure) -> None:
-        """Fail whoever waits."""
+        """Fail all waiting requests with this error."""
         if self._watch:
             self._watch.cancel()
         for future in self._waiting.values():
@@ -115,7 +115,7 @@ class Admission:
                 future.set_exception(type(error)(str(error)))
 
     def _settle(self, admitted: Iterable[Ticket]) -> None:
-        """Wake those admitted, fail those that can never be, and watch for a stall."""
+        """Wake admitted requests, fail those that can never be admitted, and watch for a stall."""
         self._wake(admitted)
         if self.relief is not None:
             self.relief.begin()

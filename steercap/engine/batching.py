@@ -1,4 +1,4 @@
-"""Many small questions in one call: what is asked while a call is under way goes with the next."""
+"""Batching of small questions: those asked during a call are sent together in the next."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Result = TypeVar("Result")
 
 
 class Batcher(Generic[Item, Result]):
-    """Collects questions of one kind.
+    """Batcher of questions of one kind.
 
     Args:
-        send: asks several at once; returns their answers in order.
+        send: coroutine function that sends several questions and returns their answers in order.
     """
 
     def __init__(self, send: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]]) -> None:
@@ -25,7 +25,7 @@ class Batcher(Generic[Item, Result]):
         self._task: asyncio.Task[None] | None = None
 
     async def ask(self, item: Item) -> Result:
-        """Ask one question; it is asked even if the caller stops waiting.
+        """Ask one question and return its answer; it is sent even if the caller stops waiting.
 
         Raises:
             ModelClosed: the batcher was closed meanwhile.
@@ -38,7 +38,7 @@ class Batcher(Generic[Item, Result]):
         return await answer
 
     async def aclose(self) -> None:
-        """Fail whoever waits. Idempotent."""
+        """Fail all waiting callers. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -48,7 +48,7 @@ class Batcher(Generic[Item, Result]):
 
     async def _drain(self) -> None:
         while self._pending:
-            await asyncio.sleep(0)  # so that those who are about to ask can join
+            await asyncio.sleep(0)  # so that callers that are about to ask can join
             batch, self._pending = self._pending, []
             answers = [answer for _, answer in batch]
             try:

@@ -1,5 +1,6 @@
-"""What can be known of a model without starting anything: where it is, and what its config.json says. It needs neither
-torch nor vLLM, so it is looked at first.
+"""Facts about a model's checkpoint that are known without starting an engine: its folder and its config.json.
+
+It needs neither torch nor vLLM, so it is checked first.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ CONFIGS: Final = ("config.json", "params.json")
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """What is known of a model.
+    """Facts about a checkpoint.
 
     Args:
-        name: as the user wrote it.
-        folder: where it is, "" if it is not on this machine.
-        architectures: of its config.json.
-        layers: decoder layers, 0 if unknown.
-        width: elements of a row, 0 if unknown.
-        dtype: that its weights are kept in.
-        bytes: of its weights.
-        context: tokens that its positions are made for, 0 if unknown.
+        name: name as the user wrote it.
+        folder: folder of the model, "" if it is not on this machine.
+        architectures: architectures in its config.json.
+        layers: number of decoder layers, 0 if unknown.
+        width: number of elements of a row, 0 if unknown.
+        dtype: dtype that its weights are stored in.
+        bytes: bytes of its weights.
+        context: number of tokens that its positions are made for, 0 if unknown.
         quantization: its `quantization_config`.
     """
 
@@ -50,7 +51,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def is_path(name: str) -> bool:
-    """Whether a model's name can only be a path: no name on a hub looks like it.
+    """Check if a model's name can only be a path, since no name on a hub looks like it.
 
     Names on a hub are "name" or "owner/name"; vLLM also takes "owner/name/file.gguf" and URLs.
     """
@@ -60,10 +61,10 @@ def is_path(name: str) -> bool:
 
 
 def require_there(name: str) -> None:
-    """Check that a model that can only be on this machine is there.
+    """Check that a model that can only be on this machine exists.
 
     Raises:
-        ModelNotLoaded: a path where nothing is, or a folder without a model in it.
+        ModelNotLoaded: a path that does not exist, or a folder without a model in it.
     """
     path = Path(name)
     if path.is_dir() and not any((path / config).is_file() for config in CONFIGS):
@@ -77,11 +78,13 @@ def require_there(name: str) -> None:
 
 
 def require_reachable(name: str) -> None:
-    """Check that a model can be had: it is here, or the hub answers; blocks, for 10 s at most once names are resolved.
+    """Check that a model is on this machine or its hub answers; this blocks, for at most 10 s once names are resolved.
 
-    The hub's library tries six times to reach it, and vLLM asks it again and again, after an import that takes long: it
-    is minutes until their error comes. An answer is waited for from the hub, or from the proxy before it; what a proxy
-    then answers, and another hub, are left to them.
+    The hub's library tries six times, and vLLM calls it again and again, after a long import: their own error would
+    come
+    minutes later. Only a connection to the hub, or to the proxy before it, is checked; errors behind a proxy and other
+    hubs
+    are left to those libraries.
 
     Raises:
         ModelNotLoaded: it is not on this machine, and nothing answers, or HF_HUB_OFFLINE forbids to ask.
@@ -96,7 +99,7 @@ def require_reachable(name: str) -> None:
         return
     remedy = f"give the folder of a model, or fetch it where there is a connection: hf download {name}"
     if constants.HF_HUB_OFFLINE:
-        in_parts = name.endswith(".gguf") or ":" in name  # of a repository whose files vLLM looks for by itself
+        in_parts = name.endswith(".gguf") or ":" in name  # a file of a repository, which vLLM looks up itself
         if not in_parts and not (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").exists():
             raise ModelNotLoaded(
                 f"{name!r} is not on this machine: neither a folder nor in {constants.HF_HUB_CACHE}, and "
@@ -115,7 +118,7 @@ def require_reachable(name: str) -> None:
 
 
 def _first_hop(endpoint: str) -> tuple[tuple[str, int] | None, str]:
-    """The host and port that a request to the hub goes to first, None if unknown, and what it is, in words."""
+    """Return the host and port that a request to the hub connects to first, None if unknown, and their description."""
     hub = urlsplit(endpoint)
     proxies = {} if urllib.request.proxy_bypass(hub.hostname or "") else urllib.request.getproxies()
     proxy = proxies.get(hub.scheme) or proxies.get("all")
@@ -129,11 +132,11 @@ def _first_hop(endpoint: str) -> tuple[tuple[str, int] | None, str]:
 
 
 def look_up(name: str, folder: Path | None = None) -> Checkpoint:
-    """What is known of a model, from its folder or the hub's cache; what is not known is left empty.
+    """Return the facts about a model from its folder or the hub's cache; unknown ones are left empty.
 
     Args:
-        name: as the user wrote it.
-        folder: where it lies, if that is known otherwise.
+        name: name as the user wrote it.
+        folder: folder of the model, if that is known already.
     """
     found = folder or local_folder(name)
     if found is None:
@@ -160,7 +163,7 @@ def look_up(name: str, folder: Path | None = None) -> Checkpoint:
 
 
 def local_folder(name: str) -> Path | None:
-    """Where a model is on this machine, in a folder or the hub's cache; None if it is not."""
+    """Return the folder of a model on this machine, which may be in the hub's cache; None if there is none."""
     if Path(name).is_dir():
         return Path(name)
     if is_path(name) or importlib.util.find_spec("huggingface_hub") is None:
@@ -177,11 +180,11 @@ def local_folder(name: str) -> Path | None:
 
 
 def weights_of(folder: Path) -> int:
-    """Bytes of a model's weights; vLLM reads .bin files only where there is no .safetensors."""
+    """Return the bytes of a model's weights; vLLM reads .bin files only where there is no .safetensors."""
     files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
     return sum(path.stat().st_size for path in files)
 
 
 def _first(config: dict[str, Any], *names: str) -> int:
-    """The first of some settings that is set, 0 if none is."""
+    """Return the first of some settings that is set to an integer, 0 if none is."""
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)

@@ -1,7 +1,7 @@
-"""Specs compiled for one engine, each once: what is kept, changed or projected.
+"""Compiler of specs for one engine; each spec is compiled once.
 
-To hash megabytes of vectors takes milliseconds, and to compile a spec that every request of a large call shares takes
-as long as the request; so what was compiled is kept as long as the spec lives.
+Hashing megabytes of vectors takes milliseconds, and compiling a spec that every request of a large call shares takes
+as long as the request; so results are cached as long as the spec lives.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from steercap.steering.edits.base import Edit
     from steercap.steering.logit_bias import LogitBias
 
-#: Elements that 16-bit indices tell apart.
+#: Maximum number of elements that 16-bit indices can address.
 MOST_INDEXED: Final = 1 << 16
 
 
 class Compiler:
-    """Compiles for one engine.
+    """Compiler of specs for one engine.
 
     Args:
         armed: index of every armed point.
-        schemas: what the tensor at each of them is.
-        ranks: the workers that capture.
-        num_layers: decoder layers of the model.
-        settings: of the engine.
-        exists: whether the model has a point.
-        vocabulary: tokens that its logits are of.
-        names: what the model is called.
+        schemas: schema of every armed point.
+        ranks: workers that capture.
+        num_layers: number of decoder layers of the model.
+        settings: settings of the engine.
+        exists: predicate that says if the model has a point.
+        vocabulary: number of tokens in the model's logits.
+        names: names of the model.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Compiler:
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit | LogitBias, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
-        # Likewise, but nothing here keeps an SAE: the workers hold what somebody can still ask for.
+        # Likewise, by weak references: an SAE is kept alive by its users alone, and the workers hold it as long.
         self._read: tuple[ref[CaptureSpec], ref[Readers]] | None = None
-        # Of directions, what they were compiled to for some of their points.
+        # Compiled directions, by the points they were compiled for.
         self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
         self._calibrated: WeakKeyDictionary[Calibration, dict[tuple[Point, ...], Calibrated]] = WeakKeyDictionary()
 
     def lowered(self, steering: Any) -> Lowered:
-        """A spec, or one edit, compiled.
+        """Compile a steering spec, or one edit.
 
         Raises:
             InvalidSpec, PointNotArmed: it is not one, or does not fit the model; see `steering.lowering.lower`.
@@ -99,7 +99,7 @@ class Compiler:
         return found
 
     def captured(self, spec: CaptureSpec) -> tuple[tuple[Point, ...], tuple[int, ...]]:
-        """The points of a spec, and their indices among the armed, ascending; once for all requests of a call.
+        """Return the points of a spec, and their indices among the armed, ascending; cached for all requests of a call.
 
         Raises:
             LayerOutOfRange, InvalidSpec: see `CaptureSpec.points`.
@@ -119,7 +119,7 @@ class Compiler:
         return points, tuple(sorted(self._armed[point] for point in points))
 
     def readers(self, spec: CaptureSpec) -> Readers | None:
-        """What SAEs read of a spec's rows, compiled, once for all requests of a call; None where there are none.
+        """Compile the SAEs of a spec; cached for all requests of a call. None for specs without.
 
         Raises:
             InvalidSpec, PointSplit: see `compiling.compile_readers`.
@@ -138,7 +138,7 @@ class Compiler:
         return found
 
     def projected(self, spec: CaptureSpec) -> Projected | None:
-        """What a spec projects rows on, compiled; None for whole rows.
+        """Compile the directions that a spec projects rows on; None for whole rows.
 
         Raises:
             InvalidSpec, InvalidVector: see `projection.compile_projection`.
@@ -156,7 +156,7 @@ class Compiler:
         return known[points]
 
     def probe_points(self, monitors: Sequence[Monitor]) -> tuple[Point, ...]:
-        """The point of each monitor.
+        """Return the point of each monitor.
 
         Raises:
             LayerOutOfRange, UnknownName, PointNotArmed: this engine has no such point.
@@ -170,14 +170,14 @@ class Compiler:
         return points
 
     def probed(self, monitors: Sequence[Monitor], points: Sequence[Point]) -> tuple[Projected, tuple[int, ...]]:
-        """What is kept for monitors alone; see `monitor.compile_probes`."""
+        """Compile the capture that monitors need by themselves; see `monitor.compile_probes`."""
         found, columns = compile_probes(monitors, points, self._armed)
         coding = Coding("projected", len(found.names))
         self._check_records(found.lowered.configuration.reads, coding, "monitors=")
         return found, columns
 
     def calibrated(self, spec: CaptureSpec) -> Calibrated | None:
-        """What a spec codes rows by besides the rows, compiled; None for codecs that need nothing.
+        """Compile the calibration of a spec; None for specs without.
 
         Raises:
             InvalidSpec, InvalidVector: see `calibration.compile_calibration`.
@@ -193,7 +193,7 @@ class Compiler:
         return known[points]
 
     def coding(self, spec: CaptureSpec) -> Coding:
-        """How the rows of a spec are stored; once for all requests of a call.
+        """Return the encoding of the rows of a spec; cached for all requests of a call.
 
         Raises:
             UnknownName: a codec that does not exist.
@@ -236,7 +236,7 @@ class Compiler:
         return coding
 
     def _check_records(self, points: Sequence[int], coding: Coding, asked: str) -> None:
-        """Check that what is computed of a token fits a page of every arena."""
+        """Check that the values computed for a token fit in a page of every arena."""
         numbers = "directions" if coding.encoding == "projected" else "features"
         for rank in self._ranks:
             wanted = sum(record_of(rank.kept(points), coding).sizes)
@@ -248,7 +248,7 @@ class Compiler:
 
 
 def codec_for(spec: CaptureSpec, settings: Settings) -> Coding:
-    """The codec of a spec; what it leaves open is as the settings say.
+    """Return the codec of a spec; the settings fill in parameters that the spec leaves open.
 
     Raises:
         UnknownName: a codec that does not exist.

@@ -1,6 +1,6 @@
-"""Requests that steer, or project, wait here for a slot, and their vectors are sent to the workers, once.
+"""Queue of requests that steer or project, which wait for a slot.
 
-This module awaits; `core.slots` decides.
+Their vectors are sent to the workers once. This module awaits; `core.slots` decides.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from steercap.config import Settings
     from steercap.steering.lowering import Lowered
 
-#: Most bytes of vectors in one frame: vLLM's broadcast ring takes 16 MiB, and the engine stands still meanwhile.
+#: Maximum bytes of vectors in one frame: vLLM's broadcast ring takes 16 MiB, and the engine stands still meanwhile.
 FRAME_BYTES: Final = 8 << 20
-#: Seconds between tries while a request that has ended leaves the engine, and how long that may take.
+#: Seconds between tries while a request that has ended leaves the engine, and the maximum total.
 RETRY_SECONDS: Final = 0.002
 PATIENCE_SECONDS: Final = 60.0
 
-#: What goes to the workers in frames.
+#: Type of the items sent to the workers in frames.
 Part = TypeVar("Part")
 
 
@@ -35,13 +35,13 @@ Needed: TypeAlias = "Mapping[bytes, Configuration]"
 
 
 class Configurations:
-    """The slots and the vector bank of an engine, with the queue before them.
+    """Slots and vector bank of an engine, with the queue before them.
 
     Args:
-        slots: configurations held at once.
-        rows: rows of the vector bank.
-        settings: what to do when all are in use.
-        ask: asks every worker.
+        slots: number of configurations held at once.
+        rows: number of rows of the vector bank.
+        settings: settings with the policy when all are in use.
+        ask: coroutine function that asks every worker.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Configurations:
         ask: Callable[[Configure], Awaitable[Sequence[Configured]]],
     ) -> None:
         self.slots = Slots(slots, rows)
-        #: Raised when steering failed: keys and values written until then are not asked for again.
+        #: Counter raised when steering failed: keys and values written until then are not used again.
         self.epoch = 0
         self.bytes_sent = 0
         self._settings = settings
@@ -64,14 +64,14 @@ class Configurations:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
         return len(self._queue)
 
     @asynccontextmanager
     async def holding(self, *wanted: Lowered) -> AsyncIterator[list[Grant]]:
         """Hold slots whose configurations and vectors every worker has, all of them or none; in order of arrival.
 
-        A request that held one and waited for another could deadlock with one that does the same.
+        All or none, since a request that held one and waited for another could deadlock with one that does the same.
 
         Raises:
             TooManyEdits: the vector bank is too small for it, whoever else uses it.
@@ -88,13 +88,13 @@ class Configurations:
             self._release(*grants)
 
     async def aclose(self) -> None:
-        """Fail whoever waits. Idempotent."""
+        """Fail all waiting requests. Idempotent."""
         self._closed = True
         self.fail(ModelClosed("the model was closed while this request waited for a slot"))
         await self._loads.aclose()
 
     def fail(self, error: EngineFailure) -> None:
-        """Fail whoever waits."""
+        """Fail all waiting requests with this error."""
         for granted in self._queue:
             if not granted.done():
                 granted.set_exception(type(error)(str(error)))
@@ -132,7 +132,7 @@ class Configurations:
             raise
 
     def _admit(self) -> None:
-        """Give slots to the head of the queue while there are any."""
+        """Give slots to the head of the queue while there are enough."""
         while self._queue and not self._closed:
             granted, wanted = next(iter(self._queue.items()))
             if not granted.done():
@@ -173,7 +173,7 @@ class Configurations:
             self._release(grant)
 
     async def _load_all(self, loads: Sequence[tuple[Grant, Lowered]]) -> Sequence[bool]:
-        """Send what the workers lack; whether each configuration is in place afterwards."""
+        """Send configurations and vectors that the workers lack; return True for each one in place afterwards."""
         vectors = {vector.digest: vector for load in loads for vector in self._unsent(*load)}
         for batch in _batches(list(vectors.values()), lambda one: len(one.data)):
             await self._ask(Configure(batch, ()))
@@ -196,13 +196,13 @@ class Configurations:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Retrieve how a load ended, in case all who asked for it have left."""
+    """Retrieve the result of a load, so that asyncio does not report it if all its callers have left."""
     if not task.cancelled():
         task.exception()
 
 
 def _batches(parts: Sequence[Part], bytes_of: Callable[[Part], int]) -> Iterator[tuple[Part, ...]]:
-    """Vectors, or configurations, in frames of bounded size; one larger than a frame travels alone."""
+    """Split vectors or configurations into frames of bounded size; one larger than a frame is sent alone."""
     batch: list[Part] = []
     size = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""One engine's life: start, admission, requests, shutdown."""
+"""Engine with taps: start, admission, requests, shutdown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-#: Seconds that the end waits for what has nothing left to do: a start given up, tasks of a loop that may be blocked.
+#: Maximum wait at shutdown, in seconds, for a cancelled start, or for tasks of a loop that may be blocked.
 GIVE_UP_SECONDS: Final = 0.5
 
 #: Bytes of an element of a vector.
@@ -61,24 +61,24 @@ class Engine:
     """A running engine with taps.
 
     Args:
-        vllm: the engine behind its adapter.
+        vllm: vLLM's engine, behind its adapter.
         settings: steercap's settings.
-        workers: asks its workers.
-        ranks: those that capture, as they answered when they attached.
+        workers: connection to its workers.
+        ranks: workers that capture, as they answered when they attached.
 
     Attributes:
         armed: index of every armed point.
-        schemas: what the tensor at each of them is, layer by layer.
-        loaded: the decoder layers, as all workers say it.
-        verified: whether rows of layers of just their code were compared with transformers'.
-        reductions: reductions that can run along at once in each engine.
-        attention: how layers weigh keys, of those whose queries and keys are armed.
-        home: the event loop that the engine belongs to.
-        admission: who may capture.
-        spilling: what makes room with overflow="spill", else None.
-        configurations: what the slots hold.
-        sketching: the statistics that workers hold.
-        saes: the SAEs that workers hold.
+        schemas: schema of every armed point, layer by layer.
+        loaded: decoder layers that the workers have loaded.
+        verified: True if rows of layers with exactly their code were compared with transformers'.
+        reductions: number of reductions that can run along at once in each engine.
+        attention: attention rules of the layers whose queries and keys are armed.
+        home: event loop that the engine belongs to.
+        admission: queue of requests that capture.
+        spilling: mover of rows to disk with overflow="spill", else None.
+        configurations: slots and the vector bank.
+        sketching: sketches that the workers hold.
+        saes: SAEs that the workers hold.
     """
 
     def __init__(self, vllm: VllmEngine, settings: Settings, workers: Workers, ranks: Ranks) -> None:
@@ -89,7 +89,7 @@ class Engine:
         self._name = uuid4().hex[:8]
         self._numbers = count()
         known = {index: schema for rank in self._all_ranks for index, schema in rank.schemas.items()}
-        #: What the model turned out to have of what was to be armed.
+        #: Points to arm that the model turned out to have.
         self.armed: Final = {point: index for index, point in enumerate(vllm.points) if index in known}
         self.schemas: Final[Mapping[Point, PointSchema]] = {point: known[index] for point, index in self.armed.items()}
         self.loaded: Final = loaded_of(ranks)
@@ -108,7 +108,7 @@ class Engine:
         )
         attached = [rank.attached for rank in self._all_ranks]
         self.reductions: Final = min(one.reductions for one in attached)
-        # Where ranks differ, a page is the largest of theirs: what is claimed is never less than what is used.
+        # Where ranks differ, a page is the largest of theirs: claims are never smaller than the memory used.
         page_bytes = max(rank.page.page_bytes for rank in self._all_ranks)
         self.admission: Final = Admission(
             min(one.pages for one in attached), page_bytes, settings, self.engines, self.reductions
@@ -135,8 +135,8 @@ class Engine:
             model: path or name of the model.
             settings: steercap's settings.
             engine_args: vLLM's engine arguments.
-            launch: a new one, by which the start can be given up from anywhere.
-            candidate: which of the families that the layers may be of to try; see `families.families_of`.
+            launch: a new launch, by which the start can be given up from anywhere.
+            candidate: index of the family to try, among those that the layers may be of; see `families.families_of`.
 
         Raises:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
@@ -147,14 +147,14 @@ class Engine:
             vllm = await asyncio.wrap_future(starting)
         except asyncio.CancelledError:
             await finished(on_thread(launch.give_up, "steercap end"))
-            # It ends once it is out of an import, which can take many seconds, and has nothing to do by then.
+            # It ends after its current import, which can take many seconds, and then does nothing more.
             await over(starting, patience=GIVE_UP_SECONDS)
             raise
         return await cls.attach(vllm, settings)
 
     @classmethod
     async def attach(cls, vllm: VllmEngine, settings: Settings) -> Engine:
-        """An engine that is up, once its workers have memory for rows; if that fails, it is stopped."""
+        """Make an engine of a started vLLM, with memory for rows in its workers; if that fails, vLLM is stopped."""
         workers = Workers(vllm)
         try:
             engine = cls(vllm, settings, workers, await workers.attach(settings))
@@ -170,23 +170,23 @@ class Engine:
 
     @property
     def died(self) -> bool:
-        """Whether it has died, before it was closed; from outside of its event loop, whether that was noticed."""
+        """True if it died before it was closed; outside of its event loop, True only once that was noticed."""
         return bool(self._death) or (self.home.is_here and self.vllm.died)
 
     @property
     def death(self) -> str:
-        """What it died of, "" if it lives."""
+        """Cause of death, "" if it lives."""
         return self._death
 
     def _lose(self, death: EngineDied) -> None:
-        """It has died: nothing that anybody waits for will come, and what was kept is gone."""
+        """Fail all waiting requests, since the engine has died, and mark its sketches as lost."""
         self._death = str(death)
         self.admission.fail(death)
         self.configurations.fail(death)
         self.sketching.lose(str(death))
 
     async def aclose(self) -> None:
-        """Stop the engine; waiting requests fail. From any event loop, or after its own has ended. Idempotent."""
+        """Stop the engine; waiting requests fail. Works from any event loop, or after its own has ended. Idempotent."""
         with self._one_ends:
             first = self._ending is None
             ending = self._ending = self._ending or Future()
@@ -200,7 +200,7 @@ class Engine:
             await finished(ending)
 
     async def _wind_up(self) -> None:
-        """What belongs to the event loop of the engine."""
+        """Close all objects that belong to the event loop of the engine."""
         self.admission.close()
         if self.spilling is not None:
             await self.spilling.aclose()
@@ -211,7 +211,7 @@ class Engine:
         await self.vllm.quiesce()
 
     def _end(self) -> None:
-        """What any thread can do, and must."""
+        """Free the resources that need no event loop, from any thread, and end vLLM."""
         try:
             if self.spilling is not None:
                 self.spilling.end()
@@ -224,7 +224,7 @@ class Engine:
     # Requests
 
     def new_key(self) -> str:
-        """A name for a request, unique among all of this machine; without underscore, see `runner_v1.sample_of`."""
+        """Return a key for a request, unique on this machine; without underscore, see `runner_v1.sample_of`."""
         return f"steercap-{self._name}-{next(self._numbers)}"
 
     def lowered(self, steering: Any) -> Lowered:
@@ -260,7 +260,7 @@ class Engine:
         return self._compiler.probed(monitors, points)
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
-        """Pages that `rows` rows of the plan, or their accumulator, take on the worker that holds most of them."""
+        """Return the pages that `rows` rows of the plan, or their accumulator, take on the worker with most of them."""
         return max((rank.pages(plan, rows) for rank in self._all_ranks), default=0)
 
     def generate(
@@ -279,10 +279,10 @@ class Engine:
         Args:
             prompt: the rendered prompt.
             params: sampling or pooling parameters, which this call owns.
-            plan: what the workers shall keep and change of it.
-            ticket: where its rows have room; without one, vLLM balances the load.
-            salt: what its keys and values depend on besides its tokens.
-            partial: whether to yield the text so far at every step; None for what `params` says.
+            plan: compiled capture and steering of the request, or None.
+            ticket: ticket with the engine where its rows have room; without one, vLLM balances the load.
+            salt: hash of all that its keys and values depend on besides its tokens.
+            partial: True to yield the text so far at every step; None for the choice in `params`.
             **options: further arguments of vLLM's `generate` or `encode`.
         """
         self.require_open()
@@ -293,17 +293,17 @@ class Engine:
 
     @property
     def engines(self) -> int:
-        """Engines behind this one: more than one with data parallelism."""
+        """Number of vLLM engines: more than one with data parallelism."""
         return len(self._ranks)
 
     async def admit(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
-        """Reserve pages of an arena, waiting for room if need be; `generate` then runs the request where they are.
+        """Reserve pages of an arena, waiting for room if need be; `generate` with the ticket runs the request there.
 
         Args:
-            pages: pages of the arena.
+            pages: number of pages of the arena.
             call: the `generate` call it is for.
-            engine: the engine that must run the request, or None: one with room.
-            reductions: reductions that run along with it.
+            engine: index of the engine that must run the request, or None for one with room.
+            reductions: number of reductions that run along with it.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
@@ -314,11 +314,11 @@ class Engine:
             return await self.admission.claim(pages, call, engine, reductions)
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
-        """A request ended: its claim becomes one ticket per handle, of so many pages each."""
+        """Replace the claim of a request that ended by one ticket per handle, with `parts` pages each."""
         return self.admission.finish(ticket, parts)
 
     def abandon(self, plan: Plan, ticket: Ticket | None) -> None:
-        """A request was cancelled or failed: free what it held, now and on the workers."""
+        """Free the memory of a request that was cancelled or failed, here and on the workers."""
         handles: list[Ticket | None] = [None] * plan.samples
         if ticket is not None:
             handles = [*self.finish(ticket, [ticket.pages, *[0] * (plan.samples - 1)])]
@@ -326,8 +326,9 @@ class Engine:
             self.give_back(Owner(plan.key, sample), handle)
 
     def done_with(self, plan: Plan, ticket: Ticket) -> None:
-        """A request has ended whose rows nobody will ask for: it makes room with the next RPC, and counts as running
-        until then.
+        """Free the rows of a finished request that nobody will fetch.
+
+        The memory is free after the next RPC; until then the request counts as running.
         """
         *others, last = (Owner(plan.key, sample) for sample in range(plan.samples))
         for owner in others:
@@ -340,14 +341,14 @@ class Engine:
         self._workers.give_back(owner, freed, soon=self.admission.budget.waiting > 0)
 
     def give_back_from_any_thread(self, owner: Owner, ticket: Ticket) -> None:
-        """`give_back` from any thread, after the loop has ended, or from a finalizer in the middle of anything."""
+        """Call `give_back` from any thread, after the loop has ended, or from a finalizer at any moment."""
         if not self._workers.closed:
             self.home.call(partial(self.give_back, owner, ticket))
 
     # Rows
 
     def offer(self, ticket: Ticket, rows: Spillable) -> None:
-        """A handle's rows may be moved to disk, as long as somebody holds it, if others need the room."""
+        """Allow a handle's rows to be moved to disk, as long as the handle lives, if others need the room."""
         if self.spilling is not None:
             self.spilling.offer(ticket, rows)
 
@@ -371,8 +372,8 @@ class Engine:
         """Fetch requests' rows: one RPC for all, then the rows out of each arena.
 
         Args:
-            wanted: whose, and which.
-            growing: whether the requests still run, so that many will ask for a few rows each, again and again.
+            wanted: owners and numbers of rows.
+            growing: True if the requests still run, so that many callers will ask for a few rows each, again and again.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
@@ -393,7 +394,7 @@ class Engine:
         return await self._workers.engage(owners)
 
     async def census(self) -> list[list[Counted]]:
-        """Engine by engine, what each capturing worker holds."""
+        """Return the resources in use on each capturing worker, engine by engine."""
         return await self._workers.census()
 
     @property
@@ -403,7 +404,7 @@ class Engine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's, of rows of the stream."""
+        """The model's dtype: that of rows of the residual stream."""
         return dtype_of(self.schemas[Point(self.vllm.num_layers - 1, "resid_post")])
 
     async def unembed(
@@ -415,14 +416,14 @@ class Engine:
         top: int = 0,
         normed: bool = False,
     ) -> Unembedded:
-        """What logits rows of the stream give, as the model computes them.
+        """Compute logits of rows of the residual stream with the model's own unembedding.
 
         Args:
-            rows: [n, hidden], in the model's dtype.
-            tokens: whose logits to give; None for all.
-            engine: which of the engines is to say it.
-            top: how many of the greatest to give.
-            normed: whether the final norm is behind the rows.
+            rows: rows [n, hidden], in the model's dtype.
+            tokens: ids of the tokens whose logits are returned; None for all.
+            engine: index of the engine to use.
+            top: number of greatest logits to return.
+            normed: True if the final norm has been applied to the rows.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
@@ -431,13 +432,13 @@ class Engine:
         return await self._workers.unembed(rows, engine, tokens=chosen, top=top, normed=normed)
 
     async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int = 0) -> torch.Tensor:
-        """What a block makes of what its last projection reads, as the model computes it: float32 [n, hidden].
+        """Apply the last projection of a layer's block to rows of its input: float32 [n, hidden].
 
         Args:
-            layer: whose.
-            site: where the rows are read: "z" or "neurons".
-            rows: [n, *shape of the point], in the model's dtype.
-            engine: which of the engines is to say it.
+            layer: index of the layer.
+            site: site of the rows: "z" or "neurons".
+            rows: rows [n, *shape of the point], in the model's dtype.
+            engine: index of the engine to use.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
@@ -445,12 +446,12 @@ class Engine:
         return await self._workers.project(layer, site, rows, engine)
 
     async def choose(self, layer: int, rows: torch.Tensor, engine: int = 0) -> Chosen:
-        """Which experts a layer's router chooses by their logits, as the model computes it.
+        """Compute the experts that a layer's router chooses from their logits, as the model does.
 
         Args:
-            layer: whose.
-            rows: float32 [n, experts], as they are captured at `router`.
-            engine: which of the engines is to say it.
+            layer: index of the layer.
+            rows: logits, float32 [n, experts], as captured at `router`.
+            engine: index of the engine to use.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
@@ -459,16 +460,16 @@ class Engine:
 
     @property
     def family(self) -> Family | None:
-        """The family of the layers that were loaded; None where what they take and give was derived."""
+        """Family of the loaded layers; None where it was derived."""
         return FAMILIES[self.loaded.family] if self.loaded.family else None
 
     @property
     def end(self) -> Point:
-        """Where the last rows are from which the model makes its logits."""
+        """Point of the last rows, from which the model makes its logits."""
         return Point(self.vllm.num_layers - 1, LAYER_END if self.family is None else self.family.end)
 
     def exists(self, point: Point) -> bool:
-        """Whether the model has a point: as it turned out, or as its configuration says where it was not armed."""
+        """Check if the model has a point: as found at start, or, where it was not to be armed, by its configuration."""
         return point in self.armed or (point not in self.vllm.points and self.vllm.exists(point))
 
     def _require_sites(self, sites: Sequence[str]) -> None:
@@ -481,7 +482,7 @@ class Engine:
 
     @property
     def line_readers(self) -> list[LineReader]:
-        """What reads the lines of each worker that captures."""
+        """Reader of the arena lines of each capturing worker."""
         return [rank.reader for rank in self._all_ranks]
 
     @property

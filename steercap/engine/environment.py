@@ -1,8 +1,8 @@
-"""Settings from the environment: `STEERCAP_` and the name of a setting in capitals.
+"""Settings from environment variables: `STEERCAP_` and the name of a setting in capitals.
 
-What is given in code or by a flag of the command comes first, then the environment, then the default. Variables are
-read when a model is opened and when a command starts; one that is unknown, or does not fit, is an error there, so that
-a misspelt name is never a default that nobody asked for. One that is empty counts as not set.
+Values in code or from a flag of the command take precedence, then the environment, then the default. Variables are
+read when a model is opened and when a command starts. An unknown one, or one whose value does not fit, is an error
+there, so that a misspelt name never means a silent default. An empty one counts as not set.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from steercap.core.values import choices, shown
 from steercap.errors import InvalidSetting, SteercapError
 
 PREFIX: Final = "STEERCAP_"
-#: The folder of checkpoints that steercap makes; the user's cache folder, if it is not set.
+#: Variable with the folder of checkpoints that steercap makes; by default in the user's cache folder.
 CACHE: Final = f"{PREFIX}CACHE"
 
 
 @dataclass(frozen=True)
 class Variable:
-    """What one variable of the environment sets.
+    """An environment variable.
 
     Args:
-        says: what it is, in a few words, for the table in docs/settings.md.
+        says: short description, for the table in docs/settings.md.
         kind: type of the value.
-        code: where it is given in code, besides `SteerModel`.
-        flag: whether `steercap capture` has a flag of that name.
-        default: what holds if nothing is given, in words; "" for that of the field of `Settings`.
+        code: place of the same setting in code, besides `SteerModel`.
+        flag: True if `steercap capture` has a flag of that name.
+        default: default value in words; "" for that of the field of `Settings`.
     """
 
     says: str
@@ -42,8 +42,8 @@ class Variable:
     default: str = ""
 
 
-#: Fields of `Settings` that the environment may give. `sites` and `layers` are not among them: what an engine reads
-#: belongs to the experiment, not to the machine.
+#: Fields of `Settings` that the environment may set. `sites` and `layers` are not among them: they belong to the
+#: experiment, not to the machine.
 SETTINGS: Final[Mapping[str, Variable]] = {
     "codec": Variable("how rows are stored where a capture does not say", str, "`CaptureSpec(codec=)`", flag=True),
     "codec_k": Variable(
@@ -77,22 +77,22 @@ SETTINGS: Final[Mapping[str, Variable]] = {
     "edits_per_point": Variable("rank-one edits of one spec at one point", int),
     "restart": Variable("whether an engine that has died is started again", bool, flag=True),
 }
-#: Variables that are no field of `Settings`.
+#: Variables that correspond to no field of `Settings`.
 OTHERS: Final[Mapping[str, Variable]] = {
     CACHE: Variable("folder of the checkpoints that steercap makes", str, default="`~/.cache/steercap`"),
     f"{PREFIX}JUDGE_API_KEY": Variable("key of the endpoint that judges answers", str, "`Judge(api_key=)`"),
 }
-#: What steercap sets itself: the mark of an engine's processes, and that of clients that are killed for a test.
+#: Variables that steercap sets itself: the mark of an engine's processes, and that of clients killed by tests.
 OWN: Final = frozenset({f"{PREFIX}ENGINE", f"{PREFIX}KILLS"})
-#: How the names of what steercap's own tests read begin.
+#: Prefix of the variables that steercap's own tests read.
 TESTS: Final = f"{PREFIX}TEST_"
 
 
 def settings(**given: Any) -> Settings:
-    """The settings of an engine: what is given, then the environment, then the defaults.
+    """Make the settings of an engine: the given values, then the environment, then the defaults.
 
     Args:
-        **given: fields of `Settings`; None where nothing is given.
+        **given: fields of `Settings`; None for a value not given.
 
     Raises:
         InvalidSetting, InvalidSpec, UnknownName: a setting that does not fit, or an unknown variable.
@@ -102,10 +102,10 @@ def settings(**given: Any) -> Settings:
 
 
 def from_environment() -> dict[str, Any]:
-    """The fields of `Settings` that the environment gives.
+    """Return the fields of `Settings` that the environment sets.
 
     Raises:
-        InvalidSetting: a variable that begins with `STEERCAP_` and is none, or one whose value does not fit.
+        InvalidSetting: an unknown variable that begins with `STEERCAP_`, or one whose value does not fit.
     """
     check_names()
     given = {name: os.environ.get(variable_of(name)) for name in SETTINGS}
@@ -113,7 +113,7 @@ def from_environment() -> dict[str, Any]:
 
 
 def check_names() -> None:
-    """Check that every variable that begins with `STEERCAP_` is one.
+    """Check that every variable that begins with `STEERCAP_` is known.
 
     Raises:
         InvalidSetting: one is not; the message names the nearest that is.
@@ -128,17 +128,17 @@ def check_names() -> None:
 
 
 def variable_of(name: str) -> str:
-    """The variable of a field of `Settings`."""
+    """Return the name of the variable for a field of `Settings`."""
     return PREFIX + name.upper()
 
 
 def flag_of(variable: str) -> str:
-    """The flag of `steercap capture` that comes before a variable."""
+    """Return the flag of `steercap capture` that corresponds to a variable."""
     return "--" + variable.removeprefix(PREFIX).lower().replace("_", "-")
 
 
 def table() -> str:
-    """All variables as the table of docs/settings.md."""
+    """Return all variables as the table of docs/settings.md."""
     defaults = {field.name: field.default for field in fields(Settings)}
     head = ["| variable | what it sets | default | in code | flag |", "|---|---|---|---|---|"]
     ours = [
@@ -161,7 +161,7 @@ def _line(name: str, variable: Variable, default: str, code: str) -> str:
 
 
 def _converted(name: str, text: str) -> Any:
-    """The value of a variable, as the field of `Settings` has it.
+    """Convert the text of a variable to the value of the field of `Settings`.
 
     Raises:
         InvalidSetting: it does not fit; the message names the variable.

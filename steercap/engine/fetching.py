@@ -1,4 +1,4 @@
-"""Finished requests' rows, read out of the arenas of the workers that have them, on threads of their own."""
+"""Fetching of finished requests' rows out of the workers' arenas, on threads."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from steercap.worker.memory.reader import Readable
 
 #: Bytes above which rows are gathered on threads, so that the event loop goes on: about 0.1 ms.
 THREAD_BYTES: Final = 256 << 10
-#: Most threads that gather. One moves 4 GB/s into fresh memory (scripts/bench_fetch.py); the engine wants cores too.
+#: Maximum number of threads that gather. One moves 4 GB/s into fresh memory (scripts/bench_fetch.py); the engine needs
+#: cores too.
 MOST_THREADS: Final = 8
-#: Most requests that one trip to a thread serves, so that neither side holds Python's lock for long.
+#: Maximum number of requests per task on a thread, so that neither side holds Python's lock for long.
 LOAD_REQUESTS: Final = 16
 
 
-#: Engine by engine, what each capturing worker says of one request.
+#: Answer of each capturing worker about one request, engine by engine.
 Found: TypeAlias = Sequence[Sequence[Parcel | Unknown]]
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """One request's rows, or why they cannot be had.
+    """Fetched rows of one request, or the reason why there are none.
 
     Args:
-        parcels: one per capturing worker that holds points of the request.
-        shards: by the index of a point, its rows, or the shards of them in the order of the ranks.
-        failure: what a worker said went wrong, or None.
+        parcels: answer of each capturing worker that holds points of the request.
+        shards: rows of each point, by its index: one item, or its shards in the order of the ranks.
+        failure: error that a worker reported, or None.
     """
 
     parcels: tuple[Parcel, ...]
@@ -49,7 +50,7 @@ class Delivery:
     failure: str | None
 
     def joined(self, shards: Sequence[torch.Tensor | CodedRows]) -> torch.Tensor | CodedRows:
-        """The shards of a point's rows as whole rows."""
+        """Join the shards of a point's rows to whole rows."""
         coded = [shard for shard in shards if isinstance(shard, CodedRows)]
         if coded:
             return CodedRows.joined(coded)
@@ -59,11 +60,11 @@ class Delivery:
 
 @dataclass
 class _Order:
-    """One request on its way.
+    """One request whose rows are being fetched.
 
     Args:
-        gathered: the workers that have rows of it, and where.
-        failure: why the rows cannot be had, or None.
+        gathered: workers that have rows of it, with the locations.
+        failure: reason why the rows cannot be fetched, or None.
         assemblies: its rows, worker by worker.
     """
 
@@ -77,7 +78,7 @@ class _Order:
         return sum(parcel_bytes(parcel, rank.of(parcel)) for rank, parcel in self.gathered)
 
     def delivery(self) -> Delivery:
-        """What the fetch gave."""
+        """Return the fetched rows, or the failure."""
         parcels = tuple(parcel for _, parcel in self.gathered)
         if self.failure:
             return Delivery(parcels, {}, self.failure)
@@ -89,7 +90,7 @@ class _Order:
                 wanted[point] = schema.shards
         for point, found in shards.items():
             found.sort(key=lambda one: one[0])
-            numbers = [number for number, _ in found]  # what is whole has no number of its own
+            numbers = [number for number, _ in found]  # whole rows have no shard number
             if len(found) != wanted[point] or (wanted[point] > 1 and numbers != list(range(wanted[point]))):
                 failure = f"{len(found)} of {wanted[point]} shards of a point came"
                 return Delivery(parcels, {}, failure)
@@ -97,10 +98,10 @@ class _Order:
 
 
 class Fetcher:
-    """Delivers rows of one engine, on a bounded number of threads; none is started before rows are fetched.
+    """Fetcher of an engine's rows, on a bounded number of threads, which start at the first fetch.
 
     Args:
-        threads: most threads at once; by default one less than this process may use cores, eight at most.
+        threads: maximum number of threads; by default one less than the cores of this process, at most eight.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -112,8 +113,8 @@ class Fetcher:
         """Read requests' rows out of each worker's arena, many at once.
 
         Args:
-            ranks: engine by engine, the workers that capture.
-            found: for each request, what each of them says of it.
+            ranks: workers that capture, engine by engine.
+            found: answers of these workers, for each request.
 
         Raises:
             EngineFailure: the model was closed, or a worker could not answer.
@@ -124,7 +125,7 @@ class Fetcher:
         return [delivery for load in delivered for delivery in load]
 
     def close(self) -> None:
-        """Fail whoever still waits for rows, and end the threads; blocks until they end. Idempotent."""
+        """Fail all waiting fetches, and end the threads; blocks until they end. Idempotent."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
 
@@ -179,10 +180,10 @@ class Fetcher:
 
 
 def parcels_of(found: Found) -> tuple[list[Parcel], str | None]:
-    """What the workers of the one engine that ran a request have of it, or why it cannot be had.
+    """Return the parcels of a request from the one engine that ran it.
 
     Returns:
-        The parcels, worker by worker, and why they cannot be used, or None.
+        The parcels, worker by worker, and the reason why they cannot be used, or None.
     """
     known = knowing(found)
     if len(known) != 1:
@@ -199,7 +200,7 @@ def parcels_of(found: Found) -> tuple[list[Parcel], str | None]:
 
 
 def _order(ranks: Ranks, found: Found) -> _Order:
-    """What is to be gathered of one request: nothing, unless one engine ran it, and all its workers have their rows."""
+    """Make the order of one request; it fails unless exactly one engine ran it and all its workers have rows."""
     parcels, failure = parcels_of(found)
     if failure:
         return _Order([], failure)
@@ -211,7 +212,7 @@ def _order(ranks: Ranks, found: Found) -> _Order:
 
 
 def _loads(orders: Iterable[_Order]) -> Iterator[list[_Order]]:
-    """Requests in loads of bounded size, since small ones are not worth a trip to a thread each."""
+    """Group requests into loads of bounded size, since a task on a thread for each small one is not worth it."""
     load: list[_Order] = []
     size = 0
     for order in orders:
@@ -225,7 +226,7 @@ def _loads(orders: Iterable[_Order]) -> Iterator[list[_Order]]:
 
 
 def _begin(order: _Order, sources: Sequence[Readable]) -> None:
-    """Find the lines and the memory for them; what is small is gathered at once."""
+    """Find the lines of the rows and allocate memory; small ones are gathered at once."""
     try:
         for (rank, parcel), source in zip(order.gathered, sources, strict=True):
             assembly = Assembly(parcel, rank.of(parcel), source, rank.attached.shard)

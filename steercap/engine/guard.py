@@ -1,7 +1,7 @@
-"""A script that starts an engine must be importable: vLLM's processes import it again.
+"""Check that a script that starts an engine can be imported again, as vLLM's processes do.
 
 Without the guard each process would start an engine of its own while it is still being imported; Python stops that with
-an error about freeze_support. The check here says what to do, before any process is started.
+an error about freeze_support. The error here gives the remedy, before any process is started.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def require_main_guard(idiom: Idiom = AWAITED) -> None:
     """Check that a child process may import the running script again.
 
     Args:
-        idiom: how the script is written, for the message.
+        idiom: call style of the script, for the message.
 
     Raises:
         MainGuardMissing: the engine is being started at the top level of the main script, or in a child process

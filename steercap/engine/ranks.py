@@ -1,4 +1,4 @@
-"""The workers of an engine that capture: what each of them holds, and what a request takes there."""
+"""Capturing workers of an engine: their points and memory, and the memory that a request takes there."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from steercap.kernels.codecs import ENCODINGS, record_of
 from steercap.kernels.codecs.reduced import accumulator_records
 from steercap.worker.memory.reader import LineReader
 
-#: Of a position or a token.
+#: Bytes of a position or a token id.
 _LABEL_BYTES: Final = 8
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A worker that captures: what it holds, and how its lines are read.
+    """A capturing worker.
 
     Args:
-        index: its number among the workers of its engine that capture.
-        attached: what it holds.
-        reader: how its lines are read.
-        engine: its engine's number.
+        index: index among the capturing workers of its engine.
+        attached: its answer to Attach.
+        reader: reader of its arena lines.
+        engine: index of its engine.
     """
 
     index: int
@@ -40,22 +40,22 @@ class Rank:
 
     @cached_property
     def schemas(self) -> dict[int, PointSchema]:
-        """Of the points that it keeps, by their indices among the engine's armed points."""
+        """Schemas of the points that it keeps, by their indices among the engine's armed points."""
         return dict(zip(self.attached.points, self.attached.schemas, strict=True))
 
     @property
     def page(self) -> PageShape:
-        """A page of its arena."""
+        """Page shape of its arena."""
         return PageShape(self.attached.page_lines)
 
     def of(self, parcel: Parcel) -> list[PointSchema]:
-        """Schemas of the points of a parcel."""
+        """Return the schemas of the points of a parcel."""
         return [self.schemas[point] for point in parcel.points]
 
     def damage(self, parcel: Parcel) -> str | None:
-        """Why a parcel cannot be one of this worker's; None if it can. Nothing is allocated by what it says before.
+        """Return the reason why a parcel cannot be one of this worker's, or None; checked before memory is allocated.
 
-        Its labels are compared with those of the request by whoever takes the rows.
+        Its labels are compared with those of the request by the caller that takes the rows.
         """
         if unknown := [point for point in parcel.points if point not in self.schemas]:
             return f"rows came of points {unknown}, which the worker does not keep"
@@ -70,11 +70,11 @@ class Rank:
         return None
 
     def kept(self, points: Sequence[int]) -> list[PointSchema]:
-        """Schemas of those of the points that it keeps."""
+        """Return the schemas of those of the points that it keeps."""
         return [self.schemas[point] for point in points if point in self.schemas]
 
     def pages(self, plan: CapturePlan, rows: int) -> int:
-        """Pages of its arena that `rows` rows of a plan take, or the reduction of them that runs along."""
+        """Return the pages of its arena that `rows` rows of a plan take, or the reduction of them that runs along."""
         schemas = self.kept(plan.points)
         if not schemas:
             return 0
@@ -85,7 +85,7 @@ class Rank:
 
 
 def attention_of(ranks: Sequence[Rank]) -> dict[int, AttentionRule]:
-    """How layers weigh keys, as the workers of one engine say it of their heads."""
+    """Return the attention rule of each layer, joined over the workers of one engine."""
     parts: dict[int, list[AttentionRule]] = {}
     for rank in sorted(ranks, key=lambda rank: rank.attached.shard):
         for layer, rule in rank.attached.attention.items():
@@ -94,7 +94,7 @@ def attention_of(ranks: Sequence[Rank]) -> dict[int, AttentionRule]:
 
 
 def loaded_of(engines: Sequence[Sequence[Rank]]) -> Loaded:
-    """The decoder layers of all ranks of all engines.
+    """Join the reports on decoder layers of all ranks of all engines.
 
     Raises:
         WorkerFailure: they are of different families.
@@ -105,5 +105,5 @@ def loaded_of(engines: Sequence[Sequence[Rank]]) -> Loaded:
     return Loaded(each[0].family, same_code(one.code for one in each), max(one.candidates for one in each))
 
 
-#: Engine by engine, the workers that capture.
+#: Workers that capture, engine by engine.
 Ranks: TypeAlias = Sequence[Sequence[Rank]]

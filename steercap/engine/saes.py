@@ -1,7 +1,7 @@
-"""Which SAEs the workers hold: loaded when a request first needs one, and given back when nobody can ask for it again.
+"""SAEs on the workers: loaded when a request first needs one, and freed when nobody can ask for it again.
 
-An encoder stays until its SAE is collected here, or another one needs the room; those that requests use stay. Loads go
-one by one. How it gets there, `worker.saes` says.
+An encoder stays until its SAE is garbage-collected here, or another one needs the room; those that requests use stay.
+Loads go one by one. The transfer to the workers is in `worker.saes`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from steercap.saes.encoder import Encoder
     from steercap.worker.saes import Key
 
-#: Seconds between questions whether an encoder has come.
+#: Seconds between polls of the workers while an encoder is loaded.
 LOOK_SECONDS: Final = 0.01
 
 
@@ -36,10 +36,10 @@ class _Entry:
     """An encoder that the workers hold, or are to hold.
 
     Args:
-        nbytes: what it takes on a worker.
-        users: requests that read with it, or wait for it.
-        wanted: encoders here that are equal to it: while there is one, somebody may ask for it again.
-        there: whether all workers hold it.
+        nbytes: bytes it takes on a worker.
+        users: number of requests that read with it, or wait for it.
+        wanted: living encoders of this process that are equal to it: while there is one, a request may need it again.
+        there: True if all workers hold it.
     """
 
     nbytes: int
@@ -49,11 +49,11 @@ class _Entry:
 
 
 class Dictionaries:
-    """The SAEs of an engine.
+    """SAEs of an engine's workers.
 
     Args:
-        workers: asks its workers.
-        most_bytes: what all SAEs of a worker may take.
+        workers: connection to the workers.
+        most_bytes: maximum bytes of all SAEs of a worker.
     """
 
     def __init__(self, workers: Workers, most_bytes: int) -> None:
@@ -65,12 +65,12 @@ class Dictionaries:
 
     @asynccontextmanager
     async def holding(self, readers: Readers | None) -> AsyncIterator[tuple[bytes, ...]]:
-        """Have the workers hold SAEs; yields their digests, point by point.
+        """Keep SAEs loaded on the workers in the block; yields their digests, point by point.
 
         Raises:
             SAEMemoryFull: there is no room for one, beside those that other requests use.
             MemoryNotShared: a worker runs where this process's memory cannot be reached.
-        WorkerFailure: one cannot load it for another reason.
+            WorkerFailure: one cannot load it for another reason.
         """
         if readers is None:
             yield ()
@@ -93,7 +93,7 @@ class Dictionaries:
                 self._let_go(key)
 
     async def aclose(self) -> None:
-        """End what goes on. Idempotent."""
+        """Cancel running clean-up. Idempotent."""
         for task in self._closing:
             task.cancel()
         if self._closing:
@@ -113,12 +113,12 @@ class Dictionaries:
                     await self._load(key, entry, encoder)
                 except BaseException:
                     if not self._workers.closed:
-                        await asyncio.shield(self._close(key))  # some may hold it
+                        await asyncio.shield(self._close(key))  # some workers may hold it
                     raise
             self._entries[key] = self._entries.pop(key)
 
     async def _load(self, key: Key, entry: _Entry, encoder: Encoder) -> None:
-        """Bring an encoder to all workers; others make room, the least recently used first."""
+        """Load an encoder on all workers; others make room, the least recently used first."""
         while self._held + entry.nbytes > self._most_bytes:
             if not await self._displace():
                 raise SAEMemoryFull(_no_room(encoder, f"{self._held:,} of {self._most_bytes:,} bytes are in use"))
@@ -143,7 +143,7 @@ class Dictionaries:
         return sum(entry.nbytes for entry in self._entries.values() if entry.there)
 
     async def _displace(self) -> bool:
-        """Free the least recently used encoder that no request uses; whether there was one."""
+        """Free the least recently used encoder that no request uses; return False if there is none."""
         found = next((key for key, entry in self._entries.items() if entry.there and not entry.users), None)
         if found is None:
             return False
@@ -159,12 +159,12 @@ class Dictionaries:
             self._entries.pop(key, None)
 
     def gone(self, key: Key) -> None:
-        """An encoder is collected, in any thread, at any moment."""
+        """Note that an encoder was garbage-collected; called from any thread, at any moment."""
         if not self._workers.closed:
             self._workers.home.call(partial(self._let_go, key))
 
     def _let_go(self, key: Key) -> None:
-        """Free an encoder that nobody uses and nobody can ask for any more."""
+        """Free an encoder that no request uses and that nobody can ask for any more."""
         entry = self._entries.get(key)
         if entry is None or entry.users or len(entry.wanted) or self._workers.closed:
             return
@@ -186,16 +186,16 @@ class Dictionaries:
 
 
 def _gone(held: weakref.ref[Dictionaries], key: Key) -> None:
-    """An encoder is collected, which must keep no engine alive until then."""
+    """Call `gone`; the weak reference keeps the engine from being kept alive by an encoder's finalizer."""
     if (dictionaries := held()) is not None:
         dictionaries.gone(key)
 
 
 def _check(answers: Sequence[SAEOpened]) -> None:
-    """Check that nothing stands in the way but room.
+    """Check that the workers report no problem other than a lack of room.
 
     Raises:
-        MemoryNotShared, WorkerFailure: a worker says that something does.
+        MemoryNotShared, WorkerFailure: a worker reports one.
     """
     for one in answers:
         if one.unreachable:
@@ -216,7 +216,7 @@ def _no_room(encoder: Encoder, reason: str) -> str:
 
 
 def _shared(encoder: Encoder) -> SharedSegment:
-    """The numbers of an encoder, where other processes of this machine can read them."""
+    """Write the weights of an encoder to memory that other processes of this machine can read."""
     wanted = image_bytes(encoder.shape)
     segment = SharedSegment.create(wanted)
     encoder.write(torch.frombuffer(segment.memory, dtype=torch.uint8, count=wanted, offset=HEADER_BYTES))

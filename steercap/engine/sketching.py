@@ -1,7 +1,7 @@
-"""The sketches that an engine's workers hold: which there are, what is in each, and what they are asked.
+"""Sketches on an engine's workers: their state here, and the questions about them to the workers.
 
-A request enters a sketch on every worker that has points of it, or on none. What the client has counted is compared
-with what the workers count, whenever one is read.
+A request enters a sketch on every worker that has points of it, or on none. The client's row count is compared
+with the workers' whenever a sketch is read.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from steercap.errors import PointSplit, SketchClosed, SketchIncomplete, SketchMe
 from steercap.worker.sketches import SKETCHES
 from steercap.worker.sketches.base import Kind, State
 
-#: Most bytes of a sketch that one answer of a worker carries.
+#: Maximum bytes of a sketch in one answer of a worker.
 PIECE_BYTES: Final = 256 << 20
-#: Engine by engine, what each capturing worker says of one request.
+#: Answer of each capturing worker about one request, engine by engine.
 Found = list[list[Parcel | Unknown]]
 
 
 @dataclass
 class Book:
-    """What is known of a sketch here.
+    """The client's record of a sketch.
 
     Args:
-        name: of the sketch.
-        kind, size: what it is.
-        points: its points, by their indices among the armed.
-        requests: how many are in it.
-        rows: of each point.
-        broken: why it cannot be trusted, or None.
-        closed: whether it was freed.
+        name: name of the sketch.
+        kind, size: kind and size of the sketch.
+        points: its points, with their indices among the armed.
+        requests: number of requests in it.
+        rows: number of rows of each point.
+        broken: reason why it cannot be trusted, or None.
+        closed: True once it was freed.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Book:
     closed: bool = False
 
     def require(self) -> None:
-        """Check that it can be used.
+        """Check that the sketch can be used.
 
         Raises:
             SketchClosed, SketchIncomplete: it was freed, or cannot be trusted.
@@ -79,33 +79,33 @@ class Book:
 
 
 class Sketching:
-    """The sketches of an engine.
+    """Sketches of an engine.
 
     Args:
-        workers: asks its workers.
-        ranks: those that capture.
-        most_bytes: what all sketches of a worker may take.
+        workers: connection to the workers.
+        ranks: workers that capture.
+        most_bytes: maximum bytes of all sketches of a worker.
     """
 
     def __init__(self, workers: Workers, ranks: Ranks, most_bytes: int) -> None:
         self._workers, self._ranks, self._most_bytes = workers, ranks, most_bytes
         self._weighing: Batcher[Joining, Found] = Batcher(self._weigh)
         self._folding: Batcher[tuple[Joining, tuple[Book, ...]], int] = Batcher(self._fold)
-        self._turn = asyncio.Lock()  # whoever reads sees no request half entered
+        self._turn = asyncio.Lock()  # so that no reader sees a request half entered
         self._books: list[Book] = []
 
     async def aclose(self) -> None:
-        """Fail whoever waits. Idempotent."""
+        """Fail all waiting callers. Idempotent."""
         await self._weighing.aclose()
         await self._folding.aclose()
 
     def lose(self, why: str) -> None:
-        """The workers have died: what is in the sketches is gone."""
+        """Mark all sketches as lost, since the workers have died."""
         for book in self._books:
             book.broken = book.broken or why
 
     async def open(self, book: Book) -> None:
-        """Make room for a sketch on every worker.
+        """Allocate a sketch on every worker.
 
         Raises:
             PointSplit: its kind needs whole rows, and those of a point are split over ranks.
@@ -125,7 +125,7 @@ class Sketching:
         try:
             engines = await self._workers.ask(asked, SketchOpened)
         except BaseException:
-            await asyncio.shield(self.close(book))  # some may have room
+            await asyncio.shield(self.close(book))  # some workers may have allocated it
             raise
         refusals = [answer.refused for answers in engines for answer in answers if answer.refused]
         if refusals:
@@ -144,24 +144,24 @@ class Sketching:
                 await self._workers.ask(CloseSketch(book.name), SketchOpened)
 
     async def weigh(self, joining: Joining) -> Found:
-        """What the workers have of a finished request, and whether it can enter its sketches; see `Weigh`."""
+        """Prepare a finished request for its sketches: return its parcels, or why it cannot enter; see `Weigh`."""
         return await self._weighing.ask(joining)
 
     async def fold(self, joining: Joining, books: Sequence[Book]) -> int:
-        """Let a request that was weighed enter its sketches; returns its rows.
+        """Add the rows of a request after `weigh` to its sketches; returns their number.
 
-        Once asked, it enters, whether or not the caller waits.
+        Once asked, they are added even if the caller stops waiting.
 
         Raises:
-            SketchIncomplete: it did not, or not everywhere.
+            SketchIncomplete: they were not added, or not everywhere.
         """
         return await self._folding.ask((joining, tuple(books)))
 
     async def states(self, book: Book, points: Sequence[Point]) -> tuple[dict[Point, State], int]:
-        """What is known of the rows of points, of all engines together, at one moment; and of how many requests.
+        """Read the statistics of points, of all engines together and at one moment, and the number of requests.
 
         Raises:
-            SketchClosed, SketchIncomplete: it was freed, or is not what was counted.
+            SketchClosed, SketchIncomplete: it was freed, or its rows are not those that were counted.
         """
         async with self._turn:
             return {point: await self._state(book, point) for point in points}, book.requests
@@ -186,7 +186,10 @@ class Sketching:
 
     @staticmethod
     def _count(books: Sequence[Book], answers: Sequence[Sequence[int]]) -> int:
-        """Count a request in: one engine's workers all took in as many rows, and the others none; -1 if none did."""
+        """Count a request's rows in its sketches; return their number, or -1 if no engine added any.
+
+        All workers of one engine must have added equally many, and the others none; otherwise the sketches are broken.
+        """
         ran = [set(ranks) for ranks in answers if set(ranks) != {-1}]
         if not ran:
             return -1
@@ -226,10 +229,10 @@ class Sketching:
 
 
 def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) -> State:
-    """A state out of what a worker sent of it.
+    """Rebuild a state from the parts that a worker sent.
 
     Raises:
-        SketchIncomplete: it is not as long as such a state is.
+        SketchIncomplete: the bytes are not as many as such a state has.
     """
     sent = sum(len(part.data) for part in parts)
     if sent != kind.nbytes(width, size):
@@ -245,7 +248,7 @@ def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) ->
 
 
 def _joined(shards: Sequence[State]) -> State:
-    """Shards of a point's states, in the order of the ranks, as one; only of kinds that know each element by itself.
+    """Join the states of a point's shards, in the order of the ranks; only for kinds without cross terms.
 
     Raises:
         SketchIncomplete: they are of different rows.

@@ -1,7 +1,7 @@
-"""Room in the arena for requests that wait: rows of finished ones, which nobody has fetched, go to disk.
+"""Spilling: while requests wait for the arena, unfetched rows of finished requests are moved to disk.
 
 `core.budget` decides whose, and this module moves them: one batch after the other, read out of the arenas like any
-rows, checked, written on a thread of its own, and only then given back. What cannot be written stays in the arena.
+rows, checked, written on a thread of its own, and only then freed in the arena. Rows that cannot be written stay there.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ from steercap.files.spill import SpillFile, default_folder
 
 Value = TypeVar("Value")
 
-#: Bytes moved at once, unless one request has more; they lie in this process until they are written.
+#: Bytes moved at once, unless one request has more; they are in this process's memory until they are written.
 BATCH_BYTES: Final = 64 << 20
 #: Seconds before a disk that failed is tried again.
 RETRY_SECONDS: Final = 1.0
-#: Threads that read what comes back; a disk answers several at once faster than one after the other.
+#: Number of threads that read rows back; a disk answers several at once faster than one after the other.
 READERS: Final = 4
 
 _CLOSED: Final = "the model was closed while rows were moved to or from disk"
 
 
 class Spillable(Protocol):
-    """The rows of a finished request."""
+    """Rows of a finished request that may be moved to disk."""
 
     @property
     def movable(self) -> bool:
-        """Whether they can be moved now."""
+        """True if they can be moved now."""
 
     @property
     def wanted(self) -> Wanted:
-        """What to ask the workers for."""
+        """Description of the rows, for the question to the workers."""
 
     def spill(self) -> None:
-        """They are to be moved."""
+        """Note that the rows are about to be moved."""
 
     def write(self, delivery: Any, file: SpillFile, dropped: Callable[[], object]) -> Any:
-        """Check what came and write it; on a thread.
+        """Check the delivered rows and write them to the file; called on a thread.
 
         Raises:
             CaptureMemoryFull, ModelClosed, OSError: see `SpillFile.put`.
         """
 
     def stored(self, spilled: Any) -> None:
-        """They were moved, and can be given back."""
+        """Note that the rows are on disk, and free them in the arena."""
 
     def end_spill(self) -> None:
-        """The move is over, whatever became of it. Idempotent."""
+        """Note that the move has ended, with or without success. Idempotent."""
 
 
 class Spilling:
-    """Moves rows to disk while requests wait for room.
+    """Mover of rows to disk while requests wait for room.
 
     Args:
-        settings: where to, and how much.
-        budget: who waits, and whose rows are in the way.
+        settings: settings with the folder and the quota.
+        budget: pages of the arenas, and the queue.
         page_bytes: bytes of a page.
-        collect: reads rows out of the arenas.
-        flush: has the workers free what was given back.
-        settle: looks again at who can be admitted.
+        collect: coroutine function that reads rows out of the arenas.
+        flush: coroutine function that has the workers free released rows.
+        settle: function that admits requests that fit now.
 
     Raises:
         InvalidSetting: no file can be made in the folder.
@@ -103,7 +103,7 @@ class Spilling:
         self._closed = False
 
     def offer(self, ticket: Ticket, rows: Spillable) -> None:
-        """These rows may be moved, as long as somebody holds them; who waits for room may get it by that."""
+        """Allow these rows to be moved, as long as somebody holds them; requests that wait may get their room."""
         self._known[ticket] = rows
         self._settle()
 
@@ -115,7 +115,7 @@ class Spilling:
 
     @property
     def situation(self) -> str:
-        """Why there is no room yet, for messages."""
+        """Reason why there is no room yet, for messages."""
         file = self.file
         if self._failure is not None:
             return f"and rows cannot be moved to {file.folder}: {self._failure}"
@@ -127,7 +127,7 @@ class Spilling:
         )
 
     async def read(self, work: Callable[[], Value]) -> Value:
-        """Read what was moved, on a thread.
+        """Read rows back from disk, on a thread.
 
         Raises:
             ModelClosed: the model was closed meanwhile.
@@ -135,7 +135,7 @@ class Spilling:
         return await self._on(self._readers, work)
 
     async def aclose(self) -> None:
-        """Move nothing more; what is on its way stays where it is."""
+        """Stop moving rows; those being moved stay in the arena."""
         self._closed = True
         if self._retry is not None:
             self._retry.cancel()
@@ -144,7 +144,7 @@ class Spilling:
             await asyncio.wait([self._task])
 
     def end(self) -> None:
-        """Give the file back; blocks until no thread uses it. Idempotent."""
+        """Close the file; blocks until no thread uses it. Idempotent."""
         self._closed = True
         self.file.stop()
         for pool in (self._writer, self._readers):
@@ -152,7 +152,7 @@ class Spilling:
         self.file.close()
 
     def _next(self) -> list[Ticket]:
-        """Whose rows to move now."""
+        """Return the tickets whose rows to move now."""
         free = self.file.free_bytes
 
         def may(ticket: Ticket) -> bool:
@@ -162,18 +162,18 @@ class Spilling:
         return self._budget.movable(may, self._batch)
 
     def _held(self, tickets: Sequence[Ticket]) -> list[tuple[Ticket, Spillable]]:
-        """Rows that somebody still holds."""
+        """Return the rows that somebody still holds, with their tickets."""
         found = ((ticket, self._known.get(ticket)) for ticket in tickets)
         return [(ticket, rows) for ticket, rows in found if rows is not None]
 
     async def _run(self) -> None:
         while tickets := self._next():
-            moved = await self._move(self._held(tickets))  # under no name here, or what somebody drops would live on
+            moved = await self._move(self._held(tickets))  # the batch has no name here, or dropped rows stay alive
             while any(self._budget.holds(ticket) for ticket in moved):
                 await self._flush()
 
     async def _move(self, batch: Sequence[tuple[Ticket, Spillable]]) -> list[Ticket]:
-        """Move rows; returns whose were."""
+        """Move rows; return the tickets of those moved."""
         for _, rows in batch:
             rows.spill()
         try:
@@ -184,7 +184,7 @@ class Spilling:
                 rows.end_spill()
 
     async def _write(self, ticket: Ticket, rows: Spillable, delivery: Delivery) -> bool:
-        """Write what came of one; returns whether the quota had room for it."""
+        """Write the delivered rows of one ticket; return False if the quota has no room for them."""
         try:
             work = partial(rows.write, delivery, self.file, partial(self._home.call, self._dropped))
             rows.stored(await self._on(self._writer, work))
@@ -195,7 +195,7 @@ class Spilling:
         return True
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Look again at who can be admitted; after a failure, look again later whether it has passed."""
+        """Admit requests that fit now; after a failure, schedule another try."""
         self._task = None
         if self._closed or task.cancelled():
             return
@@ -209,7 +209,7 @@ class Spilling:
         self._settle()
 
     def _dropped(self) -> None:
-        """Something has left the file: its space is given back, and others may have room."""
+        """Free the disk space of dropped rows on a thread, then admit requests that fit."""
         if self._closed or self._sweeping is not None:
             return
         with contextlib.suppress(RuntimeError):  # the pool has ended
@@ -225,7 +225,7 @@ class Spilling:
                 self._dropped()
 
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], Value]) -> Value:
-        """Call something on a thread. A cancelled caller leaves nothing in the queue."""
+        """Call a function on a thread. A cancelled caller leaves nothing in the queue."""
         try:
             if self._closed:
                 raise ModelClosed(_CLOSED)
@@ -244,12 +244,12 @@ class Spilling:
 
 
 def folder_of(settings: Settings) -> Path:
-    """Where the spill file of an engine is."""
+    """Return the folder of an engine's spill file."""
     return default_folder() if settings.spill_folder is None else Path(settings.spill_folder)
 
 
 def require_place(settings: Settings) -> None:
-    """Check that rows can be spilled, if they are to be; before an engine is started for it.
+    """Check that a spill file can be made, if overflow="spill", before an engine is started.
 
     Raises:
         InvalidSetting: no file can be made in the folder.

@@ -1,4 +1,4 @@
-"""What a model holds, against its limits."""
+"""Statistics of a model's resources in use, and their limits."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stats:
-    """What the model holds, and what it may hold; bytes and counts.
+    """Resources in use by the model, and their limits, in bytes and counts.
 
     Args:
-        capture_bytes: most memory that rows may take on each capturing worker.
-        capture_bytes_claimed: of that, claimed by running requests and unfetched handles, on the fullest engine.
-        capture_bytes_in_use: of that, filled with rows, on the fullest worker.
-        capture_bytes_resident: shared memory that the system has set aside for it, on the fullest worker.
-        spill_bytes: most bytes on disk that rows may take; 0 unless `overflow` is "spill".
-        spill_bytes_in_use: of that, taken by handles that nobody has fetched.
+        capture_bytes: maximum memory of rows on each capturing worker.
+        capture_bytes_claimed: part of it claimed by running requests and unfetched handles, on the fullest engine.
+        capture_bytes_in_use: part of it filled with rows, on the fullest worker.
+        capture_bytes_resident: shared memory that the system has allocated for it, on the fullest worker.
+        spill_bytes: maximum bytes of rows on disk; 0 unless `overflow` is "spill".
+        spill_bytes_in_use: part of it taken by handles that nobody has fetched.
         spill_bytes_written: bytes written to disk since the start.
-        handles_spilled: handles whose rows are on disk.
+        handles_spilled: number of handles whose rows are on disk.
         arena_bytes: device memory of rows on their way to shared memory, on the worker with most; 0 on CPU.
-        arena_bytes_in_use: of that, rows of passes that are not copied yet, on the fullest worker.
+        arena_bytes_in_use: part of it with rows of passes that are not copied yet, on the fullest worker.
         reduce_bytes: device memory of reductions that run along, on the worker with most.
-        pinned_bytes: memory of the host that is locked for a device, on the worker with most: 0 on CPU.
-        wire_bytes: most bytes of rows that are sent over RPC at once, all workers together; 0 where memory is shared.
-        wire_bytes_in_flight: of that, asked for now.
-        reductions: reductions that can run along with their requests at once, in each engine.
-        reductions_running: of these, running, in the fullest engine.
-        requests_waiting: requests that wait for capture memory, for a reduction, or for a steering slot.
-        handles_held: requests whose rows a worker holds.
-        rows_captured: rows written since the start, all requests together.
-        steps: forward passes run, by all engines together.
-        steering_slots: configurations that can be in use at once.
-        steering_slots_in_use: of these, in use by requests.
+        pinned_bytes: host memory that is locked for a device, on the worker with most; 0 on CPU.
+        wire_bytes: maximum bytes of rows sent over RPC at once, all workers together; 0 where memory is shared.
+        wire_bytes_in_flight: part of it requested now.
+        reductions: number of reductions that can run along with their requests at once, in each engine.
+        reductions_running: number of these running, in the fullest engine.
+        requests_waiting: number of requests that wait for capture memory, for a reduction, or for a steering slot.
+        handles_held: number of requests whose rows a worker holds.
+        rows_captured: number of rows written since the start, all requests together.
+        steps: number of forward passes run, by all engines together.
+        steering_slots: number of configurations that can be in use at once.
+        steering_slots_in_use: number of these in use by requests.
         vector_bytes: memory of the vector bank on each worker.
-        vector_bytes_in_use: of that, vectors of requests that run.
+        vector_bytes_in_use: part of it with vectors of running requests.
         vector_bytes_sent: bytes of vectors sent to the workers since the start.
-        sketches: sketches that the workers hold.
-        sketch_bytes: most memory that sketches may take on each capturing worker.
-        sketch_bytes_in_use: of that, taken, on the fullest worker.
-        saes: SAEs that the workers hold.
-        sae_bytes: most memory that SAEs may take on each capturing worker.
-        sae_bytes_in_use: of that, taken, on the fullest worker.
-        restarts: how often an engine that had died was started again; what counts "since the start" begins anew then.
+        sketches: number of sketches that the workers hold.
+        sketch_bytes: maximum memory of sketches on each capturing worker.
+        sketch_bytes_in_use: part of it in use, on the fullest worker.
+        saes: number of SAEs that the workers hold.
+        sae_bytes: maximum memory of SAEs on each capturing worker.
+        sae_bytes_in_use: part of it in use, on the fullest worker.
+        restarts: number of restarts after the engine had died; values "since the start" begin anew then.
     """
 
     capture_bytes: int
@@ -85,11 +85,11 @@ class Stats:
 
 
 async def stats_of(engine: Engine, restarts: int = 0) -> Stats:
-    """What the engine and its workers hold now.
+    """Return the resources in use by the engine and its workers now.
 
     Args:
         engine: the engine.
-        restarts: how often it was started again.
+        restarts: number of restarts so far.
     """
     engines = await engine.census()
     counts = [count for workers in engines for count in workers]
@@ -133,5 +133,5 @@ async def stats_of(engine: Engine, restarts: int = 0) -> Stats:
 
 
 def _resident(count: Counted) -> int:
-    """Bytes of an arena that the system has set aside: all of one that is pinned."""
+    """Return the bytes of an arena that the system has allocated: all of a pinned one."""
     return (count.pages if count.arena_pinned else count.pages_touched) * count.page_bytes

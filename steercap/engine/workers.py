@@ -1,4 +1,4 @@
-"""Questions to the workers of all engines: one frame to each, with which what is given back travels along."""
+"""Connection to the workers of all engines: one frame for each question, which also lists released rows."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ from steercap.worker.memory.reader import open_reader
 if TYPE_CHECKING:
     from steercap.adapters.engine import VllmEngine
 
-#: Seconds that rows given back may wait for company before an RPC of their own.
+#: Seconds that a release of rows waits for another question before it gets an RPC of its own.
 RELEASE_DELAY: Final = 0.05
 _FLOAT_BYTES: Final = 4
 _INT_BYTES: Final = 8
 
 Kind = TypeVar("Kind", bound=Answer)
-#: What the workers did to one sample: engine by engine, what each of them says.
+#: Steering record of one sample from each worker, engine by engine.
 Records: TypeAlias = list[list[SteeringRecord | Unknown]]
 
 
 class _GivenBack(NamedTuple):
-    """What nobody wants any more.
+    """A release of rows that has not been sent yet.
 
     Args:
-        freed: what to call when its memory is free, or None.
-        soon: whether somebody waits for that.
+        freed: function to call when the memory is free, or None.
+        soon: True if a request waits for the memory.
     """
 
     freed: Callable[[], None] | None
@@ -78,14 +78,14 @@ class _GivenBack(NamedTuple):
 
 
 class Workers:
-    """The workers of all engines, in the event loop that this is made in.
+    """Connection to the workers of all engines; it belongs to the event loop that it is made in.
 
     Args:
-        vllm: the engine behind its adapter.
+        vllm: vLLM's engine, behind its adapter.
 
     Attributes:
         home: the event loop.
-        closed: whether nothing may be asked any more.
+        closed: True once nothing may be asked any more.
     """
 
     def __init__(self, vllm: VllmEngine) -> None:
@@ -99,7 +99,7 @@ class Workers:
         self._growing: Batcher[Sequence[Wanted], list[list[list[Parcel | Unknown]]]] = Batcher(self._locate)
 
     def require_open(self) -> None:
-        """Check that they can be asked from here.
+        """Check that the workers can be asked from here.
 
         Raises:
             ModelClosed, WrongEventLoop: the model was closed, or started in another event loop.
@@ -109,7 +109,7 @@ class Workers:
         self.home.require()
 
     async def aclose(self) -> None:
-        """Fail whoever waits for an answer."""
+        """Fail all callers that wait for an answer."""
         self.closed = True
         await self._settling.aclose()
         await self._growing.aclose()
@@ -120,7 +120,7 @@ class Workers:
     # Questions, each of which raises EngineFailure if the engine has died, or a worker cannot answer
 
     async def attach(self, settings: Settings) -> Ranks:
-        """Make every worker set memory aside for rows; must be the first question."""
+        """Make every worker allocate its memory for rows; must be the first question."""
         engines = await self.ask(Attach(settings.capture_bytes), Attached)
         self._engines = len(engines)
 
@@ -135,16 +135,16 @@ class Workers:
         )
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
-        """Make finished requests' rows readable, and say where they are; one RPC for all.
+        """Make finished requests' rows readable and locate them; one RPC for all.
 
         Returns:
-            For each request, engine by engine, what each capturing worker has of it.
+            For each request, the parcel of each capturing worker, engine by engine.
         """
         engines = await self.ask(Collect(tuple(wanted)), Collected)
         return [[[answer.parcels[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
     async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
-        """The same of requests that still run; one RPC for all that ask meanwhile."""
+        """Locate rows of requests that still run; concurrent calls share one RPC."""
         return await self._growing.ask(wanted)
 
     async def _locate(self, asked: Sequence[Sequence[Wanted]]) -> list[list[list[list[Parcel | Unknown]]]]:
@@ -152,10 +152,10 @@ class Workers:
         return [[next(found) for _ in items] for items in asked]
 
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[Records]:
-        """What the workers did to samples of a request so far; one RPC for all that ask meanwhile.
+        """Return the steering records of a request's samples so far; concurrent calls share one RPC.
 
         Returns:
-            For each sample, engine by engine, what each worker says of it.
+            For each sample, the record of each worker, engine by engine.
         """
         return await self._settling.ask((wanted, ended))
 
@@ -169,10 +169,10 @@ class Workers:
         return [[next(records) for _ in items] for items, _ in asked]
 
     async def engage(self, owners: Sequence[Owner]) -> list[int]:
-        """Let the steering of samples begin that was held back; returns the first position of each that is steered.
+        """Begin steering of samples that was held back; return the first steered position of each.
 
         Raises:
-            SteeringNotApplied: the workers of one do not begin with the same.
+            SteeringNotApplied: the workers of one begin at different positions.
         """
         engines = await self.ask(Engage(tuple(owners)), Engaged)
         starts = []
@@ -189,16 +189,16 @@ class Workers:
         return starts
 
     async def configure(self, question: Configure) -> list[Configured]:
-        """Send vectors, and what slots hold."""
+        """Send vectors and the contents of slots."""
         return [answer for answers in await self.ask(question, Configured) for answer in answers]
 
     async def unembed(self, rows: torch.Tensor, engine: int, **asked: Any) -> Unembedded:
-        """What logits rows of the stream give, as an engine's model computes them.
+        """Compute logits of rows of the residual stream on one engine.
 
         Args:
-            rows: [n, hidden].
-            engine: which.
-            **asked: of `Unembed`.
+            rows: rows [n, hidden].
+            engine: index of the engine.
+            **asked: further fields of `Unembed`.
         """
         answers = (await self.ask(Unembed(*_sent(rows), **asked), Unembedded))[engine]
         if not answers:
@@ -211,7 +211,7 @@ class Workers:
         return found
 
     async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int) -> torch.Tensor:
-        """What a block makes of what its last projection reads, as an engine's model computes it."""
+        """Apply the last projection of a layer's block to rows of its input, on one engine."""
         asked = Project(layer, site, *_sent(rows))
         answers = (await self.ask(asked, Projected))[engine]
         if not answers:
@@ -220,7 +220,7 @@ class Workers:
         return torch.frombuffer(bytearray(answers[0].rows), dtype=torch.float32).view(len(rows), -1)
 
     async def choose(self, layer: int, rows: torch.Tensor, engine: int) -> Chosen:
-        """Which experts a layer of an engine's model chooses, and their weights."""
+        """Compute the experts that a layer's router chooses, and their weights, on one engine."""
         answers = (await self.ask(Choose(layer, *_sent(rows)), Chosen))[engine]
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
@@ -230,13 +230,13 @@ class Workers:
         return answers[0]
 
     async def census(self) -> list[list[Counted]]:
-        """Engine by engine, what each capturing worker holds."""
+        """Return the resources in use on each capturing worker, engine by engine."""
         return await self.ask(Census(), Counted)
 
     def line_source(self, engine: int, rank: int) -> Callable[[tuple[LineRange, ...]], Awaitable[bytes]]:
-        """What asks one worker for lines.
+        """Return a function that asks one worker for arena lines.
 
-        Its engine alone is asked, so nothing given back travels along, which must reach all of them.
+        It asks this worker's engine alone. So no releases are sent along, since they must reach all engines.
         """
 
         async def ask(ranges: tuple[LineRange, ...]) -> bytes:
@@ -247,9 +247,9 @@ class Workers:
         return ask
 
     async def ask(self, question: Question, kind: type[Kind]) -> list[list[Kind]]:
-        """Send one frame to all workers; returns the answers of those that capture, engine by engine.
+        """Send one frame to all workers; return the answers of those that capture, engine by engine.
 
-        What was given back since the last frame travels with it, and its memory is free when it returns.
+        Releases since the last frame are sent with it, and their memory is free when it returns.
         """
         self.require_open()
         given_back, self._given_back = self._given_back, {}
@@ -267,15 +267,15 @@ class Workers:
             raise WorkerFailure(f"{len(frames)} engines answered where {self._engines} were started")
         return _answers(frames, kind)
 
-    # What is given back
+    # Releases
 
     def give_back(self, owner: Owner, freed: Callable[[], None] | None, *, soon: bool) -> None:
         """Free a request's rows and records with the next RPC, or one of its own. Idempotent.
 
         Args:
-            owner: the sample of the request.
-            freed: what to call when its memory is free, or None.
-            soon: whether somebody waits for that.
+            owner: sample of the request.
+            freed: function to call when the memory is free, or None.
+            soon: True if a request waits for the memory.
         """
         if not self.closed:
             self._given_back[owner] = _GivenBack(freed, soon)
@@ -295,27 +295,27 @@ class Workers:
 
 
 def _sent(rows: torch.Tensor) -> tuple[bytes, int, str]:
-    """Rows as questions carry them: their bytes, how many they are, and their dtype."""
+    """Encode rows for a question: their bytes, number and dtype name."""
     flat = rows.flatten(1).contiguous()
     return flat.view(torch.uint8).numpy().tobytes(), len(rows), str(rows.dtype).removeprefix("torch.")
 
 
 def _require_rows(data: bytes, rows: int, item: int) -> None:
-    """Check that bytes can be so many rows of items of so many bytes.
+    """Check that `data` holds `rows` equal rows of items of `item` bytes.
 
     Raises:
-        WorkerFailure: they cannot.
+        WorkerFailure: it does not.
     """
     if len(data) % (rows * item):
         raise WorkerFailure(f"a worker answered {len(data):,} bytes for {rows} rows")
 
 
 def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[Kind]]:
-    """The answers of the workers that capture, engine by engine.
+    """Decode the answers of the workers that capture, engine by engine.
 
     Raises:
         UnsupportedRunner: a worker runs a model runner that no adapter could hook.
-        WorkerFailure: a worker could not answer, or said something else.
+        WorkerFailure: a worker could not answer, or gave an answer of another type.
     """
     found: list[list[Kind]] = []
     for engine, frames in enumerate(engines):

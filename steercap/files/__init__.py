@@ -1,1 +1,1 @@
-"""Files that appear whole or not at all, folders of runs that are resumed, and what identifies their model."""
+"""Atomic file writes, resumable run folders, and fingerprints of models."""

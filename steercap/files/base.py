@@ -1,4 +1,4 @@
-"""What the formats share: a file appears whole or not at all, and an error about one names it."""
+"""Shared helpers of all file formats: atomic writes, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from safetensors.torch import save, save_file
 
 from steercap.errors import InvalidFile, SteercapError
 
-#: What torch's restricted unpickler raises on damaged files: collected by changing and cutting bytes at random.
+#: Errors of torch's restricted unpickler on damaged files: collected by changing and cutting bytes at random.
 _NO_PICKLE: Final = (
     pickle.UnpicklingError,
     struct.error,
@@ -40,11 +40,11 @@ _NO_PICKLE: Final = (
 )
 
 
-#: Names of files in a folder that a message lists.
+#: Maximum number of file names that an error message lists.
 SHOWN: Final = 6
-#: The name of a file until it is whole, and the process that writes it.
+#: Temporary name of a file that is still being written, with the id of the writing process.
 _SCRATCH: Final = re.compile(r"\..+\.(?P<pid>[0-9a-f]{8})[0-9a-f]{24}")
-#: What is written, by the extension of its file.
+#: Methods that write files, by extension.
 WRITTEN: Final = {
     ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet, a Sketch or a CaptureHandle",
     ".npz": "`save_npz` of a CaptureHandle",
@@ -55,14 +55,14 @@ WRITTEN: Final = {
 
 
 def check_extension(path: Path, extension: str) -> None:
-    """Check that the name of a file says what will be in it: every program that opens it goes by that.
+    """Check that a file name has the extension of the format that will be written.
 
     Args:
-        path: the file.
-        extension: of what will be written, one of `WRITTEN`.
+        path: file to write.
+        extension: required extension, one of `WRITTEN`.
 
     Raises:
-        InvalidFile: the name says something else, or nothing.
+        InvalidFile: the name has another extension, or none.
     """
     if path.suffix.lower() != extension:
         said = f"of {path.suffix}" if path.suffix else "without an extension"
@@ -71,10 +71,10 @@ def check_extension(path: Path, extension: str) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Check that a path is a file with something in it, before a library that reads it says so in words of its own.
+    """Check that a path is a non-empty file, so that the error is clearer than that of the library that reads it.
 
     Raises:
-        InvalidFile: nothing is there, or a folder, or an empty file.
+        InvalidFile: the path does not exist, is a folder, or is an empty file.
     """
     if path.is_dir():
         names = sorted(one.name for one in path.iterdir() if one.suffix in WRITTEN and not one.name.startswith("."))
@@ -94,10 +94,10 @@ def require_file(path: Path) -> None:
 
 @contextmanager
 def write_whole(path: Path) -> Iterator[Path]:
-    """A path to write to that becomes `path` when the block ends well, and nothing when it does not.
+    """Yield a temporary path that replaces `path` when the block succeeds, and is removed when it raises.
 
     Raises:
-        OSError: it cannot be written, whatever safetensors or torch call it.
+        OSError: it cannot be written; errors of safetensors and torch are converted to this.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
@@ -114,7 +114,7 @@ def write_whole(path: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes had begun to write below a folder; what a process that lives writes now stays."""
+    """Remove temporary files that killed processes left below a folder; those of living processes stay."""
     for path in [*folder.rglob(".*")]:
         found = _SCRATCH.fullmatch(path.name)
         if found is None or Path(f"/proc/{int(found['pid'], 16)}").exists():
@@ -143,7 +143,7 @@ def write_tensors(path: Path, header: msgspec.Struct, tensors: dict[str, torch.T
 
 
 def encode_tensors(header: msgspec.Struct, tensors: dict[str, torch.Tensor]) -> bytes:
-    """What `write_tensors` writes."""
+    """Return the bytes of the file that `write_tensors` would write."""
     return save(tensors, _metadata(header))
 
 
@@ -153,7 +153,7 @@ def _metadata(header: msgspec.Struct) -> dict[str, str]:
 
 @contextmanager
 def _room(path: Path) -> Iterator[Path]:
-    """A folder beside a file while it is written, for a library that writes under names of its own first."""
+    """Make a temporary folder beside a file, for a library that first writes under file names of its own."""
     room = _scratch(path)
     room.mkdir()
     try:
@@ -163,16 +163,19 @@ def _room(path: Path) -> Iterator[Path]:
 
 
 def _scratch(path: Path) -> Path:
-    """A name that nobody reads, by which `sweep` knows whose it is."""
+    """Return a unique temporary name beside `path`, which contains the process id for `sweep`."""
     return path.with_name(f".{path.name}.{os.getpid():08x}{uuid.uuid4().hex[:24]}")
 
 
 def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, torch.Tensor]]:
-    """The header and the tensors of a safetensors file of steercap.
+    """Read the header and the tensors of a safetensors file of steercap.
 
     Args:
-        path: the file.
-        tensors: whether to read them.
+        path: file to read.
+        tensors: False to read the header alone.
+
+    Returns:
+        The header as JSON text, and tensors by name.
 
     Raises:
         InvalidFile: missing, truncated, or not of steercap.
@@ -194,12 +197,12 @@ def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, to
 
 
 def read_tensors_at(path: Path, name: str, place: int) -> torch.Tensor:
-    """What one tensor of a safetensors file holds at one place of its first axis; the rest is not read.
+    """Read one index of the first axis of a tensor in a safetensors file; the rest is not read.
 
     Args:
-        path: the file.
-        name: of the tensor.
-        place: on its first axis.
+        path: file to read.
+        name: name of the tensor.
+        place: index on its first axis.
 
     Raises:
         InvalidFile: missing, truncated, or without this tensor or place.
@@ -215,7 +218,7 @@ def read_tensors_at(path: Path, name: str, place: int) -> torch.Tensor:
 
 @contextmanager
 def blame(path: Path) -> Iterator[None]:
-    """Report values in a file that our types refuse as an error of the file.
+    """Convert value and type errors raised while a file is decoded to `InvalidFile` with the file's name.
 
     Raises:
         InvalidFile: the block raised a `ValueError`, as every `InvalidRequest` is, or a `TypeError`.
@@ -229,7 +232,7 @@ def blame(path: Path) -> Iterator[None]:
 
 
 def read_pt(path: Path) -> Any:
-    """What `torch.save` wrote, tensors on the CPU; no code in it is run.
+    """Read a file written by `torch.save`, tensors on the CPU; no code in it is run.
 
     Raises:
         InvalidFile: missing, truncated, no `.pt` file, or one with more than tensors, numbers, text and containers.

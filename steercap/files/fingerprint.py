@@ -1,4 +1,4 @@
-"""What identifies an open model, as far as its answers depend on it: a run that is resumed must find the same one."""
+"""Fingerprint of an open model: all that its answers depend on, compared when a run is resumed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ import msgspec
 from steercap.core.protocols import OpenModel
 from steercap.core.values import warn
 
-#: Files of weights, by what vLLM loads.
+#: Patterns of the weight files that vLLM loads.
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-#: Files that decide what is computed from the weights, and when an answer ends.
+#: Configuration files: the architecture, and the sampling and stop defaults.
 CONFIGS: Final = ("config.json", "generation_config.json")
 #: Bytes read at each end of a file of weights: a header of safetensors and the last tensor, without reading it all.
 ENDS: Final = 64 << 10
-#: Of tokenizers that were asked about; a vocabulary of 150,000 takes a while.
+#: Cached digests by tokenizer; hashing a vocabulary of 150,000 takes a while.
 _DIGESTS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
 
 def tokenizer_of(model: OpenModel) -> Any:
-    """The tokenizer of an open model, None of one that was started without (`skip_tokenizer_init=True`)."""
+    """Return the tokenizer of an open model, or None if it was started with `skip_tokenizer_init=True`."""
     return None if model.engine.vllm_config.model_config.skip_tokenizer_init else model.tokenizer
 
 
 def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
-    """What is known of a model in words, "" where something is not set.
+    """Return the fields that identify a model, "" where something is not set.
 
     Args:
         model: name on the hub, or path.
         config: vLLM's ModelConfig.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
 
     Returns:
-        name, revision, dtype, quantization; weights, a commit of the hub or the SHA-256 of `weights_of`;
-        generation, SHA-256 of the engine's own sampling defaults and overrides of the configuration, and
-        chat_template, SHA-256 of the template.
+        Fields by name: name, revision, dtype, quantization; weights, a commit of the hub or the SHA-256 of
+        `weights_of`;
+        generation, the SHA-256 of the engine's own sampling defaults and overrides of the configuration; and
+        chat_template, the SHA-256 of the template.
     """
     overrides = config.hf_overrides
     defaults = [
@@ -61,10 +62,10 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256, in hexadecimal, of what decides which tokens a tokenizer makes of a text; "" if there is none.
+    """Return the SHA-256, in hexadecimal, of all that decides how a tokenizer splits a text; "" if there is none.
 
     Args:
-        tokenizer: of transformers, or one that vLLM has in its place.
+        tokenizer: a tokenizer of transformers, or the one that vLLM uses in its place, or None.
     """
     if tokenizer is None:
         return ""
@@ -78,8 +79,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
         said["all special"] = list(map(str, getattr(tokenizer, "all_special_tokens", ())))
     else:
         said = msgspec.json.decode(backend.to_str())
-        said |= {"truncation": None, "padding": None}  # they are of its last call
-    # Templates and beginnings of windows go by them.
+        said |= {"truncation": None, "padding": None}  # settings of its last call
+    # Templates and the starts of windows depend on the special tokens.
     special = getattr(tokenizer, "special_tokens_map", None) or {}
     said["special"] = {name: str(word) for name, word in sorted(special.items())}
     found = _digest(said)
@@ -89,10 +90,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def weights_of(path: str | Path) -> str:
-    """SHA-256, in hexadecimal, of the weights in a folder.
+    """Return a SHA-256, in hexadecimal, that identifies the weights in a folder.
 
-    It is over the configuration, and the name, size and first and last 64 KiB of each file of weights. Copies are the
-    same, whenever they were made.
+    It covers the configuration files, and the name, size and first and last 64 KiB of each weight file. Copies have the
+    same hash, whenever they were made.
 
     Args:
         path: a folder, or one file of weights.
@@ -140,20 +141,20 @@ def _ends(file: Path) -> Iterator[bytes]:
 
 
 def _digest(value: Any) -> str:
-    """SHA-256 of plain data, "" if there is none."""
+    """Return the SHA-256 of plain data as canonical JSON, "" for None."""
     if value is None:
         return ""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()
 
 
 def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned: bool = False) -> None:
-    """Warn of something that says that it was made for another model.
+    """Warn of an object whose label names another model than this one.
 
     Args:
-        what: what it is, for the message.
-        label: the model that it names: a path, a name on the hub, transformers' `model_type`; "" if none.
-        names: what the model here is called, "" left out.
-        tuned: whether what was made for a base model is meant for its instruct model too, and the reverse.
+        what: name of the object, for the message.
+        label: model that the object names: a path, a name on the hub, transformers' `model_type`; "" if none.
+        names: names of this model, "" ignored.
+        tuned: True if a base model and its instruct model count as the same.
     """
 
     def called(name: str) -> str:
@@ -168,22 +169,22 @@ def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned:
 
 
 def short_name(model: str) -> str:
-    """A model's name without its owner or folder, as names are compared; TransformerLens calls gpt2 gpt2-small."""
+    """Return a model's name for comparisons, without its owner or folder; TransformerLens's gpt2-small becomes gpt2."""
     name = (_in_cache(model) or model.rstrip("/")).rpartition("/")[2].casefold().replace("_", "-")
     return "gpt2" if name == "gpt2-small" else name
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """List what files call a model of this path or name; offline, vLLM has a snapshot's path in place of the name."""
+    """Return the names that files use for a model of this path or name, which offline is a snapshot's path in vLLM."""
     return tuple(filter(None, (_in_cache(model), model_name(model))))
 
 
 def _in_cache(path: str) -> str:
-    """The name of a repository, of the path of a snapshot that huggingface_hub keeps; "" of any other."""
+    """Return the repository's name in the path of a snapshot in huggingface_hub's cache; "" for any other path."""
     found = re.search(r"models--(?:([^/]*)--)?([^/]+)/snapshots/", path)
     return "/".join(filter(None, found.groups())) if found else ""
 
 
 def model_name(model: str) -> str:
-    """What a model is called wherever it is stored: its name on the hub, or that of its folder."""
+    """Return the model's name for files: its name on the hub, or that of its folder."""
     return Path(model).name if Path(model).is_dir() else model

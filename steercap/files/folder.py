@@ -1,8 +1,8 @@
-"""The folder of a run: a file says what its records depend on, and a run that goes on must find the same.
+"""Run folders: a definition file says what the records depend on, and a resumed run must match it.
 
 Every file in it appears whole or not at all: the definition by `files.base.write_whole`, records by
-`files.tables.Parts`. So a process that is killed leaves half-written files at most, under names that nobody reads; they
-are swept when the folder is opened again.
+`files.tables.Parts`. So a process that is killed leaves half-written files at most, under temporary names; they are
+removed when the folder is opened again.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from steercap.files.base import sweep, write_whole
 
 Definition = TypeVar("Definition", bound=msgspec.Struct)
 
-#: Differences named in an error.
+#: Maximum number of differences that an error names.
 NAMED: Final = 5
 
 
 @dataclass(frozen=True)
 class FolderKind(Generic[Definition]):
-    """What the folders of one kind of run have in common.
+    """Format of the folders of one kind of run.
 
     Args:
-        file: the name of the file with the definition, in JSON.
-        type: of the definition.
-        noun: what a run of this kind is called.
-        differing: of the definition in a folder and the one that is wanted: what differs, in words, of what the
-            records in it depend on. It may raise LookupError, TypeError or AttributeError where something is lacking.
+        file: name of the definition file, in JSON.
+        type: type of the definition.
+        noun: name of a run of this kind, for messages.
+        differing: function of the definition in a folder and the wanted one, which returns their differences in words,
+            as
+            far as the records depend on them. It may raise LookupError, TypeError or AttributeError where something is
+            lacking.
     """
 
     file: str
@@ -41,7 +43,7 @@ class FolderKind(Generic[Definition]):
     differing: Callable[[Definition, Definition], Sequence[str]]
 
     def read(self, folder: str | Path) -> Definition:
-        """What a folder says of itself.
+        """Read the definition in a folder.
 
         Raises:
             InvalidFile: it cannot be read.
@@ -54,7 +56,11 @@ class FolderKind(Generic[Definition]):
         return self.decode(content, file)
 
     def decode(self, content: bytes, file: str | Path) -> Definition:
-        """What the file of a folder says, wherever that is.
+        """Decode the content of a definition file.
+
+        Args:
+            content: JSON bytes.
+            file: name of the file, for messages.
 
         Raises:
             InvalidFile: it cannot be read.
@@ -71,12 +77,13 @@ class FolderKind(Generic[Definition]):
         """Check that a folder holds no records of another run; nothing is written.
 
         Args:
-            folder: which need not be there.
-            wanted: the definition of the run that is to go on, given the one that is found: what is not known yet,
-                such as the model, is taken from there.
+            folder: run folder; it need not exist.
+            wanted: function that returns the definition of the run to resume, given the one in the folder. It copies
+                from
+                there what is not known yet, such as the model.
 
         Returns:
-            What the folder says of itself, None if it says nothing.
+            The definition in the folder, or None if there is none.
 
         Raises:
             RunDiffers: it holds another run.
@@ -90,7 +97,7 @@ class FolderKind(Generic[Definition]):
         return found
 
     def check(self, found: Definition, wanted: Callable[[Definition], Definition], folder: str | Path) -> None:
-        """Check what a folder says of itself against the run that is to go on, as `check_same` does.
+        """Check a definition that was read from a folder against the run to resume, as `check_same` does.
 
         Raises:
             RunDiffers, InvalidFile: as for `check_same`.
@@ -111,10 +118,10 @@ class FolderKind(Generic[Definition]):
             )
 
     def open(self, folder: str | Path, wanted: Definition) -> Definition | None:
-        """Make a folder ready for a run: made if it is not there, and swept.
+        """Prepare a folder for a run: create it if it is missing, and remove temporary files.
 
         Returns:
-            What it says of itself, None of a new one; `write` is still to be called there.
+            The definition in it, or None if it is new; then the caller still has to `write` it.
 
         Raises:
             RunDiffers, InvalidFile: as for `check_same`; nothing has been changed.
@@ -125,6 +132,6 @@ class FolderKind(Generic[Definition]):
         return found
 
     def write(self, folder: str | Path, definition: Definition) -> None:
-        """Say what a folder holds."""
+        """Write the definition file of a folder."""
         with write_whole(Path(folder) / self.file) as scratch:
             scratch.write_bytes(msgspec.json.format(msgspec.json.encode(definition), indent=2))

@@ -1,8 +1,9 @@
-"""What is said of a run while it is under way: a line of JSON for each entry, beside the document that seals them.
+"""Append-only journal of a run in progress: one line of JSON per entry, beside the document that later holds them all.
 
-An entry costs one line, however many there are. A line counts once its end is written, so a process that is killed
-leaves at most a piece of one, which nobody reads and the next writer cuts off. The first line says how many entries the
-document had when the journal was begun: one that was sealed already, but not removed, is known by that and passed over.
+An entry costs one line, however many there are. A line counts once its line end is written. So a process that is killed
+leaves at most an incomplete last line, which readers ignore and the next writer cuts off. The first line says how many
+entries the document had when the journal was begun. This detects a journal whose entries are already in the document,
+but which has not been removed yet; its entries are skipped.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 
 class _Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The first line."""
+    """First line of a journal."""
 
     after: int
 
 
 class Said(NamedTuple, Generic[Entry]):
-    """What a journal holds.
+    """Content of a journal.
 
     Args:
-        after: entries that the document had before.
-        entries: those that came.
+        after: number of entries that the document had when the journal was begun.
+        entries: entries of the journal, in order.
     """
 
     after: int
     entries: list[Entry]
 
     def beyond(self, known: int, path: Path) -> list[Entry]:
-        """The entries that a document of `known` entries lacks: all of them, or none.
+        """Return the entries that a document of `known` entries lacks: all of them, or none.
 
         Raises:
             InvalidFile: the journal belongs to another document.
@@ -50,11 +51,11 @@ class Said(NamedTuple, Generic[Entry]):
 
 
 class Journal(Generic[Entry]):
-    """The journal of one run.
+    """Journal file of one run.
 
     Args:
         path: the file.
-        kind: type of the entries, strict.
+        kind: type of the entries, decoded strictly.
     """
 
     def __init__(self, path: Path, kind: type[Entry]) -> None:
@@ -64,16 +65,18 @@ class Journal(Generic[Entry]):
         self._size = 0
 
     def read(self) -> Said[Entry]:
-        """What it says; nothing, where there is none. Read it before the document, which is written before it goes.
+        """Read the journal; an empty one if there is no file.
+
+        Read it before the document, which is complete before the journal is removed.
 
         Raises:
-            InvalidFile: a whole line that is no entry.
+            InvalidFile: a complete line that is no valid entry.
         """
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
             data = b""
-        lines = data.split(b"\n")[:-1]  # behind the last end of a line there is nothing, or a piece
+        lines = data.split(b"\n")[:-1]  # after the last line end comes nothing, or an incomplete line
         if not lines:
             return Said(0, [])
         number = 1
@@ -89,17 +92,17 @@ class Journal(Generic[Entry]):
         return Said(after, entries)
 
     def lock(self) -> None:
-        """Keep other writers away until `close`; the kernel lets go when this process ends, however it does.
+        """Lock out other writers until `close`; the kernel releases the lock when this process ends, however it does.
 
         Raises:
-            InvalidRequest: another process writes.
-            OSError: it cannot be written, or is a link: what a link leads to is not ours to empty.
+            InvalidRequest: another process writes to it.
+            OSError: it cannot be written, or is a symbolic link, whose target must not be emptied.
         """
         while self._file is None:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(self.path, file):  # and is not one that a writer who ended has just removed
+                if _is_at(self.path, file):  # not a file that another writer has just removed
                     self._file, file = file, -1
             except BlockingIOError as error:
                 raise InvalidRequest(
@@ -111,42 +114,42 @@ class Journal(Generic[Entry]):
 
     @property
     def locked(self) -> bool:
-        """Whether this one may write."""
+        """True if this object holds the lock and may write."""
         return self._file is not None
 
     def begin(self, after: int) -> None:
-        """Empty it, and say how many entries the document has.
+        """Empty the journal and write its first line.
 
         Args:
-            after: their number.
+            after: number of entries that the document has.
         """
         self.cut(0)
         self._write(_Begin(after))
 
     @property
     def size(self) -> int:
-        """Bytes that were written."""
+        """Bytes written since the journal was begun."""
         return self._size
 
     def append(self, *entries: Entry) -> None:
-        """Say something more; it counts when this returns.
+        """Append entries; they survive a kill of this process once this returns.
 
         Raises:
-            OSError: it cannot be written; nothing is said.
+            OSError: it cannot be written; nothing is appended.
         """
         self._write(*entries)
 
     def cut(self, size: int) -> None:
-        """Take back what was said since the journal had this size."""
+        """Truncate the journal to an earlier `size`."""
         assert self._file is not None, "it is locked first"
         os.ftruncate(self._file, size)
         self._size = size
 
     def close(self, *, remove: bool) -> None:
-        """Let other writers come.
+        """Release the lock.
 
         Args:
-            remove: whether the document says all that the journal does.
+            remove: True to delete the file, when the document holds all of its entries.
         """
         if self._file is not None:
             if remove:
@@ -168,7 +171,7 @@ class Journal(Generic[Entry]):
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """Whether an open file is the one of this name."""
+    """Check if an open file is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

@@ -1,9 +1,11 @@
-"""Our own format: a SteeringSpec, LayerVectors, a DirectionSet, ... as one safetensors file with a JSON header.
+"""The native file format: a SteeringSpec, LayerVectors, a DirectionSet, ... as one safetensors file with a JSON header.
 
 The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of it all, and
-the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by name. What JSON lacks has one key that
-says what it is: `{"tensor": name}`, `{"slice": [...]}`, `{"tokens": [...]}`. Every field is written, whatever its
-default, so that a later default changes no file. What may be in a file is said by those who write it: a `Kind`.
+the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by name. Values that JSON lacks are
+objects
+with one key that names their type: `{"tensor": name}`, `{"slice": [...]}`, `{"tokens": [...]}`. Every field is written,
+whatever its default, so that a later default changes no file. The module that writes a kind of file declares the types
+it may hold: a `Kind`.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from steercap.files.base import blame, read_tensors, write_tensors
 Value = TypeVar("Value")
 
 VERSION: Final = 1
-#: What the numbers of layers in every file mean.
+#: Meaning of layer numbers in every file.
 CONVENTION: Final = "layers count from 0; resid_post of layer i is hidden_states[i + 1] of transformers"
-#: How to read each kind of file that steercap writes.
+#: Function that reads each kind of file that steercap writes.
 READERS: Final = {
     "steering": "SteeringSpec.load",
     "vectors": "LayerVectors.load",
@@ -47,13 +49,13 @@ READERS: Final = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a file of one kind may hold.
+    """Types that a file of one kind may hold.
 
     Args:
-        name: of the kind, as the header says it; one of `READERS`.
-        types: dataclasses that may occur in it, by the names they have there.
-        left_out: fields of a value that are not written, since they follow from others.
-        noun: what its parts are called in messages.
+        name: name of the kind in the header; one of `READERS`.
+        types: dataclasses that may occur in it, by their names in the file.
+        left_out: function that returns the fields of a value that are not written, since they follow from others.
+        noun: name of its parts, for messages.
     """
 
     name: str
@@ -63,23 +65,23 @@ class Kind:
 
 
 class _Preface(msgspec.Struct, frozen=True):
-    """What the header of any version and kind holds; files of captures name no kind."""
+    """Fields in the header of every version and kind; files of captures name no kind."""
 
     version: int
     kind: str = "captures"
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The JSON header.
+    """JSON header of a file.
 
     Args:
-        version: of the format.
+        version: version of the format.
         kind: one of `READERS`, "captures" aside.
-        model: the model it was made for, "" if unknown.
-        convention: what the numbers of layers mean.
-        sha256: of the tensors and of all else in the header, in hexadecimal.
-        content: the dataclass, see the module.
-        provenance: where the content comes from, in words and numbers, by name; for those who read the header.
+        model: name of the model it was made for, "" if unknown.
+        convention: meaning of layer numbers.
+        sha256: SHA-256 of the tensors and of all else in the header, in hexadecimal.
+        content: the dataclass as JSON, see the module.
+        provenance: origin of the content, text and numbers by name; informational.
     """
 
     version: int
@@ -94,14 +96,14 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
 def save(
     value: object, path: str | Path, kind: Kind, *, model: str = "", provenance: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write a value, all its fields and what is in them; the file appears whole or not at all.
+    """Write a value with all its fields to a file, which appears whole or not at all.
 
     Args:
-        value: one of the kind's types.
-        path: the file.
-        kind: what may be in it.
-        model: the model it was made for, for those who read the header.
-        provenance: where it comes from, as what JSON can hold, for the same.
+        value: instance of one of the kind's types.
+        path: file to write.
+        kind: types that may occur in it.
+        model: name of the model it was made for; informational.
+        provenance: origin of the value, as JSON data; informational.
 
     Raises:
         InvalidSpec: a part that is none of the kind's types, or a field that cannot be written.
@@ -115,11 +117,11 @@ def save(
 
 
 def sha256_of(value: object, kind: Kind) -> str:
-    """SHA-256 of a value, all its fields and what is in them, in hexadecimal.
+    """Return the SHA-256, in hexadecimal, of a value with all its fields.
 
     Args:
-        value: one of the kind's types.
-        kind: what may be in it.
+        value: instance of one of the kind's types.
+        kind: types that may occur in it.
 
     Raises:
         InvalidSpec: a part that is none of the kind's types, or a field that cannot be written.
@@ -130,12 +132,12 @@ def sha256_of(value: object, kind: Kind) -> str:
 
 
 def load(path: str | Path, kind: Kind, expected: type[Value]) -> Value:
-    """Read what `save` wrote.
+    """Read a value that `save` wrote.
 
     Args:
-        path: the file.
-        kind: what may be in it.
-        expected: the type of the whole.
+        path: file to read.
+        kind: types that may occur in it.
+        expected: type of the value.
 
     Raises:
         InvalidFile: truncated, changed, of another kind or a newer version, or with a part or field not known here.
@@ -158,7 +160,7 @@ def load(path: str | Path, kind: Kind, expected: type[Value]) -> Value:
 
 
 def read_header(path: str | Path) -> Header:
-    """What a file of one of `READERS`, captures aside, says of itself; tensors are neither read nor checked.
+    """Read the header of a file of one of `READERS`, captures aside; tensors are neither read nor checked.
 
     Raises:
         InvalidFile: no such file, truncated, or of a newer version.
@@ -196,7 +198,7 @@ def _check_preface(path: Path, preface: _Preface) -> None:
 
 
 class _Store:
-    """Tensors on their way into a file, equal ones once."""
+    """Tensors to be written to a file, by name; equal tensors are stored once."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -204,7 +206,7 @@ class _Store:
         self._names: dict[str, str] = {}
 
     def put(self, tensor: torch.Tensor, at: str) -> str:
-        """The name of the tensor in the file: `at`, or that of an equal one."""
+        """Add a tensor and return its name in the file: `at`, or the name of an equal tensor."""
         tensor = tensor.detach().cpu().contiguous()
         name = self._names.setdefault(_digest({"": tensor}), at)
         self.tensors.setdefault(name, tensor)
@@ -212,13 +214,13 @@ class _Store:
 
 
 def _signed(header: Header, tensors: Mapping[str, torch.Tensor]) -> Header:
-    """The header with the SHA-256 of the tensors and of all else it says."""
+    """Return the header with the SHA-256 over the tensors and the rest of the header."""
     said = msgspec.json.encode(msgspec.structs.replace(header, sha256=_digest(tensors)))
     return msgspec.structs.replace(header, sha256=hashlib.sha256(said).hexdigest())
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names: hexadecimal."""
+    """Return the SHA-256, in hexadecimal, over names, dtypes, shapes and bytes, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
@@ -227,12 +229,12 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _pack(value: object, at: str, store: _Store) -> Any:  # noqa: C901 -- one case a type
-    """A value as JSON; tensors go to the store.
+    """Convert a value to JSON; tensors go to the store.
 
     Args:
         value: a spec, an edit, vectors, or a field of one.
-        at: the way to it from the top, for the names of tensors: "edits.0.vector".
-        store: takes the tensors.
+        at: path of the value from the top, used as tensor name: "edits.0.vector".
+        store: receives the tensors.
 
     Raises:
         InvalidSpec: a value of another type.
@@ -272,11 +274,11 @@ def _pack_fields(value: Any, at: str, store: _Store) -> dict[str, Any]:
 
 
 def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: Kind) -> Any:
-    """What `_pack` was given, sequences as tuples.
+    """Convert JSON from `_pack` back to the value; sequences become tuples.
 
     Raises:
         InvalidSpec: something `_pack` does not write, or an edit, a field or a tensor that is not there.
-        TypeError, ValueError: what the types refuse.
+        TypeError, ValueError: a field that its type refuses.
     """
     found: Any
     match value:
@@ -304,9 +306,9 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: Kind) -> Any:
 
 
 def _make(kind: Kind, name: str, values: dict[str, Any]) -> object:
-    """A dataclass from its fields."""
+    """Construct a dataclass of the kind from its fields."""
     if name not in kind.types:
-        names = sorted(kind.types, key=str.swapcase)  # edits are written small, and come first
+        names = sorted(kind.types, key=str.swapcase)  # lower-case names (edits) first
         hint = choices(name, names)
         raise InvalidSpec(f"unknown {kind.noun} {name!r}; {hint}; upgrade steercap if the file is of a newer one")
     made = kind.types[name]
@@ -321,7 +323,7 @@ def _make(kind: Kind, name: str, values: dict[str, Any]) -> object:
 
 
 def _fields(kind: type) -> dict[str, bool]:
-    """Names of the fields, and whether each must be given."""
+    """Return the names of the fields; True for those without a default."""
     missing = dataclasses.MISSING
     return {
         field.name: field.default is missing and field.default_factory is missing

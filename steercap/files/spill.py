@@ -1,12 +1,12 @@
-"""A file without a name in which rows wait: under a quota, checked by hash, gone with the process that made it.
+"""Spill file: a nameless file on disk for rows that do not fit in memory, with a quota and checksums.
 
 Linux makes a file that never had a name (O_TMPFILE), so no crash and no `kill -9` can leave one behind: the kernel
 frees it with its last descriptor. All rows share one such file, since a process may have few files open and many
-handles. What is dropped is punched out of it, so that it takes the disk space of what is in use. On file systems that
-have no O_TMPFILE the file is removed right after it was made; on those that cannot punch holes, what is dropped is
-used again, and the whole file is emptied when nothing in it is in use.
+handles. Dropped rows are punched out of it, so that it takes only the disk space of those in use. On file systems that
+have no O_TMPFILE the file is removed right after it was made. On those that cannot punch holes, the space of dropped
+rows is used again, and the whole file is emptied when nothing in it is in use.
 
-Bytes are read into memory and checked there, rather than mapped: what was checked cannot change any more, and a disk
+Bytes are read into memory and checked there, rather than mapped: checked bytes cannot change any more, and a disk
 that fails is an error of one read rather than a SIGBUS that ends the process.
 """
 
@@ -32,13 +32,13 @@ import numpy.typing as npt
 from steercap.core.extents import Extent, Extents
 from steercap.errors import CaptureIncomplete, CaptureMemoryFull, InvalidSetting, ModelClosed
 
-#: What space is handed out in: the least that can be punched out of a file.
+#: Unit of allocation in bytes: the least that can be punched out of a file.
 BLOCK_BYTES: Final = mmap.ALLOCATIONGRANULARITY
-#: Most bytes that are written, read and hashed in one go: a few milliseconds of a core.
+#: Maximum bytes that are written, read and hashed at a time: a few milliseconds of a core.
 CHUNK_BYTES: Final = 8 << 20
-#: What arrays begin at a multiple of, so that any dtype can be viewed in them.
+#: Alignment of arrays in bytes, so that any dtype can be viewed in them.
 ALIGN: Final = 64
-#: What a file system answers that has no O_TMPFILE; EISDIR and ENOENT are those of old kernels.
+#: Error numbers of file systems without O_TMPFILE; EISDIR and ENOENT are those of old kernels.
 _NO_TMPFILE: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -48,9 +48,9 @@ class Chunk(NamedTuple):
     """Consecutive bytes of the file.
 
     Args:
-        offset: of the first.
-        size: how many.
-        digest: their SHA-256.
+        offset: position of the first byte in the file.
+        size: number of bytes.
+        digest: SHA-256 of the bytes, 32 bytes.
     """
 
     offset: int
@@ -59,11 +59,11 @@ class Chunk(NamedTuple):
 
 
 class Stored:
-    """Arrays that are in the file; dropped with the last reference, they make room.
+    """Reference to arrays in the spill file; their space is freed when it is garbage-collected.
 
     Args:
-        sizes: bytes of each array.
-        chunks: where they are, one after the other, each on a multiple of `ALIGN`.
+        sizes: size of each array in bytes.
+        chunks: chunks with the arrays, in order; each array starts at a multiple of `ALIGN`.
     """
 
     def __init__(self, sizes: Sequence[int], chunks: Sequence[Chunk]) -> None:
@@ -72,18 +72,18 @@ class Stored:
 
 
 class SpillFile:
-    """The file; all that touches it may be called from any thread.
+    """Spill file with a quota; its methods may be called from any thread.
 
     Args:
-        folder: where it is made.
-        most_bytes: the most that it may hold.
+        folder: folder it is made in.
+        most_bytes: quota in bytes.
 
     Raises:
         InvalidSetting: no file can be made there.
 
     Attributes:
-        bytes_written: what was written since it was made.
-        closed: whether it is gone.
+        bytes_written: bytes written since it was made.
+        closed: True once it is closed.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
@@ -101,36 +101,36 @@ class SpillFile:
 
     @property
     def name(self) -> str:
-        """How messages name it, and where other processes of its user can look at it."""
+        """Name for messages, with the /proc path by which other processes of the same user can read it."""
         return f"the spill file in {self.folder} (/proc/{os.getpid()}/fd/{self._fd})"
 
     @property
     def free_bytes(self) -> int:
-        """What there is room for."""
+        """Bytes of the quota that are free."""
         return self._extents.total * BLOCK_BYTES - self.bytes_in_use
 
     @property
     def bytes_in_use(self) -> int:
-        """What is taken of the quota, in whole blocks."""
+        """Bytes of the quota that are in use, in whole blocks."""
         dropped = sum(extent.length for extents in list(self._dropped) for extent in extents)
         return (self._extents.in_use - dropped) * BLOCK_BYTES
 
     @property
     def stored(self) -> int:
-        """How many are in it."""
+        """Number of `Stored` references whose arrays are in the file."""
         return self._stored - len(self._dropped)
 
     @property
     def untidy(self) -> bool:
-        """Whether something was dropped that is still on the disk."""
+        """True if dropped arrays still take space on disk."""
         return bool(self._dropped)
 
     def put(self, arrays: Sequence[Bytes], dropped: Callable[[], object] = lambda: None) -> Stored:
         """Write arrays, uint8 [bytes] each.
 
         Args:
-            arrays: what to write.
-            dropped: called when it is dropped, from any thread, in the middle of anything.
+            arrays: arrays to write.
+            dropped: called when the returned reference is dropped, from any thread and at any moment.
 
         Raises:
             CaptureMemoryFull: the quota has no room for them.
@@ -150,7 +150,7 @@ class SpillFile:
         return stored
 
     def read(self, stored: Stored) -> list[Bytes]:
-        """The arrays, in memory of their own.
+        """Read stored arrays into new memory and verify their checksums.
 
         Raises:
             CaptureIncomplete: the file does not hold what was written.
@@ -167,7 +167,7 @@ class SpillFile:
         return [whole[start : start + size] for start, size in zip(starts, stored.sizes, strict=False)]
 
     def sweep(self) -> None:
-        """Punch out of the file what was dropped; a file system may take its time for that."""
+        """Free the disk space of dropped arrays; on some file systems this is slow."""
         with self._lock:
             gone = list(self._dropped)
             extents = sorted(extent for one in gone for extent in one)
@@ -181,11 +181,11 @@ class SpillFile:
             self._stored -= len(gone)
 
     def stop(self) -> None:
-        """Let whoever reads or writes end soon, with ModelClosed."""
+        """Make running reads and writes raise ModelClosed soon."""
         self._stopped = True
 
     def close(self) -> None:
-        """Give all of it back; whoever reads or writes must have ended. Idempotent."""
+        """Close the file and free its space; reads and writes must have ended. Idempotent."""
         self.stop()
         with self._lock:
             if not self.closed:
@@ -205,7 +205,7 @@ class SpillFile:
         return extents
 
     def _written(self, arrays: Sequence[Bytes], extents: Sequence[Extent]) -> Iterator[Chunk]:
-        """Write arrays chunk by chunk, each out of memory that nobody changes after it was hashed."""
+        """Write arrays and yield the chunks; each is copied first, so that no byte changes after it was hashed."""
         left = needed_bytes([array.nbytes for array in arrays])
         scratch = np.empty(min(left, CHUNK_BYTES), dtype=np.uint8)
         pieces = _padded(arrays)
@@ -237,7 +237,7 @@ class SpillFile:
         dropped()
 
     def _punch(self, extents: Sequence[Extent]) -> None:
-        """Take blocks out of the file, ascending; neighbours at once, since there can be thousands."""
+        """Punch blocks, in ascending order, out of the file; adjacent extents at once, as there can be thousands."""
         end = os.fstat(self._fd).st_size
         while extents:
             start, length = extents[0]
@@ -256,12 +256,12 @@ class SpillFile:
 
 
 def needed_bytes(sizes: Sequence[int]) -> int:
-    """Bytes that arrays of these sizes take, one after the other."""
+    """Return the bytes that arrays of these sizes take in the file, each aligned to `ALIGN`."""
     return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 
 
 def default_folder() -> Path:
-    """Where spill files are made unless it is said: `TMPDIR`, or /var/tmp, which is seldom memory as /tmp often is."""
+    """Return the default folder of spill files: `TMPDIR`, or /var/tmp, which is rarely in memory as /tmp often is."""
     named = os.environ.get("TMPDIR")
     usual = Path("/var/tmp")  # noqa: S108 -- the file has no name there
     if not named and os.access(usual, os.W_OK | os.X_OK):
@@ -270,10 +270,10 @@ def default_folder() -> Path:
 
 
 def _made_in(folder: Path) -> int:
-    """A new file without a name, open.
+    """Create and open a file without a name in a folder; return its descriptor.
 
     Raises:
-        InvalidSetting: none can be made there.
+        InvalidSetting: no file can be made there.
     """
     try:
         with contextlib.suppress(_Lacking):
@@ -303,7 +303,7 @@ def _starts(sizes: Sequence[int]) -> Iterator[int]:
 
 
 def _padded(arrays: Sequence[Bytes]) -> deque[Bytes]:
-    """Arrays, each up to a multiple of `ALIGN`."""
+    """Return the arrays interleaved with zeros that pad each to a multiple of `ALIGN`."""
     pieces: deque[Bytes] = deque()
     for array in arrays:
         pieces.extend((array, np.zeros(-array.nbytes % ALIGN, dtype=np.uint8)))
@@ -311,7 +311,7 @@ def _padded(arrays: Sequence[Bytes]) -> deque[Bytes]:
 
 
 def _fill(chunk: Bytes, pieces: deque[Bytes]) -> None:
-    """Fill a chunk with the next bytes of the pieces."""
+    """Fill a chunk with the next bytes of the pieces, and remove these bytes from them."""
     filled = 0
     while filled < len(chunk):
         piece = pieces.popleft()

@@ -1,4 +1,4 @@
-"""Records as Parquet tables: what pipelines and experiments write, and any tool can open."""
+"""Parquet tables of records, as pipelines and experiments write them and other tools can open."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from steercap.files.base import check_extension, require_file, write_whole
 
 AnyRecord = TypeVar("AnyRecord", bound=msgspec.Struct)
 
-#: Records of a part, and seconds until one is written with fewer: what a kill may lose.
+#: Records of a part, and seconds until one is written with fewer: a kill loses no more than these.
 PART_RECORDS, PART_SECONDS = 32, 5.0
 
 
 def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
-    """Write records of one kind, one row each; the file appears whole or not at all.
+    """Write records of one type to a Parquet file, one row each; the file appears whole or not at all.
 
     Args:
-        path: the file.
+        path: file to write.
         records: msgspec Structs of one type, of text, numbers, and lists or mappings of these.
 
     Raises:
@@ -44,11 +44,11 @@ def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
 
 
 def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
-    """Read what `write_table` wrote.
+    """Read a table that `write_table` wrote.
 
     Args:
-        path: the file.
-        kind: the type of the records.
+        path: file to read.
+        kind: type of the records.
 
     Raises:
         InvalidFile: no such file, no Parquet, or a table of something else.
@@ -66,13 +66,14 @@ def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
 
 
 class Parts(Generic[AnyRecord]):
-    """Records in a folder of tables, written in parts as they come; a context manager that writes the last on leaving.
+    """Append-only table in a folder, written in parts as records come; leaving its context writes the last part.
 
     Args:
-        folder: where the parts lie.
+        folder: folder of the parts.
         kind: type of the records.
-        records: of a part.
-        seconds: until a part is written with fewer.
+        records: records of a full part.
+        seconds: maximum time until a part is written with fewer.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class Parts(Generic[AnyRecord]):
         self._written = clock()
 
     def read(self) -> list[AnyRecord]:
-        """The records that are written, in no order."""
+        """Read all written records, in no order."""
         return [record for path in self._paths() for record in read_table(path, self._kind)]
 
     def add(self, record: AnyRecord) -> None:
-        """Take a record; a part is written when enough are here, or enough time has gone, whether more come or not."""
+        """Add a record. A part is written once enough records wait, or some seconds after the last one was written."""
         self._waiting.append(record)
         if len(self._waiting) >= self._records or self._clock() - self._written >= self._seconds:
             self.flush()
@@ -103,7 +104,7 @@ class Parts(Generic[AnyRecord]):
             self._due = _later(self._seconds, self.flush)
 
     def flush(self) -> None:
-        """Write what is here."""
+        """Write the waiting records as a part."""
         if self._due is not None:
             self._due.cancel()
         self._due, self._written = None, self._clock()
@@ -112,7 +113,7 @@ class Parts(Generic[AnyRecord]):
             self._waiting = []
 
     def replace(self, records: Sequence[AnyRecord]) -> None:
-        """Make these records the only part, if there are several."""
+        """Replace all parts by one with these records; do nothing if there is at most one part."""
         before = self._paths()
         if len(before) > 1:
             self._write(records)
@@ -136,7 +137,7 @@ class Parts(Generic[AnyRecord]):
 
 
 def _later(seconds: float, work: Callable[[], None]) -> asyncio.TimerHandle | None:
-    """Have something done in a while, where an event loop runs."""
+    """Schedule a call in `seconds` in the running event loop; return None if there is none."""
     try:
         return asyncio.get_running_loop().call_later(seconds, work)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""WHAT: one file per model family. To add one, add a file with a `MEMBER`.
+"""Registry of model families: one file per family. To add one, add a file with a `MEMBER`.
 
-Which family serves a model is decided by the classes of the layers that were loaded; layers of no known class are
-served by what is derived of them, see `derived`.
+The classes of the loaded layers decide which family serves a model; for layers of no known class a family is derived,
+see `derived`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAMILIES: Registry[Family] = Registry("family", sys.modules[__name__], Family)
 
 
 def family_of(architectures: Iterable[str]) -> Family:
-    """The family that serves the first known of `architectures`.
+    """Return the family that serves the first known of `architectures`.
 
     Raises:
         UnsupportedModel: none is known; the message lists those that are.
@@ -42,19 +42,20 @@ def family_of(architectures: Iterable[str]) -> Family:
 
 
 def over_transformers(family: Family) -> Family:
-    """A family as vLLM runs it with transformers' own modules: they carry the whole stream.
+    """Return a family adapted to vLLM running transformers' own modules, which carry the whole stream.
 
-    transformers' attention function calls vLLM's module past its hooks, and its routers choose experts of their logits
+    transformers' attention function calls vLLM's module past its hooks, and its routers choose experts from their
+    logits
     before a hook can change these.
     """
     return replace(family, residual_output=None, residual_input="", attention="", router="")
 
 
 def families_of(layers: Sequence[nn.Module]) -> tuple[Family, ...]:
-    """The family of a model's layers; or, where none knows their classes, what is derived of them, the likelier first.
+    """Return the family of a model's layers; if none knows their classes, derived families, the likelier first.
 
     Raises:
-        UnsupportedModel: nothing can be derived of them.
+        UnsupportedModel: none can be derived.
     """
     each = {type(layer): layer for layer in layers}
     names = {name_of(kind) for kind in each}

@@ -1,4 +1,4 @@
-"""Trinity: norms before and after each block, a gate on what the heads give, experts in most layers."""
+"""Trinity: norms before and after each block, a gate on the output of the heads, experts in most layers."""
 
 from steercap.architectures.families.base import Family
 

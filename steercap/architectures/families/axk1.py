@@ -1,6 +1,6 @@
-"""A.X K1: DeepSeek's layer with a norm after the experts, which dense layers have too and do not call.
+"""A.X K1: DeepSeek's layer with a norm after the experts; dense layers have that norm too, but do not call it.
 
-So no path says what the feed-forward block of every layer adds.
+So no path names the feed-forward block's output in every layer.
 """
 
 from steercap.architectures.families.base import Family

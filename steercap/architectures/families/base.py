@@ -1,4 +1,4 @@
-"""What a model family is: what its decoder layers take and give, and which of their modules are which."""
+"""Definition of a model family: inputs and outputs of its decoder layers, and the paths of their modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-#: What models call the norm between the last layer and the unembedding.
+#: Names of the norm between the last layer and the unembedding.
 NORMS: Final = (
     "norm",
     "final_layernorm",
@@ -25,66 +25,69 @@ NORMS: Final = (
 
 
 def rows_of(tensor: Any) -> Any:
-    """What a layer carries, as rows [n, width] that share its memory: transformers' modules carry [1, n, width]."""
+    """View a layer's tensor as rows [n, width] that share its memory; transformers' modules carry [1, n, width]."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.dim() == 3 and tensor.shape[0] == 1 else tensor
 
 
 def one(_config: Any) -> float:
-    """The factor of most families."""
+    """Return 1, the factor of most families."""
     return 1.0
 
 
 def unknown(_config: Any) -> None:
-    """The factor of layers that do more to the stream than to add to it."""
+    """Return None, the factor of layers that do more to the stream than add to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How some decoder layers are written, in vLLM and in transformers alike.
+    """Description of decoder layers of one kind, in vLLM and in transformers alike.
 
     Modules of a layer are dotted paths; "a|b" is the first of them that a layer has, since names differ between the two
-    libraries, and between the layers of a hybrid. "" is a module that there is not.
+    libraries, and between the layers of a hybrid. "" stands for a module that does not exist.
 
     Args:
-        architectures: names in `config.json` of models with such layers; for what must be known before one is loaded.
+        architectures: names in `config.json` of models with such layers; used before a model is loaded.
         classes: the layers' classes, each with the module that holds it: "llama.LlamaDecoderLayer". They decide.
         layers: dotted path from transformers' model to its list of decoder layers.
         attn_out: module whose output the attention block adds to the stream.
-        mlp_out: the same for the feed-forward block.
-        attn_in: module that reads what the attention block reads, normed where norms come first; None for that of
+        mlp_out: module whose output the feed-forward block adds to the stream.
+        attn_in: module that reads the input of the attention block, normed where norms come first; None for that of
             `attn_out`.
-        mlp_in: the same for the feed-forward block, and `mlp_out`.
+        mlp_in: module that reads the input of the feed-forward block; None for that of `mlp_out`.
         resid_mid: module that reads the stream first once the attention block has added to it; "" where both blocks
             read the stream as the layer takes it, or a layer is one block.
-        final_norm: the norm between the last layer and the unembedding, as transformers names it.
-        norms_embeddings: whether embeddings go through that norm too, so that it runs twice a pass and its output is
+        final_norm: path of the norm between the last layer and the unembedding in transformers.
+        norms_embeddings: True if embeddings go through that norm too, so that it runs twice a pass and its output is
             no site.
         after_norm: names, beside the norm, of modules that follow it in vLLM.
-        divisor: name of an attribute of vLLM's model, by which it divides what these give, before it makes logits of
+        divisor: name of an attribute of vLLM's model by which the final rows are divided before logits are made of
             them; "" for none.
         residual_output: index of the residual in the tuple a vLLM layer returns, when the stream is
-            hidden + residual; None when what it returns first is the stream.
+            hidden + residual; None when the first item is the stream.
         hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
         residual_input: name of the argument that carries the deferred residual, "" if there is none.
-        attn_proj: module that projects what the heads give to the stream.
-        gated: whether what the heads give is multiplied by a gate before it is projected.
+        attn_proj: module that projects the output of the heads to the stream.
         attention: module that vLLM calls with queries, keys and values; its parent makes them, in transformers too.
-            "" where they are handed over without a call.
+            "" where they are passed on without a call.
+        gated: True if the output of the heads is multiplied by a gate before it is projected.
         mlp_proj: module that projects the neurons to the stream.
-        scaled: of transformers' configuration, what the feed-forward block multiplies projected neurons by.
-        router: module that gives the logits of the experts.
-        sparse: of transformers' configuration and a layer's index, whether the layer has experts; None for no layer.
-        factor: of transformers' configuration, what the outputs of both blocks are multiplied by before they are added;
-            None where a layer does more than add them to what it takes, so that the proof at start checks no sum.
-        norms: of layers that norm the sum of the stream and a block's output, the norm behind each: "resid_mid" for the
+        scaled: function of transformers' configuration that returns the feed-forward block's factor of projected
+            neurons.
+        router: module that returns the logits of the experts.
+        sparse: function of transformers' configuration and a layer's index that says if the layer has experts; None if
+            no
+            layer has.
+        factor: function of transformers' configuration that returns the factor of both blocks' outputs before they are
+            added; None where a layer does more than add them to its input, so that the proof at start checks no sum.
+        norms: for layers that norm the sum of the stream and a block's output, the norm after each: "resid_mid" for the
             attention block, "mlp_out" for the feed-forward block. There `resid_mid` is the sum before its norm, and
             `resid_post` the output of the second; empty for others.
-        single: whether a layer is one block, so that it has `attn_out` or `mlp_out`, and adds nothing else.
-        logits: of transformers' configuration, what logits are multiplied by, before any soft-capping.
-        mhc: whether layers carry several streams and mix them as DeepSeek-V4 does, see `sites.streams`; there is no one
+        single: True if a layer is one block, so that it has `attn_out` or `mlp_out`, and adds nothing else.
+        logits: function of transformers' configuration that returns the factor of the logits, before any soft-capping.
+        mhc: True if layers carry several streams and mix them as DeepSeek-V4 does, see `sites.streams`; there is no one
             residual stream then.
-        varied: whether layers differ, so that some lack a module that others have.
-        derived: whether nobody wrote this family down: it is a guess at what layers take and give, to be proved.
+        varied: True if layers differ, so that some lack a module that others have.
+        derived: True if the family was derived from the layers: a guess at their inputs and outputs, to be proved.
     """
 
     architectures: tuple[str, ...] = ()
@@ -119,36 +122,36 @@ class Family:
 
     @property
     def attention_input(self) -> str:
-        """Module that reads what the attention block reads."""
+        """Path of the module that reads the input of the attention block."""
         return self.attn_out if self.attn_in is None else self.attn_in
 
     @property
     def mlp_input(self) -> str:
-        """Module that reads what the feed-forward block reads."""
+        """Path of the module that reads the input of the feed-forward block."""
         return self.mlp_out if self.mlp_in is None else self.mlp_in
 
     @property
     def norm(self) -> str:
-        """The norm behind the layers, in the module that holds these."""
+        """Name of the norm after the layers, in the module that holds these."""
         return "|".join(NORMS) if self.derived else self.final_norm.rpartition(".")[2]
 
     @property
     def end(self) -> str:
-        """The site of the last layer from which the model makes its logits."""
+        """Site of the last layer from which the model makes its logits."""
         return "mhc_streams_final" if self.mhc else "resid_post"
 
     @property
     def projections(self) -> dict[str, tuple[str, str]]:
-        """By the site that reads what a block's last projection takes: this projection, and the block's last module."""
+        """Last projection and last module of a block, by the site of the projection's input."""
         return {"z": (self.attn_proj, self.attn_out), "neurons": (self.mlp_proj, self.mlp_out)}
 
     def is_sparse(self, config: Any, layer: int) -> bool:
-        """Whether a layer has experts."""
+        """Check if a layer has experts."""
         return self.sparse is not None and self.sparse(config, layer)
 
 
 def located(layer: nn.Module, path: str) -> str:
-    """The dotted path of a module of a layer: the first of "a|b" that it has.
+    """Return the dotted path of a module of a layer: the first of "a|b" that it has.
 
     Raises:
         AttributeError: it has none of them.

@@ -1,7 +1,7 @@
 """BERT and RoBERTa: each block's sum with the stream is normed, and the norm's output is the stream from there on.
 
-`resid_mid` is the sum of the attention block, before its norm, and `mlp_in` what the norm makes of it. `resid_post` is
-behind the second norm, as transformers' `hidden_states` are.
+`resid_mid` is the sum of the attention block, before its norm, and `mlp_in` the output of that norm. `resid_post` is
+the output of the second norm, as transformers' `hidden_states` are.
 """
 
 from steercap.architectures.families.base import Family

@@ -1,7 +1,8 @@
-"""The code that a layer computes with: what it is called, and a fingerprint that a change of it changes.
+"""Names and fingerprints of the code that computes a layer.
 
-The same architecture moves between vLLM's own file and transformers' modules, and its file changes between releases. A
-family is known by the class of the layers that were loaded, and how well it is known by the code of their `forward`.
+The same architecture moves between vLLM's own file and transformers' modules, and its file changes between releases.
+The class of the loaded layers identifies the family; the fingerprint of their `forward` says if just this code was
+verified.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-#: Where vLLM and transformers keep their models.
+#: Packages of the models in vLLM and transformers.
 _HOMES: Final = ("vllm.model_executor.models.", "vllm.models.", "transformers.models.")
-#: What does not change what is computed.
+#: Fields of syntax trees that do not affect the computation.
 _SAID: Final = ("annotation", "returns", "type_comment", "type_params")
 
 
 def name_of(layer: type) -> str:
-    """What a family calls a class: "llama.LlamaDecoderLayer", in vLLM and in transformers."""
+    """Return the name of a class in families: "llama.LlamaDecoderLayer", both in vLLM and in transformers."""
     module = layer.__module__
     for home in _HOMES:
         if module.startswith(home):
@@ -32,14 +33,14 @@ def name_of(layer: type) -> str:
 
 
 def is_transformers(layer: type) -> bool:
-    """Whether a class is transformers' own."""
+    """Check if a class is transformers' own."""
     return layer.__module__.startswith("transformers.")
 
 
 def fingerprint_of(layer: Any) -> str:
-    """12 hexadecimal digits of the syntax tree of `forward`, without types and docstrings; "" if unknown.
+    """Return 12 hexadecimal digits that identify the code of `forward`, without types and docstrings; "" if unknown.
 
-    It is of what runs: of a `forward` that was put in place of the class's own, and of every function around it.
+    It covers the code that runs: a `forward` that replaces the class's own, and every function wrapped around it.
 
     Args:
         layer: a layer, which may have a `forward` of its own, or a class of layers.
@@ -52,10 +53,10 @@ def fingerprint_of(layer: Any) -> str:
 
 
 def same_code(each: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The fingerprint of each class, "" of one whose layers do not all run the same code.
+    """Merge fingerprints by class; "" for a class whose layers do not all run the same code.
 
     Args:
-        each: of some layers, fingerprints by class.
+        each: fingerprints by class, for each layer or group of layers.
     """
     found: dict[str, str] = {}
     for layers in each:
@@ -65,7 +66,7 @@ def same_code(each: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _around(forward: Any) -> Iterator[Any]:
-    """A function, and those that it wraps, outermost first."""
+    """Yield a function and those that it wraps, outermost first."""
     inspect.unwrap(forward)  # raises ValueError if it wraps itself
     while True:
         forward = getattr(forward, "__func__", forward)
@@ -77,15 +78,15 @@ def _around(forward: Any) -> Iterator[Any]:
 
 @functools.cache
 def _code_of(function: Any) -> str:
-    """Read once: a model's layers have it in common."""
-    if not inspect.isfunction(function):  # of a class or module that is called there is a source, and not of the call
+    """Return a function's syntax tree as text; cached, since the layers of a model share it."""
+    if not inspect.isfunction(function):  # a callable object has the source of its class, not of its call
         raise TypeError(function)
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     return _written(tree)
 
 
 def _written(node: Any) -> str:
-    """A syntax tree as text that is the same in every version of Python that has the syntax."""
+    """Return a syntax tree as text that is the same in every version of Python that has the syntax."""
     if isinstance(node, list):
         return "[" + ",".join(map(_written, node)) + "]"
     if not isinstance(node, ast.AST):

@@ -6,7 +6,7 @@ from steercap.architectures.families.base import Family
 
 
 def logit_scale(config: Any) -> float:
-    """What Command's logits are multiplied by."""
+    """Return the factor of Command's logits."""
     return float(config.logit_scale)
 
 

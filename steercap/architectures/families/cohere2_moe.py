@@ -1,4 +1,4 @@
-"""Command A with experts: as Command R, layers with experts and dense ones."""
+"""Command A with experts: Command R's layer, in some layers with experts."""
 
 from steercap.architectures.families.base import Family
 from steercap.architectures.families.cohere import logit_scale

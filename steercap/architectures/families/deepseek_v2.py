@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3, R1 and what has their layer: multi-head latent attention, so keys and values are never made."""
+"""DeepSeek V2, V3, R1 and models with their layer: multi-head latent attention, so keys and values are never made."""
 
 from steercap.architectures.families.base import Family
 

@@ -1,6 +1,6 @@
-"""DeepSeek-V4: several streams, which each layer collapses for its blocks and mixes behind them; see `sites.streams`.
+"""DeepSeek-V4: several streams, which each layer collapses for its blocks and mixes after them; see `sites.streams`.
 
-vLLM's layers on CPU, and on CUDA, where each block is fused with what mixes the streams before and behind it.
+It covers vLLM's layers on CPU, and on CUDA, where each block is fused with the mixing of streams before and after it.
 """
 
 from steercap.architectures.families.base import Family, unknown

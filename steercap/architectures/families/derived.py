@@ -1,6 +1,6 @@
-"""Layers that no family knows: what they take and give is guessed, for the residual stream alone, and then proved.
+"""Families derived for unknown layers: their inputs and outputs are guessed for the residual stream, and then proved.
 
-What a block adds is never guessed: the module is called by many names, a norm or a factor may follow it.
+The output of a block is never guessed: the module has many names, and a norm or a factor may follow it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from steercap.errors import UnsupportedModel
 if TYPE_CHECKING:
     from torch import nn
 
-#: What layers call the stream that they take, or the part of it that is not deferred.
+#: Argument names of the stream that layers take, or of its part that is not deferred.
 _HIDDEN: Final = ("hidden_states", "x", "hidden")
 _RESIDUAL: Final = "residual"
-#: What layers of unknown classes can be asked for.
+#: Sites of layers of unknown classes.
 SITES: Final = ("resid_pre", "resid_post")
 
 
 def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Family, ...]:
-    """What layers may take and give, the likelier first.
+    """Return the families that layers may be of, the likelier first.
 
     Args:
-        layers: one of each class.
-        transformers: whether they are transformers' own, which carry the whole stream.
+        layers: one layer of each class.
+        transformers: True if they are transformers' own, which carry the whole stream.
 
     Raises:
-        UnsupportedModel: their arguments are none that carry a stream, or those of one differ from those of another.
+        UnsupportedModel: no argument carries a stream, or its name differs between layers.
     """
     arguments = [list(inspect.signature(layer.forward).parameters) for layer in layers]
     first = [names[0] if transformers else "" for names in arguments]

@@ -1,6 +1,6 @@
 """Falcon 7B to 180B: layers take and return the whole stream.
 
-transformers hands its queries, keys and values to no function of attention, so vLLM's cannot be compared with them.
+transformers passes its queries, keys and values to no attention function, so vLLM's cannot be compared with them.
 """
 
 from steercap.architectures.families.base import Family

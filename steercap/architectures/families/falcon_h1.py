@@ -1,4 +1,4 @@
-"""Falcon H1: attention beside Mamba 2 in every layer, which adds both, scaled: no module gives the sum."""
+"""Falcon H1: attention beside Mamba 2 in every layer; the layer adds both, scaled, so no module outputs the sum."""
 
 from typing import Any
 

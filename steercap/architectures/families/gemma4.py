@@ -1,5 +1,7 @@
-"""Gemma 4 (text): a norm after each block gives what it adds; then the layer adds what it looks up by token, if any,
-and multiplies the whole stream by a constant of its own.
+"""Gemma 4 (text): a norm after each block, whose output is what the block adds.
+
+The layer then adds an embedding that it looks up by token, if any, and multiplies the whole stream by a constant of
+its own.
 """
 
 from steercap.architectures.families.base import Family, unknown

@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks, and experts in every layer; vLLM calls them by names of its own."""
+"""gpt-oss: attention with sinks, and experts in every layer; vLLM's module names differ from transformers'."""
 
 from steercap.architectures.families.base import Family
 

@@ -1,6 +1,6 @@
 """GPT-J: attention and feed-forward side by side after one norm.
 
-transformers hands its queries, keys and values to no function of attention, so vLLM's cannot be compared with them.
+transformers passes its queries, keys and values to no attention function, so vLLM's cannot be compared with them.
 """
 
 from steercap.architectures.families.base import Family

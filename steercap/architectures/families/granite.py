@@ -1,4 +1,4 @@
-"""Granite 3: what the blocks give is multiplied by a constant before it is added to the stream."""
+"""Granite 3: the blocks' outputs are multiplied by a constant before they are added to the stream."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from steercap.architectures.families.base import Family
 
 
 def multiplier(config: Any) -> float:
-    """The constant, of all of Granite's layers."""
+    """Return the factor of the blocks' outputs in all of Granite's layers."""
     return float(config.residual_multiplier)
 
 
 def divisor(config: Any) -> float:
-    """What Granite's logits are multiplied by."""
+    """Return the factor of Granite's logits."""
     return 1 / float(config.logits_scaling)
 
 

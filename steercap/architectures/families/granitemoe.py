@@ -1,4 +1,4 @@
-"""Granite 3 with experts: as Granite."""
+"""Granite 3 with experts: otherwise as Granite."""
 
 from steercap.architectures.families.base import Family
 from steercap.architectures.families.granite import divisor, multiplier

@@ -1,4 +1,4 @@
-"""Granite 4: Mamba 2 in place of attention in most layers; what experts and a shared one give is added by the layer."""
+"""Granite 4: Mamba 2 in place of attention in most layers; the layer adds the outputs of experts and a shared one."""
 
 from steercap.architectures.families.base import Family
 from steercap.architectures.families.granite import divisor, multiplier

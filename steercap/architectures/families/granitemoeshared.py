@@ -1,4 +1,4 @@
-"""Granite with experts and a shared one: the layer itself adds the two, so no module gives what is added."""
+"""Granite with experts and a shared one: the layer adds the two itself, so no module outputs the sum."""
 
 from steercap.architectures.families.base import Family
 from steercap.architectures.families.granite import divisor, multiplier

@@ -1,4 +1,4 @@
-"""HyperCLOVA X: what the blocks give is multiplied by a constant before it is added; layers return the stream first."""
+"""HyperCLOVA X: the blocks' outputs are multiplied by a constant before they are added; layers return the stream."""
 
 from typing import Any
 

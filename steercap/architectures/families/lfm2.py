@@ -1,4 +1,4 @@
-"""LFM 2: short convolutions in place of attention in most layers, which vLLM gives a place to write to."""
+"""LFM 2: short convolutions in place of attention in most layers; vLLM passes them an output buffer."""
 
 from steercap.architectures.families.base import Family
 

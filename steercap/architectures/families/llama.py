@@ -1,4 +1,4 @@
-"""Llama, and what has its layer's shape: norms before the blocks alone; the stream is hidden + residual."""
+"""Llama, and models with its layer: norms only before the blocks; the stream is hidden + residual."""
 
 from steercap.architectures.families.base import Family
 

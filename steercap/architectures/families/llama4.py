@@ -1,6 +1,6 @@
 """Llama 4 (text): Llama's layer, the feed-forward block of some layers with experts.
 
-vLLM orders the elements of queries and keys in a way of its own, so they cannot be compared with transformers'.
+vLLM orders the elements of queries and keys differently, so they cannot be compared with transformers'.
 """
 
 from steercap.architectures.families.base import Family

@@ -1,4 +1,4 @@
-"""Mamba 2: a layer is one block, which stands where attention does in others."""
+"""Mamba 2: a layer is one block, in the place of attention in other models."""
 
 from steercap.architectures.families.base import Family
 

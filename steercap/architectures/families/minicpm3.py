@@ -1,4 +1,4 @@
-"""MiniCPM 3: what the blocks give is multiplied by a constant before it is added; values are padded in attention."""
+"""MiniCPM 3: the blocks' outputs are multiplied by a constant before they are added; values are padded in attention."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Mixtral: Llama's layer with experts, which vLLM and transformers call by different names."""
+"""Mixtral: Llama's layer with experts, whose modules have different names in vLLM and transformers."""
 
 from steercap.architectures.families.base import Family
 

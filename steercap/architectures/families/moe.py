@@ -1,4 +1,4 @@
-"""What has Llama's layer with experts in `mlp`, in all layers or in some, which `mlp.gate` chooses."""
+"""Models with Llama's layer and experts in `mlp`, in all layers or in some, with the router `mlp.gate`."""
 
 from steercap.architectures.families.base import Family
 

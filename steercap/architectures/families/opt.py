@@ -1,6 +1,6 @@
 """OPT: layers take and return the whole stream; the feed-forward block ends in `fc2`.
 
-OPT 350M has its norms behind the blocks: a layer adds a block's output to the stream, and gives the norm of that sum.
+OPT 350M has its norms after the blocks: a layer adds a block's output to the stream, and returns the norm of that sum.
 """
 
 from typing import Any

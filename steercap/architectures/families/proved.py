@@ -1,4 +1,4 @@
-"""What was proved of which architectures, as a run of `scripts/prove_models.py` wrote it beside this file."""
+"""Results of verifying architectures, written by a run of `scripts/prove_models.py` beside this file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATH: Final = Path(__file__).parent / "proved.json"
 
 
 class Same(msgspec.Struct, frozen=True):
-    """How near the worst row of a site is to transformers' row.
+    """Agreement of the worst row of a site with transformers' row.
 
     Args:
         cosine: least cosine.
@@ -25,22 +25,22 @@ class Same(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What became of one tiny model.
+    """Result of verifying one tiny model.
 
     Args:
-        name: of its configuration, see `testing.architectures`.
+        name: name of its configuration, see `testing.architectures`.
         model_type, architecture: transformers' names.
         device: "cpu" or "cuda".
-        vllm: its version.
-        family: that knows the classes of its layers, "" where what they take and give was derived.
-        code: these classes, and the fingerprint of each one's `forward`.
-        dtype: that it was run in.
-        sites: that can be read and edited.
-        lens: by how much the lens did not close at start, relative to the spread of the logits.
-        rows: by site and part of the sequence, the worst row against transformers'; empty where transformers' could
-            not be compared with.
-        edits: by operation, the worst row of all sites, likewise.
-        refused: why it cannot be served here; "" if it can.
+        vllm: version of vLLM.
+        family: family that knows the classes of its layers, "" where it was derived.
+        code: fingerprint of the `forward` of each of these classes, by class.
+        dtype: dtype that it was run in.
+        sites: sites that can be read and edited.
+        lens: error of the logit lens at start, relative to the spread of the logits.
+        rows: the worst row against transformers', by site and part of the sequence; empty where no comparison with
+            transformers was possible.
+        edits: the worst row of all sites, by operation, likewise.
+        refused: reason why it cannot be served here; "" if it can.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def against_transformers(self) -> bool:
-        """Whether its rows were compared with transformers'."""
+        """True if its rows were compared with transformers'."""
         return bool(self.rows)
 
     @property
     def worst(self) -> Same | None:
-        """The worst row of all sites."""
+        """Agreement of the worst row of all sites."""
         if not self.rows:
             return None
         found = self.rows.values()
@@ -73,22 +73,22 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def records() -> tuple[Record, ...]:
-    """What was proved; nothing if no run has written it."""
+    """Read the records; () if no run has written them."""
     return tuple(msgspec.json.decode(PATH.read_bytes(), type=list[Record])) if PATH.exists() else ()
 
 
 def verified(code: Mapping[str, str]) -> bool:
-    """Whether rows of layers of just this code were compared with transformers'.
+    """Check if rows of layers with exactly this code were compared with transformers'.
 
     Args:
-        code: classes of layers, as families name them, and the fingerprint of each one's `forward`.
+        code: fingerprint of the `forward` of each class of layers, by class as families name it.
     """
     known = {pair for one in records() if one.against_transformers for pair in one.code.items()}
     return bool(code) and all(code.values()) and set(code.items()) <= known
 
 
 def columns(record: Record) -> tuple[str, ...]:
-    """A record as a row of a table: see `TITLES`."""
+    """Return a record as a row of a table with the columns `TITLES`."""
     if record.refused:
         said = ("refused", "", "", "", "")
     else:
@@ -104,7 +104,7 @@ TITLES: Final = ("architecture", "layers", "family", "sites", "rows", "edits", "
 
 
 def markdown(found: Sequence[Record]) -> str:
-    """Records as a table of a page, those that can be served before the others, which say why not."""
+    """Format records as Markdown tables: models that can be served, then the others with the reason."""
     served, refused = _parted(found)
     lines = ["| " + " | ".join(TITLES) + " |", "|" + "---|" * len(TITLES)]
     lines += ["| " + " | ".join(columns(one)) + " |" for one in served]

@@ -1,4 +1,4 @@
-"""Qwen 3 Next: a gated delta network in place of attention in most layers, a gate on what the heads give elsewhere."""
+"""Qwen 3 Next: a gated delta network in place of attention in most layers, a gate on the heads' output in others."""
 
 from steercap.architectures.families.base import Family
 

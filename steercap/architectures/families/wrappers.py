@@ -1,8 +1,7 @@
-"""Models that hold a language model, and make its tokens of pictures, sound or video, or classes of its rows: which one
-is within.
+"""Architectures of language models within wrappers, which read pictures, sound or video, or classify or pool.
 
-vLLM and transformers name a wrapper for itself, and the layers are those of the language model. Which sites these have
-must be known before any is loaded.
+vLLM and transformers have a name for each wrapper, but the layers are those of the language model. Its sites must be
+known before any model is loaded.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-#: By the `model_type` of a language model that is published within a wrapper alone, the architecture of the same layers
-#: by themselves.
+#: Architecture with the same layers, by the `model_type` of a language model that is published only within a wrapper.
 _WITHIN: Final[Mapping[str, str]] = {
     "granite4_vision_text": "GraniteForCausalLM",
     "paddleocr_vl_text": "Ernie4_5ForCausalLM",
@@ -23,24 +21,24 @@ _WITHIN: Final[Mapping[str, str]] = {
 }
 
 
-#: What architectures end in of models that pool, whose layers are those of a model that generates.
+#: Endings of the architectures of pooling models, whose layers are those of a generating model.
 _POOLING: Final = re.compile(r"(Text)?Model$|For(Sequence|Token)Classification$|For(Process)?RewardModel$")
 
 
 def generating(architecture: str) -> str:
-    """The architecture of a model that generates, with the layers of one that pools; any other is given back as it is.
+    """Return the architecture of the generating model with the layers of a pooling one; any other is returned as it is.
 
     Args:
-        architecture: as a configuration names it: "Qwen3Model", "Qwen3ForSequenceClassification".
+        architecture: name in a configuration: "Qwen3Model", "Qwen3ForSequenceClassification".
     """
     return _POOLING.sub("ForCausalLM", architecture)
 
 
 def architectures_within(text: Any, by_type: Mapping[str, str]) -> tuple[str, ...]:
-    """The architectures that a language model within a wrapper may have, the likelier first.
+    """Return the architectures that a language model within a wrapper may have, the likelier first.
 
     Args:
-        text: its configuration.
+        text: configuration of the language model.
         by_type: transformers' names of architectures by `model_type`.
     """
     kind = text.model_type

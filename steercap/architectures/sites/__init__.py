@@ -1,4 +1,4 @@
-"""WHERE: one file a site. To add one, add a file with a `MEMBER`. The path of a module is a site too, see `modules`."""
+"""Registry of sites: one file a site. To add one, add a file with a `MEMBER`. Paths of modules are sites too."""
 
 import sys
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from steercap.core.spec import Point
 
 
 class Sites(Registry[Site]):
-    """The sites, and those that the paths of modules name, which are not counted among them."""
+    """Sites by name. Paths of modules are looked up too (see `modules`), but not listed."""
 
     def __getitem__(self, name: str) -> Site:
         if isinstance(name, str) and is_module(name):
@@ -26,7 +26,7 @@ SITES = Sites("site", sys.modules[__name__], Site)  # type: ignore[type-abstract
 
 
 def placed(points: Iterable[Point], num_layers: int) -> tuple[Point, ...]:
-    """Points as engines number them: a site that the model has one of is at one layer, whichever was asked for.
+    """Return points as engines number them: a site that exists once in a model gets its one layer, whatever was given.
 
     Raises:
         UnknownName: a site that does not exist.

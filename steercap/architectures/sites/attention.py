@@ -1,7 +1,7 @@
-"""What attention reads: one input of the family's attention module, after rotary embedding and any norm of heads.
+"""Inputs of attention: one argument of the family's attention module, after rotary embedding and any norm of heads.
 
-vLLM's module is called with queries, keys and values, [tokens, heads × head_dim] each. transformers hands them to its
-attention function, [1, heads, tokens, head_dim], which stands in for a module when they are visited.
+vLLM's module is called with queries, keys and values, [tokens, heads × head_dim] each. transformers passes them to its
+attention function, [1, heads, tokens, head_dim], which `_Visited` replaces while rows are visited.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class AttentionInput(Site):
-    """Tap on an argument of the family's attention module; tensor-parallel ranks have some of the heads each."""
+    """Tap on an argument of the family's attention module; each tensor-parallel rank has some of the heads."""
 
-    #: Its name, and which argument it is.
+    #: Name of the site, and index of the argument.
     name: ClassVar[str]
     argument: ClassVar[int]
 
@@ -45,7 +45,7 @@ class AttentionInput(Site):
 
     @abstractmethod
     def heads(self, attention: Any) -> tuple[int, int]:
-        """Heads of one rank, and elements of each, as vLLM's attention module says."""
+        """Return the number of heads of one rank, and of elements of each, as vLLM's attention module states them."""
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
         return input_tap(layer, family.attention, self.name, tap, self.argument)
@@ -58,14 +58,14 @@ class AttentionInput(Site):
 
 
 def _parent(layer: nn.Module, attention: str) -> str:
-    """The module that makes queries, keys and values, which is called the same in both libraries."""
+    """Return the path of the module that makes queries, keys and values, which has the same name in both libraries."""
     return located(layer, "|".join(path.rpartition(".")[0] for path in attention.split("|")))
 
 
 class _Visited:
-    """Stands for transformers' attention functions while modules wait that want their inputs visited.
+    """Replacement of transformers' attention functions while modules wait to have their inputs visited.
 
-    Modules of other threads, which do not wait, find it in their place too.
+    Modules of other threads call it too, and get the original function.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,10 @@ class _Visited:
             self._waiting.setdefault(module, []).append((argument, visit))
 
     def _called(self, module: nn.Module) -> tuple[list[tuple[int, Visit]], Callable[..., Any]]:
-        """Who visits this call, and the function that computes it: of its own file where transformers lists none."""
+        """Return the visits of this call, and the attention function.
+
+        Where transformers lists no function, it is the one in the module's file.
+        """
         with extra("cuda", "cpu"):
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -104,7 +107,7 @@ class _Visited:
         changed = list(inputs)  # not changed in place: queries, keys and values may be views of one tensor
         for argument, visit in visits:
             given = changed[argument]
-            # OPT scales its queries itself, and vLLM's does not.
+            # transformers' OPT scales its queries itself, vLLM's does not.
             factor = module.scaling / options["scaling"] if argument == 0 else 1.0
             rows = given.transpose(1, 2).flatten(2) / factor
             visit(rows)
@@ -113,7 +116,7 @@ class _Visited:
 
 
 def _implementation(module: Any) -> str:
-    """The name that transformers looks the module's attention function up by."""
+    """Return the name by which transformers looks up the module's attention function."""
     return str(module.config._attn_implementation)  # noqa: SLF001 -- as transformers' modules do
 
 

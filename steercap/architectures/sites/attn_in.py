@@ -1,4 +1,4 @@
-"""What a layer's attention block reads: the stream, normed where the norm comes first."""
+"""Site `attn_in`: the input of a layer's attention block, normed where the norm comes first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AttnIn(Site):
-    """Tap on what the family's attention block reads, apart from what reads the same beside it."""
+    """Tap on the input of the family's attention block; edits reach no other module that reads the same tensor."""
 
     before_keys: ClassVar[bool] = True
 

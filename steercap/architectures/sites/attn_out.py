@@ -1,4 +1,4 @@
-"""What a layer's attention block adds to the residual stream, any norm after the attention included."""
+"""Site `attn_out`: the term that a layer's attention block adds to the residual stream, after any norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AttnOut(Site):
-    """Tap on the output of the family's last module of the attention block."""
+    """Tap on the output of the last module of the family's attention block."""
 
     def known(self, family: Family) -> bool:
         return bool(family.attn_out)

@@ -1,5 +1,4 @@
-"""What a site is: a place in a decoder layer, or in the model around them, what its rows are, and how its tap gets
-there.
+"""Base of sites: a place in a decoder layer or in the model, the shape of its rows, and the installation of its tap.
 
 Taps are PyTorch forward hooks, put in before vLLM first traces the model: torch.compile inlines them, CUDA
 graphs record them, and vLLM's own code stays untouched. Each tapped module carries the tap's point as a
@@ -23,38 +22,38 @@ if TYPE_CHECKING:
 
     from steercap.architectures.families.base import Family
 
-#: What a site is in.
+#: Kind of module that holds a site.
 Within: TypeAlias = Literal["layer", "decoder", "model"]
-#: What a hook does with a module's tensor, which it may change in place.
+#: Function that a hook calls with a module and its tensor, which it may change in place.
 Act: TypeAlias = "Callable[[nn.Module, torch.Tensor], None]"
-#: Of a module's arguments, the stream and what is to be added to it, or None.
+#: Function from a module's arguments to the stream and the deferred residual to add to it, or None.
 Terms: TypeAlias = "Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]"
-#: Sees the rows of a point in a layer of transformers, [..., width], and may change them in place.
+#: Function called with the rows of a point in a layer of transformers, [..., width]; it may change them in place.
 Visit: TypeAlias = "Callable[[torch.Tensor], None]"
 
-#: What modules call what they read, and what they take beside it.
+#: Names of modules' arguments for their input, and for positions beside it.
 _READ: Final = ("hidden_states", "x", "hidden", "input", "input_")
 _POSITIONS: Final = ("positions", "position_ids")
 
 
 class Removable(Protocol):
-    """What has been put into a module."""
+    """A hook, or several, installed in a module."""
 
     def remove(self) -> None:
-        """Take it away."""
+        """Remove it from the module."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the rows of a model are, as its configuration says it.
+    """Sizes of a model's rows, from its configuration.
 
     Args:
         hidden: elements of the residual stream.
-        head_dim: elements of what an attention head gives, where its attention module does not say it.
+        head_dim: elements of an attention head's output, where its attention module does not state it.
         kv_heads: heads of keys and values, on all ranks together.
-        ranks: of a tensor-parallel group.
-        observed: what a module reads ("input") or gives ("output"), as a pass has shown it. Raises `UnsupportedModel`
-            where that is not a row for each token.
+        ranks: number of ranks of a tensor-parallel group.
+        observed: function that returns the rows of a module's "input" or "output", as observed in a pass. Raises
+            `UnsupportedModel` where it has no row for each token.
     """
 
     hidden: int
@@ -66,12 +65,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class RowShape:
-    """What the rows of a point are.
+    """Shape and dtype of the rows of a point.
 
     Args:
-        shape: of a row, on all ranks together.
-        shards: ranks that its first axis is split over.
-        dtype: torch's name of it, None for the model's.
+        shape: shape of a row, on all ranks together.
+        shards: number of ranks that its first axis is split over.
+        dtype: torch name of the dtype, None for the model's.
     """
 
     shape: tuple[int, ...]
@@ -81,12 +80,12 @@ class RowShape:
 
 @dataclass(frozen=True)
 class Tap:
-    """What a tap carries.
+    """Parameters of a tap.
 
     Args:
-        point: its number, int32 [1], on the model's device.
-        kind: what its rows are, see `kernels.tap.tap`.
-        dims: dimensions of a row.
+        point: number of the point, int32 [1], on the model's device.
+        kind: kind of its rows, see `kernels.tap.tap`.
+        dims: number of dimensions of a row.
     """
 
     point: torch.Tensor
@@ -95,35 +94,35 @@ class Tap:
 
 
 class Site(ABC):
-    """A place where rows can be read and changed: in every layer, or one of the model.
+    """A place where rows can be read and changed: in every layer, or once in a model.
 
-    Methods take the module that the site is `within`.
+    Its methods take the module that the site is `within`.
     """
 
-    #: The layer whose number a site has that the model has one of: 0, or -1 for the last; None for one in each layer.
+    #: Layer number of a site that exists once in a model: 0, or -1 for the last; None for a site in each layer.
     of_model: int | None = None
-    #: What it is in: a decoder layer, the module that holds the layers, or the model.
+    #: Module that holds it: a decoder layer, the module that holds the layers, or the model.
     within: Within = "layer"
 
-    #: Whether its rows are what others on the same module begin with. Its tap is then put in before theirs, rather than
-    #: in front of them: torch.compile guards hooks by their places, and mistakes one that was moved for another.
+    #: True if its tap must run before other taps on the same module. It is then installed before them, rather than
+    #: moved to the front: torch.compile guards hooks by their places, and mistakes one that was moved for another.
     first: ClassVar[bool] = False
-    #: Whether the keys and values of its own layer depend on its rows; those of later layers always do.
+    #: True if the keys and values of its own layer depend on its rows; those of later layers always do.
     before_keys: ClassVar[bool] = False
-    #: Whether its rows can be changed.
+    #: True if its rows can be changed.
     writable: ClassVar[bool] = True
-    #: Whether a row has a part for each head of keys, of which there may be fewer than tensor-parallel ranks.
+    #: True if a row has a part for each head of keys, of which there may be fewer than tensor-parallel ranks.
     per_key_head: ClassVar[bool] = False
 
     def placed(self, layer: int, num_layers: int) -> int:
-        """The layer whose number a point has, of one that was asked for at `layer`."""
+        """Return the layer number of a point requested at `layer`: that of the model for a site that exists once."""
         return layer if self.of_model is None else self.of_model % num_layers
 
     def exists(self, family: Family, config: Any, layer: int) -> bool:
-        """Whether a layer has it, as far as it can be told before the model is loaded.
+        """Check if a layer has the site, as far as it can be told before the model is loaded.
 
         Args:
-            family: how its layers are written.
+            family: family of the model's layers.
             config: transformers' configuration of the model.
             layer: index of the layer.
         """
@@ -131,15 +130,15 @@ class Site(ABC):
 
     @abstractmethod
     def known(self, family: Family) -> bool:
-        """Whether the family says where it is, in layers that have it."""
+        """Check if the family locates the site, in layers that have it."""
 
     @abstractmethod
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
-        """What its rows are in one of vLLM's decoder layers."""
+        """Return the shape of its rows in one of vLLM's decoder layers."""
 
     @abstractmethod
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> Removable:
-        """Put a tap into one of vLLM's decoder layers."""
+        """Install a tap in one of vLLM's decoder layers."""
 
     @abstractmethod
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
@@ -147,14 +146,14 @@ class Site(ABC):
 
 
 def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | None = None) -> RemovableHandle:
-    """Tap what the submodule `path` of `layer` returns ("" is the layer itself).
+    """Tap the output of the submodule `path` of `layer` ("" is the layer itself).
 
     Args:
         layer: decoder layer.
         path: dotted path of the submodule, see `Family`.
         name: name of the site, which names the buffer.
-        tap: what it carries.
-        stream: index of the residual in the returned tuple, to be added to what is read; None for none.
+        tap: parameters of the tap.
+        stream: index of the residual in the returned tuple, to be added to the rows read; None for none.
     """
     from steercap.kernels.tap import tap as operator
 
@@ -166,7 +165,7 @@ def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | N
     def hook(module: nn.Module, _args: Any, output: Any) -> Any:
         many = isinstance(output, tuple)
         first = by_itself(output[0] if many else output)
-        residual = output[stream] if many and stream is not None else None  # None of some layers too
+        residual = output[stream] if many and stream is not None else None  # None in some layers too
         operator(rows_of(first), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
         return (first, *output[1:]) if many else first
 
@@ -174,13 +173,13 @@ def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | N
 
 
 def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms) -> RemovableHandle:
-    """Tap the stream where a module takes it.
+    """Tap the residual stream where a module takes it.
 
     Args:
-        module: which.
+        module: module to tap.
         name: name of the site, which names the buffer.
-        tap: what it carries.
-        terms: of the module's arguments, the stream and what is still to be added to it, or None.
+        tap: parameters of the tap.
+        terms: function from the module's arguments to the stream and the residual still to be added to it, or None.
     """
     from steercap.kernels.tap import tap as operator
 
@@ -196,16 +195,17 @@ def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms) -> Removabl
 
 
 def read_tap(layer: nn.Module, path: str, name: str, tap: Tap) -> RemovableHandle:
-    """Tap what the submodule `path` of `layer` reads, and nothing else does: edits are made to a copy.
+    """Tap the input of the submodule `path` of `layer`; edits are made to a copy that no other module reads.
 
-    What a block reads may be what the other reads beside it, or the stream itself. The rest as for `output_tap`.
+    The input of a block may also be that of the other block beside it, or the stream itself. Arguments as for
+    `output_tap`.
     """
     module = layer.get_submodule(located(layer, path))
     return module.register_forward_pre_hook(of_input(module, tapping(module, name, tap)), with_kwargs=True)
 
 
 def tapping(module: nn.Module, name: str, tap: Tap) -> Act:
-    """Give a module a tap, which reads and changes the rows in the tensor that it is called with, [n, *row]."""
+    """Give a module a tap, and return the function that taps a tensor it is called with, [n, *row]."""
     from steercap.kernels.tap import tap as operator
 
     buffer = f"steercap_{name}"
@@ -220,7 +220,7 @@ def tapping(module: nn.Module, name: str, tap: Tap) -> Act:
 
 
 def of_input(module: nn.Module, act: Act) -> Callable[..., Any]:
-    """A hook for a module that acts on a copy of what it reads, which it goes on with."""
+    """Return a pre-hook that calls `act` with a copy of the module's input, and passes on the copy."""
     at, name = read_by(module)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,7 +235,7 @@ def of_input(module: nn.Module, act: Act) -> Callable[..., Any]:
 
 
 def of_output(act: Act) -> Callable[..., Any]:
-    """A hook that acts on a copy of what a module gives first, which stands in its place."""
+    """Return a hook that calls `act` with a copy of a module's (first) output, and returns the copy in its place."""
 
     def hook(module: nn.Module, _args: Any, output: Any) -> Any:
         many = isinstance(output, tuple)
@@ -247,9 +247,9 @@ def of_output(act: Act) -> Callable[..., Any]:
 
 
 def read_by(module: nn.Module) -> tuple[int, str]:
-    """Which argument of a module carries what it reads: its place, and its name.
+    """Return the index and the name of the argument that carries a module's input.
 
-    It is known before the module is traced: to look at all arguments is to have guards on all of them, which
+    It is determined before the module is traced: a hook that looks at all arguments has guards on all of them, which
     torch.compile cannot have on functions.
     """
     names = _arguments(module)
@@ -258,7 +258,7 @@ def read_by(module: nn.Module) -> tuple[int, str]:
 
 
 def first_terms(module: nn.Module) -> Terms:
-    """The stream as a norm, or a block, takes it: what it reads, and what is to be added, if it is given that."""
+    """Return a function from the arguments of a norm or a block to the stream and the residual to add, or None."""
     names = _arguments(module)
     at, name = read_by(module)
     beside = names.index("residual") if "residual" in names else 0 if names else 1
@@ -271,7 +271,7 @@ def first_terms(module: nn.Module) -> Terms:
 
 
 def _arguments(module: Any) -> list[str]:
-    """Names of a module's arguments; of an operator of vLLM's, those of its implementation in PyTorch."""
+    """Return the names of a module's arguments; for an operator of vLLM's, those of its implementation in PyTorch."""
     for forward in (module.forward, getattr(module, "forward_native", None)):
         if forward is not None:
             found = inspect.signature(forward).parameters.values()
@@ -282,13 +282,13 @@ def _arguments(module: Any) -> list[str]:
 
 
 def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 0) -> RemovableHandle:
-    """Tap an argument of the submodule `path` of `layer`, the first unless said; the rest as for `output_tap`."""
+    """Tap an argument of the submodule `path` of `layer`, by default the first; the rest as for `output_tap`."""
     from steercap.kernels.tap import tap as operator
 
     module = layer.get_submodule(located(layer, path))
     buffer = f"steercap_{name}"
     module.register_buffer(buffer, tap.point, persistent=False)
-    # vLLM would hand some modules of quantised models codes and a scale in place of rows, from a fused activation.
+    # Otherwise vLLM passes some modules of quantised models codes and a scale in place of rows (fused activation).
     module.requires_unquantized_input = True  # type: ignore[assignment]
     kind = tap.kind
 
@@ -302,16 +302,16 @@ def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 
 
 
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where its rows are parts of longer ones, as values are of a fused projection.
+    """Return the tensor, or a copy if its rows are parts of longer ones, such as values of a fused projection.
 
-    What changes such a view in place is compiled to a copy of more than the view, by which inductor of PyTorch 2.13
+    A change of such a view in place is compiled to a copy of more than the view, by which inductor of PyTorch 2.13
     reads beyond a buffer's end where there are several views of one tensor.
     """
     return tensor if tensor.stride(-2) == tensor.shape[-1] else tensor.contiguous()
 
 
 def visit_output(module: nn.Module, visit: Visit) -> RemovableHandle:
-    """Visit what a module of transformers returns first."""
+    """Visit the (first) output of a module of transformers."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
         visit(output[0] if isinstance(output, tuple) else output)
@@ -329,13 +329,13 @@ def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
 
 
 def visit_read(module: nn.Module, visit: Visit) -> RemovableHandle:
-    """Visit a copy of what a module of transformers reads, which it goes on with."""
+    """Visit a copy of the input of a module of transformers, which then reads the copy."""
     return module.register_forward_pre_hook(of_input(module, lambda _, rows: visit(rows)), with_kwargs=True)
 
 
 def part_of(module: nn.Module) -> tuple[int, int]:
-    """Elements of a linear module's input on all ranks together, and how many ranks they are split over."""
-    # What vLLM puts around it for LoRA adapters calls the part of one rank its input's size.
+    """Return the size of a linear module's input on all ranks together, and the number of ranks it is split over."""
+    # vLLM's wrapper for LoRA adapters has another `input_size`: that of one rank's part.
     linear: Any = getattr(module, "base_layer", module)
     whole = int(linear.input_size)
     part = int(getattr(linear, "input_size_per_partition", whole))

@@ -1,6 +1,6 @@
-"""What the first layer reads: a token's embedding, with what the model multiplies it by, or adds for its position.
+"""Site `embed`: the input of the first layer, a token's embedding after any scale and position embedding.
 
-It is transformers' `hidden_states[0]`, and `resid_pre` of layer 0.
+It equals transformers' `hidden_states[0]`, and `resid_pre` of layer 0.
 """
 
 from __future__ import annotations

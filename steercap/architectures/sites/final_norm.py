@@ -1,4 +1,4 @@
-"""What the model makes its logits of: the last row of the stream, behind the final norm."""
+"""Site `final_norm`: the output of the final norm, from which the model makes its logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FinalNorm(Site):
-    """Tap on the output of the norm behind the layers; a model has one, and on the last pipeline stage."""
+    """Tap on the output of the norm after the last layer; it exists once in a model, on the last pipeline stage."""
 
     of_model = -1
     within = "decoder"

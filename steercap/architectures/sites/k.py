@@ -1,4 +1,4 @@
-"""What each token is found by: the keys that attention reads and caches, after rotary embedding and norms.
+"""Site `k`: the keys that attention reads and caches, after rotary embedding and norms.
 
 [kv_heads, head_dim].
 """

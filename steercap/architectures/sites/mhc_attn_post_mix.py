@@ -1,4 +1,4 @@
-"""By what a layer's attention block is added to each stream: [streams], float32, 0 to 2."""
+"""Factors by which the attention block's output is added to each stream: [streams], float32, 0 to 2."""
 
 from steercap.architectures.sites.streams import Coefficients
 

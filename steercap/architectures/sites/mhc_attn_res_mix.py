@@ -1,4 +1,4 @@
-"""How the streams are mixed behind a layer's attention block: [from, to], float32, rows and columns of sum 1."""
+"""Matrix that mixes the streams after the attention block: [from, to], float32, rows and columns of sum 1."""
 
 from steercap.architectures.sites.streams import Coefficients
 

@@ -1,4 +1,4 @@
-"""By what a layer's feed-forward block is added to each stream: [streams], float32, 0 to 2."""
+"""Factors by which the feed-forward block's output is added to each stream: [streams], float32, 0 to 2."""
 
 from steercap.architectures.sites.streams import Coefficients
 

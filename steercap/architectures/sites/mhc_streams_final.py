@@ -1,4 +1,4 @@
-"""The streams behind the last layer, [streams, hidden], which the model collapses to one row for its final norm."""
+"""Streams after the last layer, [streams, hidden], which the model collapses to one row for its final norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FinalStreams(Site):
-    """Tap on what the model's last operator takes; a model has one, on the last pipeline stage."""
+    """Tap on the input of the model's collapsing operator; it exists once in a model, on the last pipeline stage."""
 
     of_model = -1
     within = "decoder"

@@ -1,4 +1,4 @@
-"""The streams as a layer's attention block finds them, [streams, hidden]; in layer 0 the embedding, repeated."""
+"""Streams before a layer's attention block, [streams, hidden]; in layer 0 the embedding, repeated."""
 
 from typing import ClassVar
 
@@ -6,7 +6,7 @@ from steercap.architectures.sites.streams import Streams
 
 
 class BeforeAttention(Streams):
-    """Streams that keys and values are made of."""
+    """Streams from which keys and values are made."""
 
     before_keys: ClassVar[bool] = True
 

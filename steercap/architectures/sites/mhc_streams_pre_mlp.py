@@ -1,4 +1,4 @@
-"""The streams as a layer's feed-forward block finds them: [streams, hidden]."""
+"""Streams before a layer's feed-forward block, [streams, hidden]."""
 
 from steercap.architectures.sites.streams import Streams
 

@@ -1,4 +1,4 @@
-"""What a layer's feed-forward block reads: the stream, normed where the norm comes first."""
+"""Site `mlp_in`: the input of a layer's feed-forward block, normed where the norm comes first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MlpIn(Site):
-    """Tap on what the family's feed-forward block reads, apart from what reads the same beside it."""
+    """Tap on the input of the family's feed-forward block; edits reach no other module that reads the same tensor."""
 
     def known(self, family: Family) -> bool:
         return bool(family.mlp_input)

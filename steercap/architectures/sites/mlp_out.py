@@ -1,4 +1,4 @@
-"""What a layer's feed-forward block adds to the residual stream, any norm after it included."""
+"""Site `mlp_out`: the term that a layer's feed-forward block adds to the residual stream, after any norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MlpOut(Site):
-    """Tap on the output of the family's last module of the feed-forward block."""
+    """Tap on the output of the last module of the family's feed-forward block."""
 
     def known(self, family: Family) -> bool:
         return bool(family.mlp_out)

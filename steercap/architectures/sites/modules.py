@@ -1,7 +1,7 @@
-"""What a module reads or gives, by its path: a site that nobody wrote down, of any module with a row for each token.
+"""Sites named by the path of a module and its end: the input or output of any module with a row for each token.
 
-`model.layers.*.mlp.down_proj.input` is one in every layer, `model.norm.output` one of the model. What its rows are is
-seen in a pass before the taps are put in, see `adapters.observing`.
+`model.layers.*.mlp.down_proj.input` is one in every layer, `model.norm.output` one of the model. The shape of their
+rows is observed in a pass before taps are installed, see `adapters.observing`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class ModuleSite(Site):
-    """Tap on a copy of what a module reads, or gives, which edits change for those alone who take it from there.
+    """Tap on a copy of a module's input or output; edits affect only the module, or only those who read its output.
 
     Args:
-        name: its path, with a `*` for the layer if it is in one, and "input" or "output".
+        name: path of the module, with a `*` for the layer if it is in one, then ".input" or ".output".
     """
 
-    #: What a module is for is not known.
+    #: The role of the module is unknown, so its keys and values may depend on it.
     before_keys: ClassVar[bool] = True
 
     def __init__(self, name: str) -> None:
@@ -42,7 +42,7 @@ class ModuleSite(Site):
     @classmethod
     @cache
     def named(cls, name: str) -> ModuleSite:
-        """The site of a name."""
+        """Return the site of a name."""
         return cls(name)
 
     def known(self, family: Family) -> bool:

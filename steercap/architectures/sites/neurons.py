@@ -1,4 +1,4 @@
-"""What a layer's neurons are: the input of the down projection, after the activation and any gate."""
+"""Site `neurons`: the input of the down projection, after the activation and any gate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Neurons(Site):
-    """Tap on the input of the family's down projection; tensor-parallel ranks have some of the neurons each."""
+    """Tap on the input of the family's down projection; each tensor-parallel rank has some of the neurons."""
 
     def known(self, family: Family) -> bool:
         return bool(family.mlp_proj)

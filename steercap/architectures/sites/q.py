@@ -1,4 +1,4 @@
-"""What each head looks for: the queries that attention reads, after rotary embedding and norms, [heads, head_dim]."""
+"""Site `q`: the queries that attention reads, after rotary embedding and norms, [heads, head_dim]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The residual stream between a layer's blocks: what attention has added to it is there."""
+"""Site `resid_mid`: the residual stream between a layer's blocks, after attention has been added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ResidMid(Site):
-    """Tap on the stream as the family's first module behind the attention block takes it."""
+    """Tap on the stream where the family's first module after the attention block takes it."""
 
     first: ClassVar[bool] = True
 
@@ -23,7 +23,7 @@ class ResidMid(Site):
         return bool(family.resid_mid)
 
     def exists(self, family: Family, config: Any, layer: int) -> bool:
-        # Layers that norm their sums have no such row: what they go on with is a norm's output.
+        # Layers that norm their sums have no such row: they continue with a norm's output.
         return self.known(family) and (family.varied or family.factor(config) is not None)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:

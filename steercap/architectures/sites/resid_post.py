@@ -1,4 +1,7 @@
-"""The residual stream as a layer leaves it: transformers' `hidden_states[layer + 1]`, before any final norm."""
+"""Site `resid_post`: the residual stream after a layer.
+
+It is transformers' `hidden_states[layer + 1]`, before any final norm.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ResidPost(Site):
-    """Tap on the layer's output, the deferred residual added where the family has one."""
+    """Tap on the layer's output, with the deferred residual added where the family has one."""
 
     def known(self, family: Family) -> bool:
         return not family.mhc

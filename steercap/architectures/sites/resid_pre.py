@@ -1,4 +1,4 @@
-"""The residual stream as a layer receives it: transformers' `hidden_states[layer]`."""
+"""Site `resid_pre`: the residual stream before a layer, transformers' `hidden_states[layer]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ResidPre(Site):
-    """Tap on the layer's input, the deferred residual added where the family has one and it is already there."""
+    """Tap on the layer's input, with the deferred residual added where the family has one and it is passed."""
 
     name: ClassVar[str] = "resid_pre"
     before_keys: ClassVar[bool] = True
@@ -34,7 +34,7 @@ class ResidPre(Site):
 
 
 def taken_by(layer: nn.Module, family: Family) -> Terms:
-    """Of one of vLLM's decoder layers' arguments, the stream and its deferred part."""
+    """Return a function from the arguments of one of vLLM's decoder layers to the stream and its deferred part."""
     names = list(inspect.signature(layer.forward).parameters)
     hidden_name, residual_name = family.hidden_input, family.residual_input
     hidden_at = names.index(hidden_name)

@@ -1,4 +1,4 @@
-"""What a mixture of experts chooses by: the router's logits of all experts, float32, before any softmax."""
+"""Site `router`: the router's logits of all experts, float32, before any softmax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Router(Site):
-    """Tap on the output of the family's gate, which every rank has whole."""
+    """Tap on the output of the family's gate, which every rank has in full."""
 
     def known(self, family: Family) -> bool:
         return bool(family.router)
@@ -31,14 +31,15 @@ class Router(Site):
         return output_tap(layer, family.router, "router", tap)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
-        """transformers' gates choose by rules of their own: what is visited is the product that each of them makes, and
-        they choose by it.
+        """Visit the logits in transformers' gate.
+
+        They are the product that the gate computes, before it chooses experts by rules of its own.
         """
         return _Products(layer.get_submodule(located(layer, family.router)), visit)
 
 
 class _Products:
-    """Hooks that visit what linear functions give within a module."""
+    """Hooks that visit the results of linear functions within a module."""
 
     def __init__(self, module: nn.Module, visit: Visit) -> None:
         import torch
@@ -61,7 +62,7 @@ class _Products:
         self._handles = (module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
-        """Take them away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,11 +1,10 @@
-"""What the sites of several streams have in common: the operators that mix the streams, and taps on what these take and
-give.
+"""Base of the sites of several streams: the operators that mix the streams, and taps on their inputs and outputs.
 
 DeepSeek-V4 carries [n, streams, hidden] (manifold-constrained hyper-connections, arXiv:2512.24880). Before each block
-an operator collapses the streams to what the block reads, and gives the coefficients by which it is added to them
+an operator collapses the streams to the block's input, and gives the coefficients by which its output is added to them
 afterwards. Where vLLM fuses, the operator before a block also adds the block before it, so that streams are a tensor
-only once they are mixed again. Operators are modules on CPU; on CUDA they are functions of the layers' file, which a
-layer then has of its own.
+only once they are mixed again. Operators are modules on CPU. On CUDA they are functions in the layers' file, of which
+each layer then gets a copy.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ if TYPE_CHECKING:
     from steercap.architectures.families.base import Family
     from steercap.architectures.sites.base import Removable
 
-#: What layers call the operators that take the streams, and give post mix, residual mix, and what the block reads.
+#: Names of the operators that take the streams, and return post mix, residual mix and the block's input.
 PRE: Final = ("mhc_pre", "mhc_pre_tilelang")
-#: The same for those that make the streams, and give them first: of the block before, and of embeddings.
+#: Names of those that make the streams, of the block before or of embeddings, and return them before these.
 FUSED: Final = ("mhc_fused_post_pre", "mhc_fused_post_pre_tilelang", "mhc_pre_broadcast_tilelang")
-#: What the model calls the operator that collapses its last streams.
+#: Names of the operator that collapses the model's last streams.
 HEAD: Final = ("hc_head_op", "hc_head_fused_kernel_tilelang")
 
 
 @cache
 def _function() -> type[nn.Module]:
-    """A function, as a module that hooks can be put on; PyTorch is looked at when the first is made."""
+    """Return the class of a module that calls a function and can have hooks; PyTorch is imported at the first call."""
     from torch import nn
 
     class Function(nn.Module):
@@ -59,8 +58,8 @@ class Operator:
 
     Args:
         module: the operator.
-        arguments: what it calls its arguments.
-        makes: whether it makes the streams, and gives them first.
+        arguments: names of its arguments.
+        makes: True if it makes the streams, and returns them first.
     """
 
     module: nn.Module
@@ -68,12 +67,12 @@ class Operator:
     makes: bool
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call, by their names."""
+        """Return the arguments of a call by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
 
 def operators(module: nn.Module, names: Sequence[str]) -> list[Operator]:
-    """The operators that a module's `forward` may call by these names.
+    """Return the operators that a module's `forward` may call by these names.
 
     Raises:
         UnsupportedModel: it calls none of them.
@@ -92,9 +91,9 @@ def operators(module: nn.Module, names: Sequence[str]) -> list[Operator]:
 
 
 def _functions(module: nn.Module) -> dict[str, nn.Module]:
-    """The operators that a module's `forward` calls as functions, as modules.
+    """Return the operators that a module's `forward` calls as functions, wrapped in modules.
 
-    From then on `forward` is the same code over a copy of its file's names, in which these are its own.
+    From then on `forward` is the same code with a copy of its file's globals, in which these functions are replaced.
     """
     written: Any = getattr(module.forward, "__func__", None)
     if written is None:
@@ -116,13 +115,13 @@ class Hooks:
     handles: Sequence[Removable]
 
     def remove(self) -> None:
-        """Take them away."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
 
 def tapped(operator: nn.Module, name: str, tap: Tap) -> Callable[[torch.Tensor], None]:
-    """What taps a tensor [n, *shape of a row] that an operator takes or gives; `name` is the site's."""
+    """Return a function that taps a tensor [n, *shape of a row] of an operator; `name` is the name of the site."""
     from steercap.kernels.tap import tap as call
 
     buffer = f"steercap_{name}"
@@ -136,17 +135,17 @@ def tapped(operator: nn.Module, name: str, tap: Tap) -> Callable[[torch.Tensor],
 
 
 class OfBlock(Site):
-    """A place before one of a layer's blocks.
+    """A site before one of a layer's blocks.
 
     Args:
-        name: of the site.
-        block: "attn" or "ffn", by which the layer calls the operator's weights.
+        name: name of the site.
+        block: "attn" or "ffn", the name of the block in the names of its weights.
     """
 
     def __init__(self, name: str, block: str) -> None:
         self.name = name
         self.weights = f"hc_{block}_fn"
-        #: transformers' module in place of the operator.
+        #: Module of transformers that corresponds to the operator.
         self.module = f"{block}_hc"
 
     def known(self, family: Family) -> bool:
@@ -161,7 +160,7 @@ class OfBlock(Site):
 
     @abstractmethod
     def shape(self, streams: int, sizes: Sizes) -> RowShape:
-        """What its rows are, of so many streams."""
+        """Return the shape of its rows for this number of streams."""
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> Removable:
         pre = operators(layer, PRE)
@@ -173,20 +172,20 @@ class OfBlock(Site):
     def hook(
         self, operator: Operator, pre: Operator, weights: torch.Tensor, see: Callable[[torch.Tensor], None]
     ) -> Removable:
-        """Put a tap on an operator, which the layer calls for both blocks.
+        """Tap an operator, which the layer calls for both blocks.
 
         Args:
-            operator: which.
-            pre: of the layer's, the one that takes the streams.
-            weights: those that it is called with for the block of this site.
-            see: the tap.
+            operator: operator to tap.
+            pre: the layer's operator that takes the streams.
+            weights: weights that it is called with for the block of this site.
+            see: function that taps a tensor.
         """
 
 
 class Streams(OfBlock):
-    """The streams as a block finds them, all of which the operator before it reads."""
+    """Streams before a block, which the operator before it reads."""
 
-    #: What reads the coefficients, which are of the edited streams, comes behind it.
+    #: The taps of coefficients, which are computed from the edited streams, run after it.
     first: ClassVar[bool] = True
 
     def shape(self, streams: int, sizes: Sizes) -> RowShape:
@@ -195,8 +194,10 @@ class Streams(OfBlock):
     def hook(
         self, operator: Operator, pre: Operator, weights: torch.Tensor, see: Callable[[torch.Tensor], None]
     ) -> Removable:
-        """Where the operator takes the streams, an edit is made before it. Where it makes them, what it computed of
-        rows that an edit changed is computed again; of others it stays, bit for bit.
+        """Edit the streams before the operator if it takes them.
+
+        If it makes them, its results for the rows that an edit changed are computed again; the others stay, bit for
+        bit.
         """
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -222,13 +223,13 @@ class Streams(OfBlock):
 def _again(
     pre: Operator, given: Mapping[str, Any], made: Sequence[Any], see: Callable[[torch.Tensor], None]
 ) -> tuple[Any, ...]:
-    """What an operator gave, with what it made of streams that an edit changed replaced by what is made of them now.
+    """Return an operator's results, recomputed for the rows whose streams an edit changed.
 
     Args:
-        pre: the operator that takes streams.
-        given: to the operator.
-        made: the streams, and what it made of them.
-        see: the tap on the streams.
+        pre: operator that takes streams.
+        given: arguments of the operator.
+        made: its results: the streams, then the others.
+        see: function that taps the streams.
     """
     streams, *before = made
     clean = streams.clone()
@@ -241,12 +242,12 @@ def _again(
 
 
 class Coefficients(OfBlock):
-    """What the operator mixes the streams by behind the block: read alone, since kernels hold it elsewhere too.
+    """Coefficients that mix the streams after the block; read-only, since kernels hold copies of them.
 
     Args:
         name, block: see `OfBlock`.
-        output: which of what the operator gives, the streams not counted.
-        axes: of a row, each as long as there are streams.
+        output: index among the operator's results, the streams not counted.
+        axes: number of axes of a row, each as long as there are streams.
     """
 
     writable: ClassVar[bool] = False
@@ -282,11 +283,11 @@ class Coefficients(OfBlock):
 
 
 def collapsed(model: Any, rows: torch.Tensor) -> torch.Tensor:
-    """What a model's end makes of the last streams, past the tap on them: [n, hidden].
+    """Collapse the last streams as the model's end does, bypassing the tap on them: [n, hidden].
 
     Args:
-        model: the module that holds the layers.
-        rows: [n, streams × hidden].
+        model: module that holds the layers.
+        rows: streams, [n, streams × hidden].
     """
     (head,) = operators(model, HEAD)
     streams = rows.view(len(rows), model.hc_mult, -1)

@@ -1,4 +1,4 @@
-"""What each token gives to those that attend to it: the values that attention caches, [kv_heads, head_dim]."""
+"""Site `v`: the values that attention reads and caches, [kv_heads, head_dim]."""
 
 from __future__ import annotations
 

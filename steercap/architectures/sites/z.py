@@ -1,4 +1,4 @@
-"""What each attention head gives, before the output projection: [heads, head_dim]."""
+"""Site `z`: the output of each attention head, before the output projection, [heads, head_dim]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Z(Site):
-    """Tap on the input of the family's output projection; tensor-parallel ranks have some of the heads each."""
+    """Tap on the input of the family's output projection; each tensor-parallel rank has some of the heads."""
 
     def known(self, family: Family) -> bool:
         return bool(family.attn_proj)
@@ -25,7 +25,7 @@ class Z(Site):
         head_dim = sizes.head_dim
         if family.attention:
             attention: Any = layer.get_submodule(located(layer, family.attention))
-            head_dim = int(attention.head_size_v)  # of some models, layers differ
+            head_dim = int(attention.head_size_v)  # layers of some models differ in it
         return RowShape((width // head_dim, head_dim), shards)
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:

@@ -1,7 +1,7 @@
 """All messages between client and workers: a closed, tagged set of msgspec frames.
 
-Arrays travel as raw little-endian bytes, rows as line numbers of shared memory, or as bytes where memory cannot be
-shared. Nothing is pickled. `core.framing` says what each begins with, and how large its fields may be.
+Arrays travel as raw little-endian bytes; rows as line numbers of shared memory, or as bytes where memory cannot be
+shared. Nothing is pickled. `core.framing` defines the header and the limits of field sizes.
 """
 
 from __future__ import annotations
@@ -130,25 +130,25 @@ _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 
 
 def encode(message: Message) -> bytes:
-    """A frame as bytes."""
+    """Encode a message as a frame."""
     return framed(_ENCODER.encode(message))
 
 
 def decode_call(frame: bytes) -> Call:
-    """The client's frame.
+    """Decode a frame from the client.
 
     Raises:
-        InvalidFrame: it is none of this version, damaged, or out of bounds.
+        InvalidFrame: not of this version, damaged, or out of bounds.
     """
     found: Call = read(_CALLS, frame, "a question of the client")
     return found
 
 
 def decode_answer(frame: bytes) -> Answer:
-    """A worker's frame.
+    """Decode a frame from a worker.
 
     Raises:
-        InvalidFrame: it is none of this version, damaged, or out of bounds.
+        InvalidFrame: not of this version, damaged, or out of bounds.
     """
     found: Answer = read(_ANSWERS, frame, "an answer of a worker")
     return found

@@ -1,4 +1,4 @@
-"""What a worker answers."""
+"""Answers of workers to the client."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from steercap.core.schema import PointSchema
 
 
 class NotCapturing(Message, frozen=True, tag="NotCapturing"):
-    """This rank captures nothing: another rank captures all its rows."""
+    """Answer of a rank that captures nothing, since another rank captures all its rows."""
 
 
 class Attached(Message, frozen=True, tag="Attached"):
-    """What one capturing rank holds.
+    """Answer to Attach: points, memory and layers of one capturing rank.
 
     Args:
         points: indices into the engine's armed points of those that this rank keeps.
-        schemas: of these points.
-        shard: which shard of a point that is split this rank has.
+        schemas: schemas of these points.
+        shard: index of this rank's shard of points that are split.
         page_lines: lines of a page.
         pages: pages of the arena.
         bank_rows: rows of the vector bank.
-        bank_width: elements of such a row: of the widest point on this rank.
-        reductions: how many can run along at once.
-        held: rows that such a reduction holds apart, which go to the arena with it once its request has ended.
-        path: where a process of the same machine can open the arena.
+        bank_width: elements of a bank row: those of the widest point on this rank.
+        reductions: number of reductions that can run along at once.
+        held: number of rows that such a reduction keeps apart, which go to the arena with it when its request has
+            ended.
+        path: path by which a process of the same machine can open the arena.
         nonce: first bytes of the arena, which identify it.
-        loaded: the layers of this rank.
-        attention: of each layer whose queries and keys are armed here, how its heads on this rank weigh keys.
+        loaded: decoder layers of this rank.
+        attention: attention rule of this rank's heads, for each layer whose queries and keys are armed here.
     """
 
     points: tuple[Whole, ...]
@@ -52,16 +53,16 @@ class Attached(Message, frozen=True, tag="Attached"):
 
 
 class Unembedded(Message, frozen=True, tag="Unembedded"):
-    """What logits rows give.
+    """Answer to Unembed: logits of rows.
 
     Args:
-        logits: of the tokens asked for, float32 [n, tokens], as bytes.
-        least: of each row, the least logit of all tokens.
-        most: of each row, the greatest.
-        spread: of each row, the standard deviation of the logits of all tokens.
-        total: of each row, the logarithm of the sum of their exponentials.
-        top: of each row, the tokens of the greatest logits, int64 [n, top], greatest first, as bytes.
-        best: their logits, float32 [n, top], as bytes.
+        logits: logits of the requested tokens, float32 [n, tokens], as bytes.
+        least: least logit of all tokens, for each row.
+        most: greatest logit of all tokens, for each row.
+        spread: standard deviation of the logits of all tokens, for each row.
+        total: logarithm of the sum of the exponentials of all logits, for each row.
+        top: tokens of the greatest logits, int64 [n, top], greatest first, as bytes.
+        best: logits of these tokens, float32 [n, top], as bytes.
     """
 
     logits: Data
@@ -74,7 +75,7 @@ class Unembedded(Message, frozen=True, tag="Unembedded"):
 
 
 class Projected(Message, frozen=True, tag="Projected"):
-    """Answer to Project: the bytes of [n, hidden], float32."""
+    """Answer to Project: rows of [n, hidden], float32, as bytes."""
 
     rows: Data
 
@@ -83,9 +84,9 @@ class Chosen(Message, frozen=True, tag="Chosen"):
     """Answer to Choose.
 
     Args:
-        ids: of the experts, int64 [n, k], as bytes.
-        weights: theirs, float32 [n, k], as bytes.
-        refused: why logits alone do not say which experts the layer chooses, or "".
+        ids: ids of the experts, int64 [n, k], as bytes.
+        weights: weights of the experts, float32 [n, k], as bytes.
+        refused: reason why logits alone do not determine the layer's experts, or "".
     """
 
     ids: Data = b""
@@ -94,19 +95,19 @@ class Chosen(Message, frozen=True, tag="Chosen"):
 
 
 class Parcel(Message, frozen=True, tag="Parcel"):
-    """Where one request's rows are on one rank.
+    """Location and labels of one request's rows on one rank.
 
     Args:
-        owner: whose rows.
-        coding: how the rows are stored.
+        owner: request and sample of the rows.
+        coding: encoding of the rows.
         points: indices into the engine's armed points, in the order of a record.
-        lines: where the records are, in the order of the rows.
-        stored_rows: records in these lines: the rows, or one for a reduction.
-        positions: int64 bytes, position of each row, -1 where none was written.
-        token_ids: int64 bytes, token the model read there.
-        writes: rows written, recomputed ones counted again.
-        failure: why the rows cannot be trusted, or None.
-        nonfinite: the first position with a row that is not finite, and the index of its point; None if all are.
+        lines: arena lines of the records, in the order of the rows.
+        stored_rows: number of records in these lines: one for each row, or one for a reduction.
+        positions: position of each row, -1 where none was written: int64, as bytes.
+        token_ids: id of the token that the model read there: int64, as bytes.
+        writes: number of rows written, recomputed ones counted again.
+        failure: reason why the rows cannot be trusted, or None.
+        nonfinite: first position with a row that is not finite, and the index of its point; None if all are finite.
     """
 
     owner: Owner
@@ -122,7 +123,7 @@ class Parcel(Message, frozen=True, tag="Parcel"):
 
 
 class Unknown(Message, frozen=True, tag="Unknown"):
-    """No rows of this owner were ever seen, or they were given back."""
+    """Answer for an owner without rows here: none were ever seen, or they were released."""
 
     owner: Owner
 
@@ -134,14 +135,17 @@ class Collected(Message, frozen=True, tag="Collected"):
 
 
 class Lines(Message, frozen=True, tag="Lines"):
-    """Answer to Read: the ranges' bytes, one after the other."""
+    """Answer to Read: the bytes of the line ranges, one after the other."""
 
     data: Data
 
 
 class Counted(Message, frozen=True, tag="Counted"):
-    """Answer to Census: requests whose rows, or record of edits, are held; pages; rows and passes so far; sketches;
-    SAEs; what tables take, and whether the arena is pinned.
+    """Answer to Census: resources in use on one worker.
+
+    The number of requests whose rows (`requests`) or steering record (`steered`) are held; pages; rows written and
+    passes
+    so far; sketches; SAEs; the bytes of tables; and True if the arena is pinned.
     """
 
     requests: Whole
@@ -164,7 +168,7 @@ class Configured(Message, frozen=True, tag="Configured"):
     """Answer to Configure.
 
     Args:
-        refused: digests of the configurations that are not in place, because a request that has ended for the
+        refused: digests of the configurations that were not written, because a request that has ended for the
             client, but not yet left the engine, uses their slot or rows they need.
     """
 
@@ -172,16 +176,16 @@ class Configured(Message, frozen=True, tag="Configured"):
 
 
 class SteeringRecord(Message, frozen=True, tag="SteeringRecord"):
-    """What one rank did to one request.
+    """Record of the edits that one rank made to one request.
 
     Args:
-        owner: whose rows.
-        computed: bit `i` says whether position `i` was computed here, rather than read from the prefix cache.
-        rows: rows that each edit touched, all its points on this rank together.
-        failure: why the edits cannot be trusted, or None.
-        primary: whether these rows count in the receipt; the other ranks of a tensor-parallel group touch the same.
-        biased: bit `i` says whether the logits of position `i` got their biases here; None where none are made.
-        entries: how many logits these were, all positions together.
+        owner: request and sample.
+        computed: bit `i` is set if position `i` was computed here, rather than read from the prefix cache.
+        rows: number of rows that each edit touched, at all its points on this rank together.
+        failure: reason why the edits cannot be trusted, or None.
+        primary: True if these rows count in the receipt; the other ranks of a tensor-parallel group touch the same.
+        biased: bit `i` is set if the logits of position `i` got their biases here; None where no logits are made.
+        entries: number of logits biased, at all positions together.
     """
 
     owner: Owner
@@ -200,19 +204,19 @@ class Settled(Message, frozen=True, tag="Settled"):
 
 
 class Engaged(Message, frozen=True, tag="Engaged"):
-    """Answer to Engage, in its order: the first position that is steered, None of a request that is not here."""
+    """Answer to Engage, in its order: the first position that is steered, None for a request that is not here."""
 
     positions: tuple[Whole | None, ...]
 
 
 class SketchOpened(Message, frozen=True, tag="SketchOpened"):
-    """Answer to OpenSketch and CloseSketch: why there is no room for it, or ""."""
+    """Answer to OpenSketch and CloseSketch: the reason why there is no room for the sketch, or ""."""
 
     refused: Told
 
 
 class Folded(Message, frozen=True, tag="Folded"):
-    """Answer to Fold, in its order: how many rows of each request are in its sketches; -1 where it was not weighed."""
+    """Answer to Fold, in its order: number of each request's rows in its sketches; -1 without a preceding Weigh."""
 
     rows: tuple[WholeOrNone, ...]
 
@@ -221,8 +225,8 @@ class SketchPart(Message, frozen=True, tag="SketchPart"):
     """Answer to ReadSketch; see `sketches.base.State`. A rank that does not keep the point has no rows and no data.
 
     Args:
-        kept: whether this rank has the point.
-        rows, squares, filled: of its state.
+        kept: True if this rank has the point.
+        rows, squares, filled: fields of the state.
         data: the bytes.
     """
 
@@ -237,10 +241,10 @@ class SAEOpened(Message, frozen=True, tag="SAEOpened"):
     """Answer to OpenSAE and CloseSAE.
 
     Args:
-        coming: whether it is on its way, and to be asked for again.
-        full: why there is no room for it, or "".
-        unreachable: why this worker cannot read the client's memory, or "".
-        refused: why what lies there cannot be loaded, or "".
+        coming: True if the encoder is still being loaded; ask again.
+        full: reason why there is no room for it, or "".
+        unreachable: reason why this worker cannot read the client's memory, or "".
+        refused: reason why the encoder in that memory cannot be loaded, or "".
     """
 
     coming: bool = False
@@ -250,13 +254,13 @@ class SAEOpened(Message, frozen=True, tag="SAEOpened"):
 
 
 class Failed(Message, frozen=True, tag="Failed"):
-    """The worker could not answer."""
+    """Answer of a worker that failed to answer, with the reason."""
 
     reason: Told
 
 
 class Unhooked(Message, frozen=True, tag="Unhooked"):
-    """No adapter could hook the worker's model runner."""
+    """Answer of a worker whose model runner no adapter could hook, with the reason."""
 
     reason: Told
 

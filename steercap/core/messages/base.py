@@ -1,4 +1,4 @@
-"""What frames are made of."""
+"""Root and shared parts of the messages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from steercap.core.program import Configuration
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
-    """Root of the frames."""
+    """Root of the messages."""
 
 
 class Owner(msgspec.Struct, frozen=True, array_like=True):
-    """Whose rows: steercap's key of the request and the index of the sample among its `n`."""
+    """Owner of rows: steercap's key of the request, and the index of the sample among its `n`."""
 
     key: Label
     sample: Whole
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """Rows to collect: whose, how many inputs the sequence has, and how many rows the client has already."""
+    """Rows to collect: their owner, the number of inputs of the sequence, and the number of rows already fetched."""
 
     owner: Owner
     total: Whole
@@ -28,7 +28,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Joining(msgspec.Struct, frozen=True, array_like=True):
-    """A finished request whose rows shall enter sketches, by their names."""
+    """A finished request whose rows shall be added to sketches, by the sketches' names."""
 
     wanted: Wanted
     sketches: tuple[Label, ...]
@@ -46,7 +46,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         digest: see `core.program.blob_digest`.
-        bank_rows: the row of each.
+        bank_rows: bank row of each vector.
         data: the float32 bytes.
     """
 
@@ -56,14 +56,14 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TableBytes(msgspec.Struct, frozen=True, array_like=True):
-    """What taps take beside the arena, in bytes.
+    """Memory of a worker's taps beside the arena, in bytes.
 
     Args:
         ring: device memory of rows on their way to the arena; 0 on CPU, where rows need no copy.
-        ring_in_use: of that, rows of passes that are not copied yet.
-        bank: the vector bank.
-        accumulators: reductions that run along, and the rows that they hold apart.
-        pinned: memory of the host that is locked in place for the device, that of the arena not included.
+        ring_in_use: part of the ring with rows of passes that are not copied yet.
+        bank: vector bank.
+        accumulators: reductions that run along, and the rows that they keep apart.
+        pinned: host memory that is locked in place for the device, that of the arena not included.
     """
 
     ring: Large = 0
@@ -74,12 +74,12 @@ class TableBytes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
-    """What decoder layers a rank has loaded.
+    """Decoder layers that a rank has loaded.
 
     Args:
-        family: that knows their classes, "" where what they take and give was derived.
-        code: their classes, as families name them, and the fingerprint of the code of each one's `forward`.
-        candidates: how many families they may be of.
+        family: name of the family that knows their classes, "" where their inputs and outputs were derived.
+        code: fingerprint of the code of `forward` of each of their classes, by the name that families use.
+        candidates: number of families they may be of.
     """
 
     family: Label = ""
@@ -88,15 +88,15 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
-    """All of an SAE's encoder but its numbers; see `saes.encoder.Encoder`.
+    """Shape and options of an SAE's encoder, without its weights; see `saes.encoder.Encoder`.
 
     Args:
-        d_in: elements of a row.
-        d_sae: features.
-        k: the most features of a row that are active, 0 for any number.
-        normalisation: what is done to a row first.
-        centred: whether its mean is subtracted before that.
-        thresholds, shifts: whether it has these.
+        d_in: number of elements of a row.
+        d_sae: number of features.
+        k: maximum number of active features of a row, 0 for any number.
+        normalisation: name of the normalisation applied to a row first.
+        centred: True if the row's mean is subtracted before that.
+        thresholds, shifts: True if the encoder has these.
     """
 
     d_in: Whole

@@ -1,4 +1,4 @@
-"""What the client asks of workers."""
+"""Questions of the client to workers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from steercap.core.messages.base import EncoderShape, Joining, LineRange, Messag
 
 
 class Attach(Message, frozen=True, tag="Attach"):
-    """First frame after start-up: make the arena, say what is armed.
+    """First question after start-up: make the arena, and report the armed points.
 
     Args:
-        capture_bytes: most the arena may take.
+        capture_bytes: maximum size of the arena in bytes.
     """
 
     capture_bytes: Large
 
 
 class Configure(Message, frozen=True, tag="Configure"):
-    """Write vectors, then configurations, for requests about to come; every rank does what it can."""
+    """Write vectors, then configurations, for requests about to come; every rank writes those of its points."""
 
     vectors: tuple[Vectors, ...]
     configurations: tuple[Placed, ...]
 
 
 class Settle(Message, frozen=True, tag="Settle"):
-    """Say what was edited of requests so far; every rank answers.
+    """Report the edits made to requests so far; every rank answers.
 
     Args:
-        wanted: whose edits, and how many inputs each sequence has.
-        ended: whether each of them has ended, and can be forgotten.
+        wanted: owner and number of inputs of each request.
+        ended: True for each request that has ended and can be forgotten.
     """
 
     wanted: tuple[Wanted, ...]
@@ -38,31 +38,31 @@ class Settle(Message, frozen=True, tag="Settle"):
 
 
 class Engage(Message, frozen=True, tag="Engage"):
-    """Let steering begin that was held back, with the first token that is not under way; every rank answers.
+    """Begin steering that was held back, from the first token that is not being computed yet; every rank answers.
 
     Args:
-        owners: whose.
+        owners: owners of the requests.
     """
 
     owners: tuple[Owner, ...]
 
 
 class Collect(Message, frozen=True, tag="Collect"):
-    """Seal finished requests and say where their rows are."""
+    """Seal finished requests and report the location of their rows."""
 
     wanted: tuple[Wanted, ...]
 
 
 class Unembed(Message, frozen=True, tag="Unembed"):
-    """Say what logits rows of the stream give.
+    """Compute logits of rows of the residual stream.
 
     Args:
-        rows: the bytes of [count, hidden].
-        count: how many.
-        dtype: of the rows, torch's name of it.
-        tokens: whose logits are asked for; None for all tokens'.
-        top: how many of the greatest are asked for.
-        normed: whether the final norm is behind the rows.
+        rows: rows [count, hidden], as bytes.
+        count: number of rows.
+        dtype: torch name of their dtype.
+        tokens: ids of the tokens whose logits are requested; None for all tokens.
+        top: number of greatest logits requested.
+        normed: True if the final norm has been applied to the rows.
     """
 
     rows: Data
@@ -74,14 +74,14 @@ class Unembed(Message, frozen=True, tag="Unembed"):
 
 
 class Project(Message, frozen=True, tag="Project"):
-    """Say what a block makes of what its last projection reads.
+    """Apply the last projection of a layer's block to rows of its input.
 
     Args:
-        layer: whose.
-        site: where the rows are read: a name in `families.base.Family.projections`.
-        rows: the bytes of [count, width], of all ranks together.
-        count: how many.
-        dtype: of the rows, torch's name of it.
+        layer: index of the layer.
+        site: site of the rows: a name in `families.base.Family.projections`.
+        rows: rows [count, width], of all ranks together, as bytes.
+        count: number of rows.
+        dtype: torch name of their dtype.
     """
 
     layer: Whole
@@ -92,13 +92,13 @@ class Project(Message, frozen=True, tag="Project"):
 
 
 class Choose(Message, frozen=True, tag="Choose"):
-    """Say which experts a layer's router chooses by their logits.
+    """Compute the experts that a layer's router chooses from their logits.
 
     Args:
-        layer: whose.
-        rows: the bytes of [count, experts].
-        count: how many.
-        dtype: of the rows, torch's name of it.
+        layer: index of the layer.
+        rows: logits [count, experts], as bytes.
+        count: number of rows.
+        dtype: torch name of their dtype.
     """
 
     layer: Whole
@@ -108,24 +108,24 @@ class Choose(Message, frozen=True, tag="Choose"):
 
 
 class Read(Message, frozen=True, tag="Read"):
-    """Send lines as bytes, for clients that cannot map the arena."""
+    """Send arena lines as bytes, for clients that cannot map the arena."""
 
     lines: tuple[LineRange, ...]
 
 
 class Census(Message, frozen=True, tag="Census"):
-    """Count what the worker holds."""
+    """Report the resources in use on the worker."""
 
 
 class OpenSketch(Message, frozen=True, tag="OpenSketch"):
-    """Make room for statistics of rows.
+    """Allocate the statistics of a sketch.
 
     Args:
-        name: of the sketch.
+        name: name of the sketch.
         kind: a name in `SKETCHES`.
-        size: of the sketch, 0 where its kind has none.
+        size: size of the sketch, 0 where its kind has none.
         points: indices into the engine's armed points.
-        most_bytes: what all sketches of a worker may take.
+        most_bytes: maximum bytes of all sketches of a worker.
     """
 
     name: Label
@@ -136,19 +136,19 @@ class OpenSketch(Message, frozen=True, tag="OpenSketch"):
 
 
 class Weigh(Message, frozen=True, tag="Weigh"):
-    """Seal finished requests, and say whether their rows can enter sketches; answered as `Collect` is."""
+    """Seal finished requests, and check that their rows can be added to sketches; answered like `Collect`."""
 
     joining: tuple[Joining, ...]
 
 
 class Fold(Message, frozen=True, tag="Fold"):
-    """Take the rows of requests that were weighed into their sketches, each once however often it is asked."""
+    """Add the rows of requests after `Weigh` to their sketches, once only, however often it is asked."""
 
     joining: tuple[Joining, ...]
 
 
 class ReadSketch(Message, frozen=True, tag="ReadSketch"):
-    """Send bytes `start` to `stop` of what a sketch holds of a point, its tensors one after the other."""
+    """Send bytes `start` to `stop` of a sketch's tensors at a point, which are stored one after the other."""
 
     name: Label
     point: Whole
@@ -157,7 +157,7 @@ class ReadSketch(Message, frozen=True, tag="ReadSketch"):
 
 
 class CloseSketch(Message, frozen=True, tag="CloseSketch"):
-    """Free a sketch; whether there is one does not matter."""
+    """Free a sketch; do nothing if there is none."""
 
     name: Label
 
@@ -168,10 +168,10 @@ class OpenSAE(Message, frozen=True, tag="OpenSAE"):
     Args:
         digest: see `saes.encoder.Encoder.digest`.
         point: index of the point that it reads, among the engine's armed ones.
-        shape: of the encoder.
-        path: where a process of the same machine can open the memory that holds it.
+        shape: shape of the encoder.
+        path: path by which a process of the same machine can open the memory with its weights.
         nonce: first bytes of that memory.
-        most_bytes: what all SAEs of a worker may take.
+        most_bytes: maximum bytes of all SAEs of a worker.
     """
 
     digest: Digest
@@ -183,7 +183,7 @@ class OpenSAE(Message, frozen=True, tag="OpenSAE"):
 
 
 class CloseSAE(Message, frozen=True, tag="CloseSAE"):
-    """Free an SAE once no request that runs reads with it; whether there is one does not matter."""
+    """Free an SAE once no running request reads with it; do nothing if there is none."""
 
     digest: Digest
     point: Whole
@@ -211,7 +211,7 @@ Question: TypeAlias = (
 
 
 class Call(Message, frozen=True, tag="Call"):
-    """One RPC: rows given back since the last one, then a question."""
+    """One RPC: the owners whose rows were released since the last one, then a question."""
 
     released: tuple[Owner, ...]
     question: Question
