@@ -17,8 +17,8 @@ Member = TypeVar("Member")
 class Registry(Mapping[str, Member], Generic[Member]):
     """Members of one plug-in axis by name, in the order of their names.
 
-    Every module of `package` that holds a global `MEMBER` of type `kind` contributes it
-    under the module's own name. Modules are imported on first use.
+    A module of `package` contributes its global `MEMBER` of type `kind` under the module's own name, or a table of
+    members, `MEMBERS`, under theirs. Modules are imported on first use.
 
     Raises:
         UnknownName: on look-up of an unknown name; the message lists the known ones.
@@ -37,9 +37,11 @@ class Registry(Mapping[str, Member], Generic[Member]):
 
     def _discover(self) -> Iterator[tuple[str, Member]]:
         for module in pkgutil.iter_modules(self._package.__path__):
-            member = getattr(importlib.import_module(f"{self._package.__name__}.{module.name}"), "MEMBER", None)
+            found = importlib.import_module(f"{self._package.__name__}.{module.name}")
+            member = getattr(found, "MEMBER", None)
             if isinstance(member, self._kind):
                 yield module.name, member
+            yield from getattr(found, "MEMBERS", {}).items()
 
     def __getitem__(self, name: str) -> Member:
         members = self._loaded()

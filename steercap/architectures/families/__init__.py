@@ -1,4 +1,4 @@
-"""Registry of model families: one file per family. To add one, add a file with a `MEMBER`.
+"""Registry of model families: entries of tables, and files with a `MEMBER` where a family needs code.
 
 The classes of the loaded layers decide which family serves a model; for layers of no known class a family is derived,
 see `derived`.
@@ -37,7 +37,7 @@ def family_of(architectures: Iterable[str]) -> Family:
     known = sorted(name for family in FAMILIES.values() for name in family.architectures)
     raise UnsupportedModel(
         f"steercap does not know the layers of {', '.join(asked) or 'a model without architectures'}; "
-        f"known: {', '.join(known)}. A family is one file in steercap/architectures/families."
+        f"known: {', '.join(known)}. A family is an entry in a table of steercap/architectures/families."
     )
 
 

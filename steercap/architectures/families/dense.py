@@ -1,0 +1,241 @@
+"""Families of decoders whose feed-forward blocks are dense: by name, in the fields that differ from Llama's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from steercap.architectures.families.base import Family
+
+MEMBERS: Final[Mapping[str, Family]] = {
+    # BioGPT, by transformers' modules: the feed-forward block is no module and ends in `fc2`.
+    "biogpt": Family(
+        architectures=("BioGptForCausalLM",),
+        classes=("biogpt.BioGptDecoderLayer",),
+        layers="biogpt.layers",
+        mlp_out="fc2",
+        mlp_in="fc1",
+        resid_mid="final_layer_norm",
+        final_norm="biogpt.layer_norm",
+        attn_proj="self_attn.out_proj",
+        mlp_proj="fc2",
+    ),
+    # BitNet, by transformers' modules: a norm over all heads, and one over all neurons, before they are projected.
+    "bitnet": Family(architectures=("BitNetForCausalLM",), classes=("bitnet.BitNetDecoderLayer",)),
+    # EXAONE 4: a norm follows each block, and its output is what the block adds; layers return the whole stream
+    # first.
+    "exaone4": Family(
+        architectures=("Exaone4ForCausalLM",),
+        classes=("exaone4.Exaone4DecoderLayer",),
+        attn_out="post_attention_layernorm",
+        mlp_out="post_feedforward_layernorm",
+        attn_in="self_attn",
+        mlp_in="mlp",
+        resid_mid="mlp",
+        residual_output=None,
+        residual_input="",
+    ),
+    # Falcon 7B to 180B: layers take and return the whole stream.
+    # transformers passes its queries, keys and values to no attention function, so vLLM's cannot be compared with
+    # them.
+    "falcon": Family(
+        architectures=("FalconForCausalLM",),
+        classes=("falcon.FalconDecoderLayer",),
+        layers="transformer.h",
+        attn_out="self_attention",
+        resid_mid="",
+        final_norm="transformer.ln_f",
+        residual_output=None,
+        residual_input="",
+        attn_proj="self_attention.dense",
+        attention="",
+        mlp_proj="mlp.dense_4h_to_h",
+    ),
+    # Gemma 1: embeddings scaled before the first layer; the stream is hidden + residual.
+    "gemma": Family(
+        architectures=("GemmaForCausalLM",),
+        classes=("gemma.GemmaDecoderLayer",),
+    ),
+    # Gemma 2: a norm after each block, whose output is what the block adds; the stream is hidden + residual.
+    "gemma2": Family(
+        architectures=("Gemma2ForCausalLM",),
+        classes=("gemma2.Gemma2DecoderLayer",),
+        attn_out="post_attention_layernorm",
+        mlp_out="post_feedforward_layernorm",
+        attn_in="self_attn",
+        mlp_in="mlp",
+        resid_mid="pre_feedforward_layernorm",
+    ),
+    # Gemma 3 (text): a norm after each block, whose output is what the block adds; the stream is hidden + residual.
+    "gemma3": Family(
+        architectures=("Gemma3ForCausalLM",),
+        classes=("gemma3.Gemma3DecoderLayer",),
+        attn_out="post_attention_layernorm",
+        mlp_out="post_feedforward_layernorm",
+        attn_in="self_attn",
+        mlp_in="mlp",
+        resid_mid="pre_feedforward_layernorm",
+    ),
+    # GLM-4 0414: norms before and after each block; `post_attention_layernorm` is the one before the second.
+    "glm4": Family(
+        architectures=("Glm4ForCausalLM",),
+        classes=("glm4.Glm4DecoderLayer",),
+        attn_out="post_self_attn_layernorm",
+        mlp_out="post_mlp_layernorm",
+        attn_in="self_attn",
+        mlp_in="mlp",
+    ),
+    # GPT-2: layers take and return the whole stream.
+    "gpt2": Family(
+        architectures=("GPT2LMHeadModel",),
+        classes=("gpt2.GPT2Block",),
+        layers="transformer.h",
+        attn_out="attn",
+        resid_mid="ln_2",
+        final_norm="transformer.ln_f",
+        residual_output=None,
+        residual_input="",
+        attn_proj="attn.c_proj",
+        attention="attn.attn",
+        mlp_proj="mlp.c_proj",
+    ),
+    # SantaCoder and StarCoder 1, by transformers' modules: GPT-2 with one head of keys.
+    "gpt_bigcode": Family(
+        architectures=("GPTBigCodeForCausalLM",),
+        classes=("gpt_bigcode.GPTBigCodeBlock",),
+        layers="transformer.h",
+        attn_out="attn",
+        resid_mid="ln_2",
+        final_norm="transformer.ln_f",
+        attn_proj="attn.c_proj",
+        attention="attn.attn",
+        mlp_proj="mlp.c_proj",
+    ),
+    # GPT-NeoX and Pythia, by transformers' modules: attention and feed-forward side by side after a norm each.
+    "gpt_neox": Family(
+        architectures=("GPTNeoXForCausalLM",),
+        classes=("gpt_neox.GPTNeoXLayer",),
+        layers="gpt_neox.layers",
+        attn_out="attention",
+        resid_mid="",
+        final_norm="gpt_neox.final_layer_norm",
+        attn_proj="attention.dense",
+        attention="attention.attn",
+        mlp_proj="mlp.dense_4h_to_h",
+    ),
+    # GPT-J: attention and feed-forward side by side after one norm.
+    # transformers passes its queries, keys and values to no attention function, so vLLM's cannot be compared with
+    # them.
+    "gptj": Family(
+        architectures=("GPTJForCausalLM",),
+        classes=("gpt_j.GPTJBlock", "gptj.GPTJBlock"),
+        layers="transformer.h",
+        attn_out="attn",
+        resid_mid="",
+        final_norm="transformer.ln_f",
+        residual_output=None,
+        residual_input="",
+        attn_proj="attn.out_proj",
+        attention="",
+        mlp_proj="mlp.fc_out",
+    ),
+    # Llama, and models with its layer: norms only before the blocks; the stream is hidden + residual.
+    "llama": Family(
+        architectures=(
+            "LlamaForCausalLM",
+            "LLaMAForCausalLM",
+            "ApertusForCausalLM",
+            "ArceeForCausalLM",
+            "CwmForCausalLM",
+            "Ernie4_5ForCausalLM",
+            "GlmForCausalLM",
+            "HeliumForCausalLM",
+            "HunYuanDenseV1ForCausalLM",
+            "InternLM3ForCausalLM",
+            "Jais2ForCausalLM",
+            "NemotronForCausalLM",
+            "OlmoForCausalLM",
+            "Phi3ForCausalLM",
+            "SeedOssForCausalLM",
+            "SmolLM3ForCausalLM",
+            "VaultGemmaForCausalLM",
+        ),
+        classes=(
+            "llama.LlamaDecoderLayer",
+            "apertus.ApertusDecoderLayer",
+            "arcee.ArceeDecoderLayer",
+            "cwm.CwmDecoderLayer",
+            "ernie4_5.Ernie4_5DecoderLayer",
+            "glm.GlmDecoderLayer",
+            "helium.HeliumDecoderLayer",
+            "hunyuan_v1_dense.HunYuanDenseV1DecoderLayer",
+            "jais2.Jais2DecoderLayer",
+            "nemotron.NemotronDecoderLayer",
+            "olmo.OlmoDecoderLayer",
+            "phi3.Phi3DecoderLayer",
+            "seed_oss.SeedOssDecoderLayer",
+            "smollm3.SmolLM3DecoderLayer",
+            "vaultgemma.VaultGemmaDecoderLayer",
+        ),
+        resid_mid="post_attention_layernorm|feedforward_layernorm|pre_feedforward_layernorm",
+    ),
+    # Mistral: Llama's layer with an optional fourth argument; the stream is hidden + residual.
+    "mistral": Family(
+        architectures=("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"),
+        classes=("mistral.MistralDecoderLayer", "ministral.MinistralDecoderLayer", "ministral3.Ministral3DecoderLayer"),
+    ),
+    # nanochat, by transformers' modules: Llama's layer whose feed-forward block has no gate.
+    "nanochat": Family(
+        architectures=("NanoChatForCausalLM",),
+        classes=("nanochat.NanoChatDecoderLayer",),
+        norms_embeddings=True,
+        mlp_proj="mlp.fc2",
+    ),
+    # OLMo 2 and 3: a norm follows each block, and its output is what the block adds.
+    "olmo2": Family(
+        architectures=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+        classes=("olmo2.Olmo2DecoderLayer", "olmo3.Olmo3DecoderLayer"),
+        attn_out="post_attention_layernorm",
+        mlp_out="post_feedforward_layernorm",
+        attn_in="self_attn",
+        mlp_in="mlp",
+        resid_mid="mlp",
+        residual_output=None,
+        residual_input="",
+    ),
+    # Phi 1 and 2, by transformers' modules: attention and feed-forward side by side after one norm.
+    "phi": Family(
+        architectures=("PhiForCausalLM",),
+        classes=("phi.PhiDecoderLayer",),
+        resid_mid="",
+        final_norm="model.final_layernorm",
+        attn_proj="self_attn.dense",
+        mlp_proj="mlp.fc2",
+    ),
+    # Qwen 2 and 2.5: the stream is hidden + residual.
+    "qwen2": Family(
+        architectures=("Qwen2ForCausalLM",),
+        classes=("qwen2.Qwen2DecoderLayer",),
+    ),
+    # Qwen 3: the stream is hidden + residual.
+    "qwen3": Family(
+        architectures=("Qwen3ForCausalLM",),
+        classes=("qwen3.Qwen3DecoderLayer", "qwen3_vl.Qwen3VLDecoderLayer"),
+    ),
+    # StableLM: layers return a pair, but its first half is already the whole stream.
+    "stablelm": Family(
+        architectures=(
+            "StableLmForCausalLM",
+            "StablelmForCausalLM",
+        ),
+        classes=("stablelm.StablelmDecoderLayer",),
+        residual_output=None,
+        residual_input="",
+    ),
+    # StarCoder 2, by transformers' modules: Llama's layer whose feed-forward block has no gate.
+    "starcoder2": Family(
+        architectures=("Starcoder2ForCausalLM",),
+        classes=("starcoder2.Starcoder2DecoderLayer",),
+        mlp_proj="mlp.c_proj",
+    ),
+}

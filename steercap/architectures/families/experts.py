@@ -1,0 +1,194 @@
+"""Families of decoders with experts: by name, in the fields that differ from Llama's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from steercap.architectures.families.base import Family, unknown
+from steercap.architectures.families.cohere import logit_scale
+from steercap.architectures.families.granite import divisor, multiplier
+
+MEMBERS: Final[Mapping[str, Family]] = {
+    # Trinity: norms before and after each block, a gate on the output of the heads, experts in most layers.
+    "afmoe": Family(
+        architectures=("AfmoeForCausalLM",),
+        classes=("afmoe.AfmoeDecoderLayer",),
+        attn_out="post_attention_layernorm",
+        mlp_out="post_mlp_layernorm",
+        attn_in="self_attn",
+        mlp_in="mlp",
+        resid_mid="pre_mlp_layernorm",
+        gated=True,
+        router="mlp.gate|mlp.router",
+        varied=True,
+    ),
+    # A.X K1: DeepSeek's layer with a norm after the experts; dense layers have that norm too, but do not call it.
+    # So no path names the feed-forward block's output in every layer.
+    "axk1": Family(
+        architectures=("AXK1ForCausalLM",),
+        classes=("AXK1.AXK1DecoderLayer", "axk1.AXK1DecoderLayer"),
+        mlp_out="",
+        attention="",
+        router="mlp.gate",
+        varied=True,
+    ),
+    # Command A with experts: Command R's layer, in some layers with experts.
+    "cohere2_moe": Family(
+        architectures=("Cohere2MoeForCausalLM",),
+        classes=("cohere2_moe.Cohere2MoeDecoderLayer",),
+        resid_mid="",
+        residual_output=None,
+        residual_input="",
+        router="mlp.gate",
+        logits=logit_scale,
+        varied=True,
+    ),
+    # DeepSeek V2, V3, R1 and models with their layer: multi-head latent attention, so keys and values are never made.
+    "deepseek_v2": Family(
+        architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        classes=(
+            "deepseek_v2.DeepseekV2DecoderLayer",
+            "deepseek_v3.DeepseekV3DecoderLayer",
+            "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
+        ),
+        attention="",
+        router="mlp.gate",
+        varied=True,
+    ),
+    # FlexOlmo, by transformers' modules: OLMo 2's layer with experts.
+    "flex_olmo": Family(
+        architectures=("FlexOlmoForCausalLM",),
+        classes=("flex_olmo.FlexOlmoDecoderLayer",),
+        attn_out="post_attention_layernorm",
+        mlp_out="post_feedforward_layernorm",
+        attn_in="self_attn",
+        mlp_in="mlp",
+        resid_mid="mlp",
+        mlp_proj="",
+        router="mlp.gate",
+        varied=True,
+    ),
+    # Gemma 4 (text): a norm after each block, whose output is what the block adds.
+    # The layer then adds an embedding that it looks up by token, if any, and multiplies the whole stream by a
+    # constant of its own.
+    "gemma4": Family(
+        architectures=("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
+        classes=(
+            "gemma4.Gemma4DecoderLayer",
+            "gemma4.Gemma4TextDecoderLayer",
+            "gemma4_unified.Gemma4UnifiedTextDecoderLayer",
+        ),
+        attn_out="post_attention_layernorm",
+        mlp_out="post_feedforward_layernorm",
+        attn_in="self_attn",
+        mlp_in="",
+        resid_mid="pre_feedforward_layernorm",
+        residual_output=None,
+        residual_input="",
+        router="router.proj",
+        factor=unknown,
+        varied=True,
+    ),
+    # gpt-oss: attention with sinks, and experts in every layer; vLLM's module names differ from transformers'.
+    "gpt_oss": Family(
+        architectures=("GptOssForCausalLM",),
+        classes=("gpt_oss.TransformerBlock", "gpt_oss.GptOssDecoderLayer"),
+        attn_out="attn|self_attn",
+        attn_proj="attn.o_proj|self_attn.o_proj",
+        attention="attn.attn|self_attn.attn",
+        mlp_proj="",
+        router="mlp.router",
+        varied=True,
+    ),
+    # Granite 3 with experts: otherwise as Granite.
+    "granitemoe": Family(
+        architectures=("GraniteMoeForCausalLM",),
+        classes=("granitemoe.GraniteMoeDecoderLayer",),
+        mlp_out="block_sparse_moe",
+        residual_output=None,
+        residual_input="",
+        mlp_proj="",
+        router="block_sparse_moe.gate|block_sparse_moe.router",
+        factor=multiplier,
+        logits=divisor,
+        varied=True,
+    ),
+    # Granite with experts and a shared one: the layer adds the two itself, so no module outputs the sum.
+    "granitemoeshared": Family(
+        architectures=("GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM"),
+        classes=("granitemoeshared.GraniteMoeSharedDecoderLayer", "granitemoe_swa.GraniteMoeSWADecoderLayer"),
+        mlp_out="",
+        residual_output=None,
+        residual_input="",
+        mlp_proj="",
+        router="block_sparse_moe.gate|block_sparse_moe.router",
+        factor=multiplier,
+        logits=divisor,
+        varied=True,
+    ),
+    # Llama 4 (text): Llama's layer, the feed-forward block of some layers with experts.
+    # vLLM orders the elements of queries and keys differently, so they cannot be compared with transformers'.
+    "llama4": Family(
+        architectures=("Llama4ForCausalLM",),
+        classes=("llama4.Llama4DecoderLayer", "llama4.Llama4TextDecoderLayer"),
+        mlp_out="feed_forward",
+        attention="",
+        mlp_proj="feed_forward.down_proj",
+        router="feed_forward.router",
+        varied=True,
+    ),
+    # Mixtral: Llama's layer with experts, whose modules have different names in vLLM and transformers.
+    "mixtral": Family(
+        architectures=("MixtralForCausalLM",),
+        classes=("mixtral.MixtralDecoderLayer",),
+        mlp_out="block_sparse_moe|mlp",
+        mlp_proj="",
+        router="block_sparse_moe.gate|mlp.gate",
+        varied=True,
+    ),
+    # Models with Llama's layer and experts in `mlp`, in all layers or in some, with the router `mlp.gate`.
+    "moe": Family(
+        architectures=(
+            "Dots1ForCausalLM",
+            "Ernie4_5_MoeForCausalLM",
+            "ExaoneMoeForCausalLM",
+            "Glm4MoeForCausalLM",
+            "HYV3ForCausalLM",
+            "HunYuanMoEV1ForCausalLM",
+            "MellumForCausalLM",
+            "MiMoV2FlashForCausalLM",
+            "OlmoeForCausalLM",
+            "Qwen2MoeForCausalLM",
+            "SolarOpenForCausalLM",
+        ),
+        classes=(
+            "dots1.Dots1DecoderLayer",
+            "ernie45_moe.Ernie4_5_MoeDecoderLayer",
+            "ernie4_5_moe.Ernie4_5_MoeDecoderLayer",
+            "exaone_moe.ExaoneMoeDecoderLayer",
+            "glm4_moe.Glm4MoeDecoderLayer",
+            "hunyuan_v1_moe.HunYuanMoEV1DecoderLayer",
+            "hy_v3.HYV3DecoderLayer",
+            "mellum.MellumDecoderLayer",
+            "mimo_v2.MiMoV2FlashDecoderLayer",
+            "mimo_v2_flash.MiMoV2FlashDecoderLayer",
+            "olmoe.OlmoeDecoderLayer",
+            "qwen2_moe.Qwen2MoeDecoderLayer",
+            "solar_open.SolarOpenDecoderLayer",
+        ),
+        router="mlp.gate",
+        varied=True,
+    ),
+    # Phi 3.5 with experts: layers return the whole stream first.
+    "phimoe": Family(
+        architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
+        classes=("phimoe.PhiMoEDecoderLayer", "phimoe.PhimoeDecoderLayer"),
+        mlp_out="block_sparse_moe|mlp",
+        residual_output=None,
+        residual_input="",
+        mlp_proj="",
+        router="block_sparse_moe.gate|mlp.router",
+        varied=True,
+    ),
+}

@@ -1,0 +1,118 @@
+"""Families whose layers are of several kinds, or carry several streams: by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from steercap.architectures.families.base import Family, unknown
+from steercap.architectures.families.granite import divisor, multiplier
+
+MEMBERS: Final[Mapping[str, Family]] = {
+    # DeepSeek-V4: several streams, which each layer collapses for its blocks and mixes after them; see
+    # `sites.streams`.
+    # It covers vLLM's layers on CPU, and on CUDA, where each block is fused with the mixing of streams before and
+    # after it.
+    "deepseek_v4": Family(
+        architectures=("DeepseekV4ForCausalLM",),
+        classes=(
+            "deepseek_v4.cpu.model.DeepseekV4DecoderLayer",
+            "deepseek_v4.nvidia.model.DeepseekV4DecoderLayer",
+            "deepseek_v4.DeepseekV4DecoderLayer",
+        ),
+        attn_out="attn|self_attn",
+        mlp_out="ffn|mlp",
+        resid_mid="",
+        mhc=True,
+        hidden_input="x",
+        residual_output=None,
+        residual_input="",
+        attn_proj="",
+        attention="",
+        mlp_proj="",
+        factor=unknown,
+    ),
+    # Granite 4: Mamba 2 in place of attention in most layers; the layer adds the outputs of experts and a shared one.
+    "granitemoehybrid": Family(
+        architectures=("GraniteMoeHybridForCausalLM",),
+        classes=(
+            "granitemoehybrid.GraniteMoeHybridAttentionDecoderLayer",
+            "granitemoehybrid.GraniteMoeHybridMambaDecoderLayer",
+            "granitemoehybrid.GraniteMoeHybridDecoderLayer",
+        ),
+        attn_out="self_attn|mamba",
+        mlp_out="",
+        residual_output=None,
+        residual_input="",
+        mlp_proj="",
+        router="block_sparse_moe.gate|block_sparse_moe.router",
+        factor=multiplier,
+        logits=divisor,
+        varied=True,
+    ),
+    # LFM 2: short convolutions in place of attention in most layers; vLLM passes them an output buffer.
+    "lfm2": Family(
+        architectures=("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+        classes=(
+            "lfm2.Lfm2AttentionDecoderLayer",
+            "lfm2.Lfm2ShortConvDecoderLayer",
+            "lfm2.Lfm2DecoderLayer",
+            "lfm2_moe.Lfm2MoeAttentionDecoderLayer",
+            "lfm2_moe.Lfm2MoeShortConvDecoderLayer",
+            "lfm2_moe.Lfm2MoeDecoderLayer",
+        ),
+        mlp_out="feed_forward",
+        resid_mid="ffn_norm",
+        final_norm="model.embedding_norm",
+        attn_proj="self_attn.out_proj",
+        mlp_proj="feed_forward.w2",
+        router="feed_forward.gate",
+        varied=True,
+    ),
+    # Mamba 2: a layer is one block, in the place of attention in other models.
+    "mamba2": Family(
+        architectures=("Mamba2ForCausalLM",),
+        classes=("mamba2.Mamba2DecoderLayer", "mamba2.Mamba2Block"),
+        layers="backbone.layers",
+        attn_out="mixer",
+        mlp_out="",
+        resid_mid="",
+        final_norm="backbone.norm_f",
+        attn_proj="",
+        attention="",
+        mlp_proj="",
+        single=True,
+    ),
+    # Nemotron-H: a layer is one block, of attention, Mamba 2, feed-forward or experts.
+    "nemotron_h": Family(
+        architectures=("NemotronHForCausalLM",),
+        classes=(
+            "nemotron_h.NemotronHAttentionDecoderLayer",
+            "nemotron_h.NemotronHMLPDecoderLayer",
+            "nemotron_h.NemotronHMambaDecoderLayer",
+            "nemotron_h.NemotronHMoEDecoderLayer",
+            "nemotron_h.NemotronHBlock",
+        ),
+        attn_out="mixer.o_proj|mixer.out_proj",
+        mlp_out="mixer.down_proj",
+        attn_in="mixer",
+        mlp_in="mixer",
+        resid_mid="",
+        final_norm="model.norm_f",
+        attn_proj="mixer.o_proj",
+        attention="mixer.attn",
+        mlp_proj="mixer.down_proj",
+        router="mixer.gate",
+        varied=True,
+        single=True,
+    ),
+    # Qwen 3 Next: a gated delta network in place of attention in most layers, a gate on the heads' output in others.
+    "qwen3_next": Family(
+        architectures=("Qwen3NextForCausalLM",),
+        classes=("qwen3_next.Qwen3NextDecoderLayer",),
+        attn_out="self_attn|linear_attn",
+        gated=True,
+        router="mlp.gate",
+        varied=True,
+    ),
+}
