@@ -114,7 +114,7 @@ async def prepare(
             kept.coding,
             prompt_len=known.prompt_len,
             limit=limit,
-            # Workers may run any distance past a stop string; else only as far as vLLM runs ahead, which they leave out.
+            # Workers may run far past a stop string; else only as far as vLLM runs ahead, which they leave out.
             accumulates=not stops and asked.samples <= engine.reductions,
             vectors=None if needed is None else needed.plan,
         )
