@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-#: What to do instead of a copy.
+#: Advice in the error of an attempted copy.
 INSTEAD: Final = "its statistics lie in the workers; fetch() gives a Sketch, which can be saved and merged"
 
 
