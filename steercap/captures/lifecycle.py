@@ -144,7 +144,7 @@ class Source:
         engine: the engine whose workers hold them.
         owner: key of the rows in the workers.
         ticket: the memory they take.
-        expected: what must come; its last token has no row, since it was never an input.
+        expected: required content of the delivery; its last token has no row, since it was never an input.
         lost: means to recompute them if the engine has died, or None.
     """
 

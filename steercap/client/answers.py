@@ -48,7 +48,7 @@ from steercap.steering.spec import spec_of
 
 _COMPLETIONS: Final = "/v1/completions"
 _PROMPT: Final = ("prompt", "prompt_token_ids")
-#: Tokens that a tokenizer may add around a text, beyond one for each of its bytes at most.
+#: Maximum number of special tokens around a text; the text itself has at most one token for each of its bytes.
 _MARKS: Final = 16
 #: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.
 _READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0}

@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 #: Seconds until a server must have accepted a connection, and for deletions on the server at the end.
 CONNECT_SECONDS: Final = 10.0
 CLOSE_SECONDS: Final = 5.0
-#: Requests that are with the server at once; further ones wait here, in order.
+#: Maximum number of requests at the server at once; further ones wait here, in order.
 AT_ONCE: Final = 256
 #: Header of an answer with the name of the steercap error class.
 ERROR_HEADER: Final = "x-steercap-error"

@@ -81,7 +81,7 @@ def _fields(given: Any) -> dict[str, Any]:
     plain = type(given)()
     names = [name for name in given.__struct_fields__ if not name.startswith("_") and name not in _ITS_OWN]
     values = {name: (getattr(given, name), getattr(plain, name)) for name in names}
-    # Of one type only: an array is not compared.
+    # Only values of the same type are compared, so that an array is not.
     return {name: one for name, (one, other) in values.items() if type(one) is not type(other) or one != other}
 
 

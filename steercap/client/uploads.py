@@ -20,7 +20,7 @@ from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
-#: Files that stay at the server while no request needs them.
+#: Maximum number of files kept at the server while no request needs them.
 _UNUSED: Final = 32
 VECTORS: Final = "/v1/steercap/vectors"
 

@@ -517,7 +517,7 @@ class Calls(Generic[Handle]):
             prompt: one prompt, as for `generate`.
             sampling_params, capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for
                 `generate`, for one sample.
-            monitors: as for `generate`; the chunks say where they fire.
+            monitors: as for `generate`; the chunks hold their crossings.
 
         Yields:
             Chunks, whose texts, token ids and rows concatenate to those of the whole request; the first chunk has the

@@ -47,7 +47,7 @@ class Planned(NamedTuple):
 
     Args:
         plan: the plan, with slots assigned; None if nothing is kept or changed.
-        salt: salt of the prefix cache: what keys and values depend on besides the tokens, "" for nothing.
+        salt: salt of the prefix cache, for keys and values that depend on more than the tokens; else "".
     """
 
     plan: Plan | None

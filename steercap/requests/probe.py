@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 #: Prompt tokens and generated tokens: a prefill pass, then a decode pass.
 _PROMPT, _GENERATED = 3, 2
-#: Most probable tokens whose logits are compared.
+#: Number of most probable tokens whose logits are compared.
 _COMPARED = 20
 
 

@@ -14,7 +14,7 @@ from steercap.kernels.codecs.coded import CodedRows
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Features:
-    """The k features of greatest activation for each row, greatest first.
+    """Most active features of each row: the k of greatest activation, greatest first.
 
     Args:
         ids: ids of these features, int32 [rows, k]; -1 where fewer are active.

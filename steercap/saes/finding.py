@@ -36,7 +36,7 @@ class Layout(NamedTuple):
 
 
 SAE_LENS: Final = Layout("SAELens", "sae_weights.safetensors", "cfg.json", sae_lens.read_recipe)
-#: In the order in which they are looked for.
+#: Formats in the order in which they are looked for.
 LAYOUTS: Final = (
     SAE_LENS,
     Layout("Gemma Scope 2", "params.safetensors", "config.json", gemma_scope.read_recipe, optional=True),
@@ -60,7 +60,7 @@ NAMED: Final = (
         None,
     ),
 )
-#: Repositories whose folders tell nothing, of formats that are not read.
+#: Repositories of cross-layer transcoders, recognised by name alone; the format is not read.
 _CROSS_LAYER: Final = re.compile(r"(?:^|/)clt(?:-|/|$)")
 _FILE: Final = re.compile(r".+\.(?:pth?|safetensors|npz)")
 
