@@ -177,7 +177,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         return self
 
     async def aclose(self) -> None:
-        """Cancel running calls and a start in progress, and stop the engine; within a few seconds. Idempotent.
+        """Cancel running calls and a start, free what is held, and stop the engine, in a few seconds. Idempotent.
 
         It may be called from any event loop, also after the one that the model was started in has ended.
         """

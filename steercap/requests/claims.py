@@ -67,5 +67,5 @@ async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tenso
 
 
 def _experts(engine: Engine, layer: int) -> bool:
-    """Return True if a layer has a router, and so experts whose output is added to that of the neurons."""
+    """Return True if a layer has a router, so that experts may add to the output of its neurons."""
     return engine.exists(Point(layer, "router"))

@@ -181,7 +181,7 @@ class Serving:
         raise AssertionError
 
     async def aclose(self) -> None:
-        """Cancel running tasks and a start in progress, and stop the engine; see `SteerModel.aclose`."""
+        """Cancel running tasks and a start, free what is held, and stop the engine; see `SteerModel.aclose`."""
         self._closed = True
         home, launch = self._home, self._launch
         if home is not None and home.is_here:
