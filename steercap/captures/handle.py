@@ -350,7 +350,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             CaptureNotFetched, CaptureReleased: as for `captures`.
             InvalidRequest: rows that were not captured, or are not what the layer chose by (reduced, projected, kept as
                 codes, from before their edits, not finite), a layer without experts, one that does not choose by logits
-                alone, or a handle from a file.
+                alone, or a handle from a file or a server.
             InvalidSelection: tokens of which no row was captured.
             EngineFailure: the engine has died or was closed.
         """

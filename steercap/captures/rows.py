@@ -75,7 +75,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         """Return the rows of one point, checked to be rows of the model: for a lens, or products with vectors.
 
         Raises:
-            InvalidSpec: random projections are kept of them; or as for `captures[layer, site]`.
+            InvalidSpec: features or random projections are kept of them; or as for `captures[layer, site]`.
             LayerOutOfRange: as for `captures[layer, site]`.
         """
         rows = self.whole(key)
