@@ -140,5 +140,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """What completion offers: names that are not loaded yet included."""
+    """Return the names for completion, including those that are not loaded yet."""
     return sorted({*__all__, *_PACKAGES, "__version__", "__doc__", "__file__", "__name__", "__path__"})

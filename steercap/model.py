@@ -1,4 +1,4 @@
-"""SteerModel: what a user opens."""
+"""The class `SteerModel`, through which users open a model."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from steercap.steering.logit_bias import LogitBias
 
 
-#: What to do instead of a copy.
+#: Advice in the error of an attempted copy.
 INSTEAD: Final = "an engine has one owner; make another SteerModel of the same path"
 
 
 class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
-    """A model served by vLLM whose activations can be read and changed while it generates, embeds or classifies.
+    """Model served by vLLM whose activations can be read and changed while it generates, embeds or classifies.
 
     Args:
         model: path or name of the model, as vLLM takes it.
@@ -54,27 +54,27 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             choose the device: vLLM does.
         sites: sites to arm, one name or several: those of `steercap.architectures.sites`.
         layers: layers to arm them at; all by default.
-        codec: how rows are stored where a `CaptureSpec` does not say; "raw" by default. This and what follows is
-            taken from the environment where it is left out (`STEERCAP_CODEC`, ...), or else from `Settings`.
-        codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say.
-        capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes; taken when
+        codec: default codec of stored rows, for a `CaptureSpec` without one; "raw" by default. This and the following
+            arguments are taken from the environment if left out (`STEERCAP_CODEC`, ...), or else from `Settings`.
+        codec_k, codec_seed: its default `k` and `seed`, for codecs that have them.
+        capture_bytes: maximum shared memory for captured rows on each capturing worker, in bytes; allocated when
             it is used, on CUDA pinned at the start.
-        overflow: what a request does when it finds no room, or no slot: "wait" for its turn, or "error"; with "spill"
+        overflow: action of a request that finds no room, or no slot: "wait" for its turn, or "error"; with "spill"
             it waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
         overflow_timeout: seconds that requests wait while no request runs that could make room.
         spill_folder: folder on disk that rows spill to; `TMPDIR` or /var/tmp by default. No file can be left there.
-        spill_bytes: most bytes that may be there.
-        transport: how rows reach this process: "auto", "shared" or "wire".
+        spill_bytes: maximum bytes there.
+        transport: transport of rows to this process: "auto", "shared" or "wire".
         steering_slots: different steering configurations in use at once; a request that brings one more waits.
         vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
         edits_per_point: rank-one edits that one spec may have at one layer and site.
         arena_bytes: on CUDA, device memory on each capturing worker for rows on their way to shared memory; see
             `Settings`.
-        reduce_bytes: most device memory on each capturing worker for reductions that run along with their requests,
+        reduce_bytes: maximum device memory on each capturing worker for reductions that run along with their requests,
             in bytes; see `Settings`.
-        sketch_bytes: most device memory on each capturing worker for sketches, in bytes; see `Settings`.
-        sae_bytes: most device memory on each capturing worker for SAEs, in bytes; see `Settings`.
-        restart: whether an engine that has died is started again, and what was not handed over runs again; see
+        sketch_bytes: maximum device memory on each capturing worker for sketches, in bytes; see `Settings`.
+        sae_bytes: maximum device memory on each capturing worker for SAEs, in bytes; see `Settings`.
+        restart: True to restart an engine that has died, and to repeat work whose results were not returned yet; see
             `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
@@ -141,11 +141,10 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     def connect(
         url: str, *, api_key: str | None = None, model: str | None = None, timeout: float | None = None
     ) -> RemoteModel:
-        """A model that `steercap serve` has open elsewhere, with the same verbs: `SteerModel.connect(url)` in place of
-        `SteerModel(name)`.
+        """Return a client of a model that `steercap serve` has open, with the same methods as a local one.
 
         Args:
-            url: of the server, such as "http://127.0.0.1:8000".
+            url: address of the server, such as "http://127.0.0.1:8000".
             api_key: the key, if the server wants one.
             model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if
                 left out.
@@ -178,7 +177,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         return self
 
     async def aclose(self) -> None:
-        """Cancel what runs or starts, free what is held, stop the engine; within a few seconds. Idempotent.
+        """Cancel running calls and a start, free what is held, and stop the engine, in a few seconds. Idempotent.
 
         It may be called from any event loop, also after the one that the model was started in has ended.
         """
@@ -233,17 +232,18 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         before_edits: bool = False,
         size: int | None = None,
     ) -> AsyncIterator[RunningSketch]:
-        """Take the rows of every request inside into statistics, in the workers: `async with model.sketch(...) as s:`.
+        """Add the rows of every request inside to statistics, in the workers: `async with model.sketch(...) as s:`.
 
-        Tasks started inside join it; other tasks do not see it. Sketches inside each other are all joined, and must be
-        of the same tokens. A request inside that also captures for itself must keep the same tokens, at least the same
-        points, and raw rows. The statistics are freed when the block ends: `fetch()` before.
+        Tasks started inside join it; other tasks do not see it. Calls join all nested sketches, which must be of the
+        same tokens. A request inside that also captures for itself must keep the same tokens, at least the same points,
+        and
+        raw rows. The statistics are freed when the block ends: `fetch()` before.
 
         Args:
             kind: "moments" (mean and covariance), "variances" (mean and variance of each element), or
-                "frequent_directions" (few rows that stand for all): a name in `steercap.worker.sketches.SKETCHES`.
-            layers, sites, tokens, before_edits: whose rows; as for `CaptureSpec`.
-            size: of "frequent_directions", how many rows; 64 if left out.
+                "frequent_directions" (few rows that approximate all): a name in `steercap.worker.sketches.SKETCHES`.
+            layers, sites, tokens, before_edits: the rows to sketch, as for `CaptureSpec`.
+            size: number of rows of "frequent_directions"; 64 if left out.
 
         Yields:
             A `RunningSketch`.
@@ -271,15 +271,15 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         full: bool = False,
         max_bytes: int = MOST_BYTES,
     ) -> Lens:
-        """What rows of the stream would say next, by the model's own final norm and unembedding, on its workers.
+        """Return next-token predictions of stream rows, by the model's own final norm and unembedding on its workers.
 
         Args:
             rows: [rows, hidden], of any floating-point dtype; they are rounded to the model's.
-            normed: whether the final norm is behind them already, as for rows of "final_norm".
-            top: how many tokens to name.
-            ids: tokens whose log probabilities are wanted.
-            full: whether the logits of all tokens are.
-            max_bytes: the most that these may take.
+            normed: True if the rows are from behind the final norm, as those of "final_norm".
+            top: number of most probable tokens to return.
+            ids: tokens whose log probabilities to return.
+            full: True to return the logits of all tokens.
+            max_bytes: maximum size of these logits in bytes.
 
         Raises:
             InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
@@ -299,7 +299,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def factory(self) -> Callable[[], SteerModel]:
-        """Makes a model of the same arguments, not started, in any process and on any machine."""
+        """Function that makes a model with the same arguments, not started, in any process and on any machine."""
         serving = self.serving
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
@@ -310,7 +310,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         Args:
             text: a str, token ids, which stay as they are, or a conversation of {"role", "content"} dicts, put through
                 the chat template.
-            add_special_tokens: whether a str gets the tokens that the tokenizer puts around a prompt.
+            add_special_tokens: True to add the tokenizer's special tokens to a str.
 
         Raises:
             InvalidSpec: something else.
@@ -319,10 +319,10 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         return tokens_of(self.tokenizer, text, special=add_special_tokens)
 
     def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
-        """Check a spec against this model as a call would, before anything runs.
+        """Check a capture spec against this model as a call would, before anything runs.
 
         Args:
-            spec: what a call is to capture.
+            spec: the capture spec.
 
         Returns:
             The points that it captures, ascending.
@@ -335,7 +335,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         return self.serving.here().captured(spec)[0]
 
     def identity(self) -> dict[str, str]:
-        """Identify the model by all that its answers depend on; a run that is resumed must find the same.
+        """Return everything that the model's answers depend on; a resumed run must find the same.
 
         Returns:
             Strings by name, "" where something is not set: name, revision, dtype, quantization; weights, a commit of
@@ -346,24 +346,24 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         return {**found, "kv_cache_dtype": str(config.cache_config.cache_dtype)}
 
     async def stats(self) -> Stats:
-        """What the model holds now, and its limits."""
+        """Return the present use of the model's memory and slots, and its limits."""
         return await self.serving.surviving(lambda engine: stats_of(engine, self.serving.restarts))
 
-    # What is reachable
+    # Attributes
 
     @property
     def engine(self) -> AsyncLLM:
-        """The AsyncLLM that serves the model, vLLM's own."""
+        """Engine that serves the model, vLLM's own `AsyncLLM`."""
         return self.serving.opened().vllm.llm
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
+        """Tokenizer of the model."""
         return self.serving.opened().vllm.tokenizer
 
     @property
     def origin(self) -> Mapping[str, str]:
-        """The `revision` of the model, "" if none was asked for, and the `dtype` that it computes in."""
+        """Mapping with the model's `revision`, "" if none was asked for, and the `dtype` that it computes in."""
         config = self.engine.model_config
         return {"revision": config.revision or "", "dtype": str(config.dtype).removeprefix("torch.")}
 
@@ -381,23 +381,23 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """The checkpoint's generation_config.json, such as its `eos_token_id`; empty if it has none."""
+        """Content of the checkpoint's generation_config.json, such as its `eos_token_id`; empty if it has none."""
         found: Mapping[str, Any] = self.engine.model_config.try_get_generation_config()
         return found
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that the context holds, those of the prompt and of the answer together."""
+        """Maximum number of tokens of prompt and answer together."""
         return self.serving.opened().vllm.max_model_len
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
+        """Number of decoder layers of the model."""
         return self.serving.opened().vllm.num_layers
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row of the residual stream; `points` has the shape at every other site."""
+        """Number of elements of a row of the residual stream; `points` has the shape at every other site."""
         return self.serving.opened().vllm.hidden_size
 
     @property
@@ -407,25 +407,25 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def verified(self) -> bool:
-        """Whether rows of layers of just this code were compared with transformers'; see `steercap models`.
+        """True if rows of layers with exactly this code were compared with transformers'; see `steercap models`.
 
-        If not, the proof at start is what stands for them.
+        If False, only the proof at start supports them.
         """
         return self.serving.opened().verified
 
     @property
     def proof(self) -> tuple[Claim, ...]:
-        """What was proved of the rows and edits of this engine when it started, and how exactly."""
+        """Claims about rows and edits that were proved when this engine started, with their errors."""
         return self.serving.proof
 
     @property
     def points(self) -> Mapping[Point, PointSchema]:
-        """Points that have a tap, layer by layer, and what the tensor at each of them is."""
+        """Points that have a tap, layer by layer, with the shape and dtype of their rows."""
         return self.serving.opened().schemas
 
 
 def _alike(model: str, settings: Settings, engine_args: Mapping[str, Any], cut: bool) -> SteerModel:
-    """A model that is not started, with settings that another one has."""
+    """Return a model that is not started, with another one's settings."""
     found = SteerModel(model)
     found.settings = settings
     found.serving = Serving(model, settings, engine_args, cut=cut)

@@ -1,4 +1,4 @@
-"""What is read of a model's rows: handles, their rows, what is computed of them, and their files."""
+"""Captured rows on the client: handles, their rows, computations on them, and their files."""
 
 from steercap.captures.tuned_lens import TunedLens
 

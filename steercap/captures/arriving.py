@@ -1,4 +1,4 @@
-"""Rows of requests that still run, as they come."""
+"""Fetch of the rows of requests that still run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrived:
-    """Rows that came.
+    """New rows of a running request.
 
     Args:
-        captures: by point.
-        positions: of each row, int64 [rows].
+        captures: rows by point.
+        positions: position of each row, int64 [rows].
     """
 
     captures: Captures
@@ -29,11 +29,12 @@ class Arrived:
 
 
 async def arrived(engine: Engine, wanted: Sequence[tuple[Owner, Expected]]) -> list[Arrived]:
-    """The rows of samples so far, each checked; with one RPC, which other requests share that ask at the same time.
+    """Fetch and check the rows of samples so far, with one RPC, shared with requests that ask at the same time.
 
     Args:
-        engine: that runs them.
-        wanted: whose, and what must have come: tokens up to one that has no row yet, and rows that came before.
+        engine: the engine that runs them.
+        wanted: owner of each sample, and what must have come: tokens up to one that has no row yet, and the number of
+            rows that came before.
 
     Raises:
         CaptureIncomplete, CaptureNotFinite: see `received`.

@@ -1,10 +1,10 @@
-"""Attention weights out of captured queries and keys, as the model's own layer makes them.
+"""Attention weights computed from captured queries and keys, by the rule of the model's own layer.
 
 Shape legend: heads = query heads; kv_heads = heads of keys, each shared by heads / kv_heads consecutive query heads;
 queries, keys = tokens whose weights are wanted, and tokens that can be attended to.
 
-Weights are computed in float32, whatever the process has set, a few queries at a time, so that memory does not grow
-with queries × keys.
+Weights are computed in float32, whatever autocast setting the process has, a few queries at a time, so that memory does
+not grow with queries × keys.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CHUNK: Final = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class AttentionSummary:
-    """Where each head of a layer looks, from each token.
+    """Most strongly attended tokens of each head of a layer, for each query token.
 
     Args:
-        positions: of the tokens that look, int64 [queries].
+        positions: positions of the query tokens, int64 [queries].
         targets: positions of the most strongly attended tokens, strongest first, int64 [heads, queries, top]; -1 where
             a token sees fewer.
-        weights: how strongly, float32 [heads, queries, top]; 0 at targets of -1.
-        entropy: of all weights of a head and token, that of a sink included, in nats: float32 [heads, queries].
+        weights: their attention weights, float32 [heads, queries, top]; 0 at targets of -1.
+        entropy: entropy of all weights of a head and token, that of a sink included, in nats: float32 [heads, queries].
         first: weight of the first token of the sequence, float32 [heads, queries]; 0 where it is outside of the window.
         sink: weight of the head's learned sink, which is no token, float32 [heads, queries]; 0 in models without.
     """
@@ -47,10 +47,10 @@ class AttentionSummary:
 
 @dataclass(frozen=True, eq=False)
 class Attending:
-    """Queries, the keys that they can see, and how the layer weighs these.
+    """Queries, the keys that they can see, and the attention rule of their layer.
 
     Args:
-        rule: how the layer weighs keys, understood.
+        rule: the layer's attention rule, understood.
         queries: [queries, heads, head_dim], any floating dtype.
         keys: [keys, kv_heads, head_dim].
         query_positions: position of each query, int64 [queries].
@@ -85,7 +85,7 @@ class Attending:
 
     @property
     def _earliest(self) -> Int[torch.Tensor, " queries"]:
-        """The first position that each query sees."""
+        """First position that each query sees, int64 [queries]."""
         window = self.rule.window
         return (
             torch.zeros_like(self.query_positions) if window is None else (self.query_positions - window + 1).clamp(0)
@@ -93,19 +93,19 @@ class Attending:
 
     @property
     def seen(self) -> tuple[Int[torch.Tensor, " queries"], Int[torch.Tensor, " queries"]]:
-        """Where the keys that each query sees begin and end among the keys."""
+        """First and end index, among the keys, of those that each query sees: two of int64 [queries]."""
         first = torch.searchsorted(self.key_positions, self._earliest)
         return first, torch.searchsorted(self.key_positions, self.query_positions, right=True)
 
 
 class Weights(NamedTuple):
-    """Weights of some consecutive queries over consecutive keys, all that any of these queries sees.
+    """Weights of some consecutive queries over consecutive keys, which include all that any of these queries sees.
 
     Args:
-        queries, keys: which.
-        logits: before the softmax, -inf for keys that a query does not see.
-        weights: after it.
-        sink: the weight of each head's sink.
+        queries, keys: slices of the queries and keys.
+        logits: logits before the softmax, -inf for keys that a query does not see.
+        weights: weights after the softmax.
+        sink: weight of each head's sink.
     """
 
     queries: slice
@@ -116,11 +116,11 @@ class Weights(NamedTuple):
 
 
 def weights_of(attending: Attending, chunk: int = CHUNK) -> Iterator[Weights]:
-    """The weights of all queries, some at a time.
+    """Yield the weights of all queries, some queries at a time.
 
     Args:
         attending: queries and keys.
-        chunk: logits to compute at once; those of one query at least.
+        chunk: maximum number of logits to compute at once; at least those of one query are computed.
     """
     first, stop = (ends.tolist() for ends in attending.seen)
     heads = attending.queries.shape[1]
@@ -157,11 +157,11 @@ def _visible(attending: Attending, queries: slice, keys: slice) -> Bool[torch.Te
 
 
 def summarised(attending: Attending, top: int) -> AttentionSummary:
-    """The strongest targets of each head and query, and what all its weights are like.
+    """Return the strongest targets of each head and query, and the entropy, first-token and sink weights.
 
     Args:
         attending: queries and keys.
-        top: targets of each.
+        top: number of targets for each head and query.
     """
     heads, count = attending.queries.shape[1], len(attending.query_positions)
     targets = torch.full((heads, count, top), -1, dtype=torch.int64)
@@ -180,11 +180,11 @@ def summarised(attending: Attending, top: int) -> AttentionSummary:
 
 
 def pattern(attending: Attending, max_bytes: int) -> Float[torch.Tensor, "heads queries keys"]:
-    """The weights of all queries over all keys, 0 for what is not seen.
+    """Return the weights of all queries over all keys, 0 for keys that a query does not see.
 
     Args:
         attending: queries and keys.
-        max_bytes: most that it may take.
+        max_bytes: maximum size of the result in bytes.
 
     Raises:
         InvalidRequest: it takes more.

@@ -1,4 +1,4 @@
-"""A delivery of a request's rows, checked against what must come."""
+"""Checks of a delivery of a request's rows against what the request must give."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expected:
-    """What must come.
+    """Required content of a delivery.
 
     Args:
         name: name of the request, for messages.
-        plan: what was asked.
+        plan: the plan of the request.
         points: the points of the plan.
         tokens: prompt and generated token ids, the last sampled one included.
-        first: rows that have come before.
-        steering: what is known to have been edited.
-        constants: by point, what the codec needs besides what comes; see `CodedRows`.
-        read: by point, what SAEs make of its rows.
+        first: number of rows that have come before.
+        steering: receipt of the edits, if checked.
+        constants: by point, the tensors that the codec needs besides the delivered ones; see `CodedRows`.
+        read: by point, the schema of the features that an SAE reads from its rows.
         verified: see `Receipt`.
     """
 
@@ -52,7 +52,7 @@ class Expected:
 
 
 def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> tuple[dict[Point, Rows], Receipt]:
-    """Check a delivery against what must be.
+    """Check a delivery against what must come, and return its rows and receipt.
 
     Returns:
         Rows by point, layer by layer, those of a point that is split as its shards unless they are gathered; and the
@@ -85,14 +85,14 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
 
 
 def _all_finite(numbers: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite; by NumPy where it can, since torch gives Python's lock away each time."""
+    """Return True if all elements are finite; by NumPy where possible, since torch releases the GIL on each call."""
     if numbers.dtype is torch.float32 and numbers.device.type == "cpu":
         return bool(np.isfinite(numbers.numpy(force=True)).all())
     return bool(numbers.isfinite().all())
 
 
 def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point) -> torch.Tensor | CodedRows:
-    """Rows with what is known of them here alone."""
+    """Return the rows with the codec constants and schema that only the client knows."""
     if not isinstance(rows, CodedRows):
         return rows
     constants, schema = expected.constants.get(point), expected.read.get(point)
@@ -102,7 +102,7 @@ def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point)
 
 
 def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:
-    """Check whose rows every worker has, how they are stored, and their labels; returns their positions, int64 [rows].
+    """Check the owner, encoding and labels of every worker's rows; return their positions, int64 [rows].
 
     Raises:
         CaptureIncomplete: a row is missing, or belongs to another request, position or token, or is stored otherwise.
@@ -133,7 +133,7 @@ def check_finite(
     """Check that every row is finite.
 
     Raises:
-        CaptureNotFinite: one of the rows kept, or what was computed from them.
+        CaptureNotFinite: one of the rows kept, or what was computed from them, is not finite.
     """
     capture = expected.plan.capture
     assert capture is not None

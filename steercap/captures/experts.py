@@ -1,4 +1,4 @@
-"""Which experts a layer chose for rows of `router` that a handle keeps, by the layer's own router, on its workers."""
+"""Experts that a layer chose, computed on its workers by the layer's own router from captured rows of `router`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from steercap.captures.rows import Captures
     from steercap.engine.engine import Engine
 
-#: The most bytes of rows in one question to the workers, which no other pass of the model runs beside.
+#: Maximum bytes of rows in one call to the workers, during which no other pass of the model runs.
 _FRAME_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Experts:
-    """Which experts some rows went to, and with which weights; of each row, the greatest weight first.
+    """Experts that rows were sent to, with their weights, for each row in descending order of weight.
 
-    Weights are those with which vLLM adds what the experts give: behind softmax or sigmoid, renormalisation and a
+    Weights are those that vLLM multiplies the experts' outputs by: after softmax or sigmoid, renormalisation and a
     scaling factor where the model has them. DeepSeek V2 and V3, GLM-4.5, A.X K1 and Nemotron-H apply their
-    `routed_scaling_factor` behind the router, others within; weights hold it in both cases, as transformers' do. In
-    float16, DeepSeek's layers divide the stream by it instead, and weights do not hold it. Llama 4 multiplies what an
-    expert reads by its weight, not what it gives. Shared experts are not among them.
+    `routed_scaling_factor` behind the router, others within; weights include it in both cases, as transformers' do. In
+    float16, DeepSeek's layers divide the stream by it instead, and weights do not include it. Llama 4 multiplies an
+    expert's input by its weight, not its output. Shared experts are not among them.
 
     Args:
-        positions: of the rows in their sequence, int64 [rows].
-        ids: of the experts as the model numbers them, before any copies that balance load, int64 [rows, k].
-        weights: theirs, float32 [rows, k].
+        positions: positions of the rows in their sequence, int64 [rows].
+        ids: ids of the experts as the model numbers them, before any copies that balance load, int64 [rows, k].
+        weights: their weights, float32 [rows, k].
     """
 
     positions: Int[torch.Tensor, " rows"]
@@ -50,16 +50,16 @@ class Experts:
 
 
 def logits_of(source: Source, captures: Captures, layer: int, num_layers: int) -> tuple[int, torch.Tensor]:
-    """The index of a layer, and the logits by which it chose its experts, float32 [rows, experts].
+    """Return the index of a layer, and the logits by which it chose its experts, float32 [rows, experts].
 
     Args:
-        source: where the rows came from.
+        source: source of the rows.
         captures: the rows, none of them reduced or projected.
-        layer: as it was asked for.
+        layer: the layer as the user gave it.
         num_layers: decoder layers of the model.
 
     Raises:
-        InvalidRequest: there are none, or not as the layer had them.
+        InvalidRequest: there are no such rows, or they differ from those that the layer chose by.
     """
     index = index_of(layer)
     if index is None or not -num_layers <= index < num_layers:
@@ -80,13 +80,13 @@ def logits_of(source: Source, captures: Captures, layer: int, num_layers: int) -
 
 
 async def experts(engine: Engine, layer: int, rows: torch.Tensor, positions: torch.Tensor) -> Experts:
-    """Which experts a layer chooses by their logits.
+    """Return the experts that a layer chooses for router logits, asking the workers.
 
     Args:
-        engine: whose model is asked.
-        layer: its index.
-        rows: float32 [rows, experts].
-        positions: int64 [rows].
+        engine: the engine of the model.
+        layer: index of the layer.
+        rows: router logits, float32 [rows, experts].
+        positions: position of each row, int64 [rows].
 
     Raises:
         InvalidRequest: there are no rows, or logits alone do not say which experts the layer chooses.

@@ -1,4 +1,4 @@
-"""Rows of any number of handles at once: of workers with one RPC, and from disk."""
+"""Batch fetch of the rows of many handles: from the workers with one RPC, and from disk."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from steercap.errors import (
     SteercapError,
 )
 
-#: Most handles of a batch that are read from disk at once.
+#: Maximum number of handles that are read from disk at once.
 READS: Final = 8
-#: Most sequences that are read again at once.
+#: Maximum number of sequences that are recomputed at once.
 AGAIN: Final = 64
 
 
 async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
-    """Fetch rows of one model with one RPC; those that are here are left alone.
+    """Fetch the rows of handles of one model with one RPC, except for those fetched already.
 
     Raises:
         CaptureIncomplete: some rows are missing or wrong; those of the other handles are fetched all the same.
@@ -53,7 +53,7 @@ async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
 
 
 async def _fetch(pending: Sequence[Lifecycle]) -> None:
-    """Fetch rows whose turn it is."""
+    """Fetch the rows of handles whose `turn` locks are held."""
     sources = [one.source for one in pending if one.source is not None]
     places = {source.place for source in sources}
     if len(places) != 1:
@@ -85,7 +85,7 @@ async def _fetch(pending: Sequence[Lifecycle]) -> None:
 
 
 async def _collect(errors: list[SteercapError], kept: Sequence[Lifecycle]) -> None:
-    """Have rows come that workers have."""
+    """Collect rows from the workers."""
     sources = [one.source for one in kept if one.source is not None]
     if not sources:
         return
@@ -97,7 +97,7 @@ async def _collect(errors: list[SteercapError], kept: Sequence[Lifecycle]) -> No
 
 
 async def _computed_again(errors: list[SteercapError], one: Lifecycle) -> None:
-    """Have rows computed again; each takes no memory of the workers once it is here, so a batch cannot fill it."""
+    """Recompute the rows of one handle; each takes no worker memory once it is here, so a batch cannot fill it."""
     try:
         if (again := one.again) is not None:
             one.take(await again.rows())
@@ -117,7 +117,7 @@ async def _come_back(errors: list[SteercapError], one: Lifecycle) -> None:
 
 @contextmanager
 def _noted(errors: list[SteercapError]) -> Iterator[None]:
-    """What is wrong with one handle's rows does not keep those of others from coming."""
+    """Collect errors about one handle's rows, so that the other handles are still fetched."""
     try:
         yield
     except (CaptureIncomplete, CaptureNotFinite, CaptureReleased) as error:

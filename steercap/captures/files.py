@@ -1,11 +1,12 @@
-"""Captures on disk: one safetensors file per handle, its labels as tensors, its texts in a JSON header.
+"""Capture files: one safetensors file per handle, its labels as tensors, its texts in a JSON header.
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
-pictures, reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it
-holds; of rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
-`rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see `encodings`, each
-with `.shard<number>` behind it where rows were not gathered, but for what all rows of a point have in common, `centre`
-and `reach`; further `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
+pictures, reduction; for projections the directions' names and marks; the attention rules of layers whose queries and
+keys it holds; for rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
+`rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see
+`steercap.kernels.codecs`. Each name ends in `.shard<number>` where rows were not gathered, except for `centre` and
+`reach`, which all rows of a point share. Further tensors are `positions`, `token_ids`, `prompt_token_ids` and
+`output_token_ids`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from steercap.kernels.codecs.base import Codec
 from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, parts_of
 
 VERSION: Final = 1
-#: The tensors that are of no point: those of the rows, and those of the request.
+#: Names of the tensors that belong to no point: labels of the rows, and tokens of the request.
 LABELS: Final = ("positions", "token_ids", "prompt_token_ids", "output_token_ids")
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The JSON header of a capture file; `shards` says how many each point has, 0 where its rows are whole."""
+    """JSON header of a capture file; `shards` is the number of shards of each point, 0 if its rows are whole."""
 
     version: int
     model: str
@@ -74,13 +75,13 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Saved(NamedTuple):
-    """A handle as a file holds it.
+    """Content of a handle's file.
 
     Args:
         header: its texts and names.
-        rows: by point, as they are kept.
-        positions, token_ids: of the rows, int64 [rows].
-        prompt_token_ids, output_token_ids: of the request.
+        rows: rows by point, as they are kept.
+        positions, token_ids: labels of the rows, int64 [rows].
+        prompt_token_ids, output_token_ids: tokens of the request.
     """
 
     header: Header
@@ -92,7 +93,7 @@ class Saved(NamedTuple):
 
 
 def write(saved: Saved, path: Path) -> Path:
-    """Write a handle; the file appears whole or not at all.
+    """Write a handle; the file appears as a whole or not at all.
 
     Raises:
         InvalidFile: the name ends in something other than .safetensors.
@@ -101,7 +102,7 @@ def write(saved: Saved, path: Path) -> Path:
 
 
 def encode(saved: Saved) -> bytes:
-    """What `write` writes."""
+    """Return the bytes of the file that `write` would write."""
     return encode_tensors(saved.header, _tensors(saved))
 
 
@@ -115,7 +116,7 @@ def _tensors(saved: Saved) -> dict[str, torch.Tensor]:
 
 
 def read(path: Path) -> Saved:
-    """Read what `write` wrote.
+    """Read a file that `write` wrote.
 
     Raises:
         InvalidFile: not such a file, truncated, of a newer version, or of rows that are not those of its labels.
@@ -134,7 +135,7 @@ def read(path: Path) -> Saved:
 
 
 def read_header(path: Path) -> Header:
-    """What a file of captures says of itself; tensors are not read.
+    """Read the header of a capture file; tensors are not read.
 
     Raises:
         InvalidFile: not such a file, truncated, or of a newer version.
@@ -156,7 +157,7 @@ def _header(path: Path, text: str) -> Header:
 
 
 def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one point, with their names in a file."""
+    """Yield the tensors of one point, with their names in a file."""
     for shard, whole in enumerate(rows if isinstance(rows, tuple) else (rows,)):
         end = end_of(point, shard if isinstance(rows, tuple) else None)
         for part, tensor in parts_of(whole).items():
@@ -166,19 +167,20 @@ def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def constants_of(rows: Rows) -> Mapping[str, torch.Tensor]:
-    """What the codec of a point's rows needs besides them, once for all shards."""
+    """Return the codec's constant tensors of a point, which all its rows and shards share."""
     first = rows[0] if isinstance(rows, tuple) else rows
     return first.constants if isinstance(first, CodedRows) else {}
 
 
 class Shape(NamedTuple):
-    """What the tensors of one point are parts of.
+    """Shape of one point's rows as stored.
 
     Args:
         first: its rows, or the first shard of them.
-        shards: how many shards there are; 0 where rows are whole.
+        shards: number of shards; 0 if rows are whole.
         row: shape of a row, on all ranks together.
-        ranks: ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1 for no axis.
+        ranks: number of ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1 for
+            no such axis.
     """
 
     first: Whole
@@ -188,7 +190,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(rows: Rows) -> Shape:
-    """What the tensors of one point are parts of."""
+    """Return the shape of one point's rows as stored."""
     first, shards = (rows[0], len(rows)) if isinstance(rows, tuple) else (rows, 0)
     if isinstance(first, CodedRows):
         return Shape(first, shards, first.schema.shape, first.schema.shards if first.shard is None else 1)
@@ -197,7 +199,7 @@ def shape_of(rows: Rows) -> Shape:
 
 
 def _labels(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of `LABELS`.
+    """Return the tensors of `LABELS`.
 
     Raises:
         LookupError: one is missing.
@@ -216,7 +218,7 @@ def _labels(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _rows(header: Header, tensors: Mapping[str, torch.Tensor], number: int) -> Rows:
-    """The rows of the point of this number."""
+    """Return the rows of the header's point with this index."""
     shards = header.shards[number] if header.shards else 0
     if shards:
         return tuple(_whole(header, tensors, number, shard) for shard in range(shards))
@@ -245,6 +247,6 @@ def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, sha
 
 
 def _can_be(schema: PointSchema) -> bool:
-    """Whether there are rows like that."""
+    """Return True if rows can have this schema: no empty axis, and a first axis that its shards divide."""
     shape, shards = schema.shape, schema.shards
     return bool(shape) and min(*shape, shards) > 0 and max(shape) < FAR and not shape[0] % shards

@@ -1,4 +1,4 @@
-"""CaptureHandle: what the user holds of one request's rows."""
+"""The user's handle of one request's captured rows, `CaptureHandle`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from steercap.steering.directions import Mark
 
 
-#: What to do instead of a copy.
+#: Advice in the error of an attempted copy.
 INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
-#: Lists within lists of handles: deeper ones contain themselves.
+#: Maximum nesting of lists of handles: deeper ones contain themselves.
 DEEPEST: Final = 8
-#: Most that a whole pattern of attention takes, unless said otherwise: 32 heads and 1,400 tokens.
+#: Default maximum size of a whole attention pattern: 32 heads and 1,400 tokens.
 PATTERN_BYTES: Final = 256 << 20
-#: A stage in one word; the two others are "released".
+#: Stages in words; the two others are "released".
 _STATES: Final = {
     Stage.KEPT: "not fetched",
     Stage.SPILLING: "not fetched",
@@ -56,7 +56,7 @@ _STATES: Final = {
 
 
 class CaptureHandle(Unshared, instead=INSTEAD):
-    """One finished request's activations, fetched when you ask for them.
+    """Captured activations of one finished request, fetched on demand.
 
     The rows stay in the worker, or go to disk with overflow="spill", until `fetch()`, `release()`, the end of
     `async with handle:` or garbage collection frees them. Made by `SteerModel.generate`, `chat` and `read`, or read
@@ -68,13 +68,13 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         text: generated text; empty after `read`, which generates none.
         prompt_token_ids: token ids of the prompt.
         output_token_ids: generated token ids; the last one has no row, since it was never an input.
-        points: what was captured, layer by layer.
-        messages: for `chat`, the spans of positions of each message, or why it has none.
+        points: captured points, layer by layer.
+        messages: for `chat`, the spans of positions of each message, or the reason why it has none.
         media: the spans of positions of the prompt that stand for pictures, sound or video.
-        directions: with `project=`, the names of what rows were projected on.
+        directions: with `project=`, the names of the directions that rows were projected on.
         marks: fingerprints of these directions, by layer; empty in files of older versions.
-        attention_rules: how layers weigh keys, of those whose queries and keys are captured.
-        lifecycle: where the rows are.
+        attention_rules: attention rules of the layers whose queries and keys are captured.
+        lifecycle: state of the rows.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         self.lifecycle = lifecycle
 
     async def fetch(self) -> CaptureHandle:
-        """Bring the rows here, and free them in the worker. A second call does nothing.
+        """Bring the rows to this process, and free them in the worker. A second call does nothing.
 
         Returns:
             This handle, its `captures`, `positions`, `token_ids`, `token_types` and `receipt` readable.
@@ -126,12 +126,12 @@ class CaptureHandle(Unshared, instead=INSTEAD):
 
     @property
     def fetched(self) -> bool:
-        """Whether the rows are here."""
+        """True if the rows are in this process."""
         return self.lifecycle.stage is Stage.HERE
 
     @property
     def captures(self) -> Captures:
-        """The rows, by layer or by (layer, site).
+        """Captured rows, by layer or by (layer, site).
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -141,7 +141,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
 
     @property
     def coded(self) -> Coded:
-        """With a lossy codec, the rows as they are kept, by layer or by (layer, site): codes and scales.
+        """Rows in a lossy codec as they are kept, by layer or by (layer, site): codes and scales.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -151,7 +151,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
 
     @property
     def features(self) -> Featured:
-        """With `sae=`, the most active features of each row, by layer or by (layer, site): `Features`.
+        """Most active SAE features of each row, by layer or by (layer, site), as `Features`; with `sae=`.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
@@ -161,7 +161,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
 
     @property
     def receipt(self) -> Receipt:
-        """What the workers recorded of this capture."""
+        """Receipt of this capture, as the workers recorded it."""
         return self.lifecycle.require_here().receipt
 
     @property
@@ -171,24 +171,24 @@ class CaptureHandle(Unshared, instead=INSTEAD):
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Token the model read at each position: int64 [rows], a copy."""
+        """Token that the model read at each position: int64 [rows], a copy."""
         return torch.from_numpy(self.receipt.token_ids.copy())
 
     @property
     def token_types(self) -> npt.NDArray[np.str_]:
-        """What the model read at each position: "text" where the token, "image", "audio" or "video" where an embedding
-        made of one took its place; str [rows].
+        """Type of the input at each position, str [rows].
 
+        "text" stands for a token; "image", "audio" or "video" for an embedding made of one that took its place.
         `handle.token_types == "image"` is a mask over the rows of this handle, and `handle.positions[mask]` the same
-        tokens in any request. Which picture it is, `handle.media` says.
+        tokens in any request. `handle.media` says which picture it is.
         """
         return types_at(self.media, self.receipt.positions)
 
     def rows_of(self, message: int | str) -> torch.Tensor:
-        """Rows that belong to a message of a `chat`: bool [rows].
+        """Return a mask of the rows that belong to a message of a `chat`: bool [rows].
 
-        A mask over the rows of this handle: `handle.captures[4][mask]`, and `tokens=handle.positions[mask]` for the
-        same tokens in another request.
+        Use it as `handle.captures[4][mask]`, and `tokens=handle.positions[mask]` for the same tokens in another
+        request.
 
         Args:
             message: index of the message (negative from the end), or a role, "generation_prompt" and the reply's
@@ -223,12 +223,12 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         return mask
 
     def attention(self, layer: int, *, top: int = 8, tokens: Tokens | TokenSelection | None = None) -> AttentionSummary:
-        """Where each head of a layer looks, from each token: computed here, from captured `q` and `k`.
+        """Return each head's most strongly attended tokens, for each token, computed here from captured `q` and `k`.
 
         Args:
-            layer: which; its `q` and `k` must have been captured, of every token that is seen.
-            top: how many of the most strongly attended tokens to name.
-            tokens: from which tokens; by default from all that were captured.
+            layer: index of the layer; its `q` and `k` must have been captured, for every token that is seen.
+            top: number of the most strongly attended tokens to return.
+            tokens: the query tokens; by default all that were captured.
 
         Raises:
             LayerOutOfRange: `q` or `k` of the layer was not captured.
@@ -244,11 +244,11 @@ class CaptureHandle(Unshared, instead=INSTEAD):
     def attention_pattern(
         self, layer: int, *, tokens: Tokens | TokenSelection | None = None, max_bytes: int = PATTERN_BYTES
     ) -> torch.Tensor:
-        """All attention weights of a layer, computed here, from captured `q` and `k`; for short prompts.
+        """Return all attention weights of a layer, computed here from captured `q` and `k`; for short prompts.
 
         Args:
             layer, tokens: as for `attention`.
-            max_bytes: most that the result may take, 4 bytes a weight.
+            max_bytes: maximum size of the result in bytes, 4 bytes a weight.
 
         Returns:
             float32 [heads, tokens, rows], a column for each of `positions`; rows sum to 1, or to less where the head
@@ -272,7 +272,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         return Attending(rule, queries[at], keys, self.positions[at], self.positions)
 
     def _rows_at(self, tokens: Tokens | TokenSelection) -> torch.Tensor:
-        """Which of its rows a selection names: indices, int64."""
+        """Return the indices of the rows that a token selection names, int64."""
         selection, total = (
             TokenSelection.parse(tokens),
             len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0),
@@ -295,20 +295,20 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         full: bool = False,
         max_bytes: int = MOST_BYTES,
     ) -> Lens:
-        """What rows of the stream would say next, by the model's own final norm and unembedding, on its workers.
+        """Return next-token predictions of stream rows, by the model's own final norm and unembedding on its workers.
 
-        Without `layer` it is what the model says: the logits that it samples from, whose log probabilities are vLLM's,
-        less what a LoRA adapter does to the unembedding itself.
+        Without `layer` they are the model's own: the logits that it samples from, with the log probabilities that vLLM
+        reports, except for a LoRA adapter's change of the unembedding itself.
 
         Args:
-            layer: whose rows; left out, those behind the final norm, or of the last layer's end.
+            layer: layer of the rows; left out, the rows behind the final norm, or at the end of the last layer.
             site: "resid_post" by default; "resid_pre", "resid_mid", "embed" or "final_norm".
-            tokens: which of the rows, as for `CaptureSpec`; left out, all that were captured.
-            translator: a tuned lens, which takes rows to what the last layer's would be.
-            top: how many tokens to name.
-            ids: tokens whose log probabilities are wanted.
-            full: whether the logits of all tokens are.
-            max_bytes: the most that these may take.
+            tokens: selection of the rows, as for `CaptureSpec`; left out, all that were captured.
+            translator: a tuned lens, which maps rows to an estimate of the last layer's.
+            top: number of most probable tokens to return.
+            ids: tokens whose log probabilities to return.
+            full: True to return the logits of all tokens.
+            max_bytes: maximum size of these logits in bytes.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
@@ -337,18 +337,20 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         return replace(found, positions=self.positions[at])
 
     async def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
-        """Which experts a layer sent tokens to, and with which weights: by its own router in vLLM, on the workers, of
-        rows that were captured at `router`. Where they were edited, it is the choice by edited logits.
+        """Return the experts that a layer sent tokens to, with their weights, from rows captured at `router`.
+
+        The layer's own router in vLLM computes them, on the workers. If the rows were edited, the choice is by edited
+        logits.
 
         Args:
-            layer: which; its `router` must have been captured.
-            tokens: which of the rows, as for `CaptureSpec`; left out, all that were captured.
+            layer: index of the layer; its `router` must have been captured.
+            tokens: selection of the rows, as for `CaptureSpec`; left out, all that were captured.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
             InvalidRequest: rows that were not captured, or are not what the layer chose by (reduced, projected, kept as
                 codes, from before their edits, not finite), a layer without experts, one that does not choose by logits
-                alone, or a handle from a file.
+                alone, or a handle from a file or a server.
             InvalidSelection: tokens of which no row was captured.
             EngineFailure: the engine has died or was closed.
         """
@@ -364,13 +366,13 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         return await source.surviving(lambda engine: experts(engine, index, rows[at], self.positions[at]))
 
     def _require_rows(self, wanted: str) -> None:
-        """Check that the handle holds a row for each token."""
+        """Check that the handle holds a row for each token, not projections or a reduction."""
         if self.directions or self.receipt.reduce:
             held = "projections" if self.directions else f"the {self.receipt.reduce} of its tokens"
             raise InvalidRequest(f"{wanted}: the handle holds {held}; capture rows, without project= or reduce=")
 
     def to_numpy(self) -> dict[Point, np.ndarray[Any, Any]]:
-        """The rows as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
+        """Return the rows as NumPy arrays by point; bfloat16, which NumPy lacks, becomes float32."""
         return {
             point: (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
             for point, rows in self.captures.items()
@@ -385,11 +387,11 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         return files.write(self.as_saved(), Path(path))
 
     def save_npz(self, path: str | Path) -> Path:
-        """Write rows, labels and texts to one `.npz`, for programs that read NumPy's files; see `requests.npz`.
+        """Write rows, labels and texts to one `.npz`, for programs that read NumPy files; see `steercap.captures.npz`.
 
         Arrays are named by point, `resid_post.8`; bfloat16 becomes float32. Rows in `full8` are `resid_post.8.q`,
         `.scale`, `.zero`, with the published formula `(q - zero) * scale`; `about`, a JSON text, has the formula of
-        any codec. Nothing is pickled. It cannot be loaded as a handle; `save` writes what can.
+        any codec. Nothing is pickled. The file cannot be loaded as a handle; use `save` for that.
 
         Returns:
             The file.
@@ -401,7 +403,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         return npz.write(self.as_saved(), Path(path))
 
     def as_saved(self) -> files.Saved:
-        """What a file holds of it, rows as they are kept.
+        """Return the content of this handle's file, rows as they are kept.
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
@@ -485,10 +487,10 @@ class CaptureHandle(Unshared, instead=INSTEAD):
 
 
 def flat(handles: Any, depth: int = 0) -> list[CaptureHandle]:
-    """Handles in lists as they came, one after the other; None is left out.
+    """Return the handles of nested lists in order, without None.
 
     Raises:
-        InvalidRequest: something else.
+        InvalidRequest: a list holds something else, or is nested too deeply.
     """
     if handles is None:
         return []

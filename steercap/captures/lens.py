@@ -1,7 +1,7 @@
-"""What rows of the stream say next: the model's own final norm and unembedding of them, on its workers.
+"""Logit lens: the model's own final norm and unembedding applied to rows of the stream, on its workers.
 
-Of the last layer they are the logits that the model samples from, before penalties, temperature and the like: vLLM's
-`logprobs` and `prompt_logprobs`.
+For the last layer the results are the logits that the model samples from, before penalties, temperature and the like:
+vLLM's `logprobs` and `prompt_logprobs`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 STREAM: Final = ("embed", "resid_pre", "resid_mid", "resid_post")
 #: The site behind the norm.
 BEHIND: Final = "final_norm"
-#: The most bytes of rows, or of logits, in one question to the workers, which no other pass of the model runs beside.
+#: Maximum bytes of rows, or of logits, in one call to the workers, during which no other pass of the model runs.
 _FRAME_BYTES: Final = 8 << 20
-#: The most bytes of logits that are handed over by default.
+#: Default maximum bytes of logits that are returned.
 MOST_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lens:
-    """What some rows say next.
+    """Next-token predictions of some rows.
 
     Args:
-        positions: of the rows in their sequence, int64 [rows]; a row says what comes behind its position.
+        positions: positions of the rows in their sequence, int64 [rows]; a row predicts the token after its position.
         token_ids: the most probable next tokens, most probable first, int64 [rows, top].
         log_probs: their log probabilities, float32 [rows, top].
         chosen: log probabilities of the tokens asked for by `ids`, float32 [rows, ids].
-        logits: of all tokens, float32 [rows, vocabulary]; None unless asked for by `full`.
+        logits: logits of all tokens, float32 [rows, vocabulary]; None unless asked for by `full`.
     """
 
     positions: Int[torch.Tensor, " rows"]
@@ -67,16 +67,16 @@ async def unembed(
     full: bool = False,
     max_bytes: int = MOST_BYTES,
 ) -> Lens:
-    """What rows of the stream say next.
+    """Return the next-token predictions of rows of the stream.
 
     Args:
-        engine: whose model is asked.
+        engine: the engine of the model.
         rows: [rows, hidden], of any floating-point dtype; they are rounded to the model's.
-        normed: whether the final norm is behind them already.
-        top: how many tokens to name.
-        ids: tokens whose log probabilities are wanted.
-        full: whether the logits of all tokens are.
-        max_bytes: the most that these may take.
+        normed: True if the rows are from behind the final norm.
+        top: number of most probable tokens to return.
+        ids: tokens whose log probabilities to return.
+        full: True to return the logits of all tokens.
+        max_bytes: maximum size of these logits in bytes.
 
     Raises:
         InvalidRequest: something that is not such rows, numbers or tokens, rows with NaN, or with what the model's
@@ -117,12 +117,12 @@ async def unembed(
 
 
 def point_of(points: Sequence[Point], num_layers: int, layer: int | None, site: str | None) -> Point:
-    """Whose rows a lens takes: those named, or the last that there are of the stream.
+    """Return the point whose rows a lens takes: the named one, or the last captured point of the stream.
 
     Args:
-        points: what was captured.
+        points: the captured points.
         num_layers: decoder layers of the model.
-        layer, site: as they were asked for.
+        layer, site: layer and site as the user gave them.
 
     Raises:
         InvalidRequest: rows that were not captured, or are not of the stream.
@@ -153,7 +153,7 @@ def _flag(name: str, given: object) -> bool:
 
 
 def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.Tensor, "rows hidden"]:
-    """The rows as the model has them: a token would be the likeliest of a row of NaN too."""
+    """Return the rows in the model's dtype, checked to be finite, since a row of NaN would yield a token too."""
     dense = isinstance(rows, torch.Tensor) and rows.layout == torch.strided and rows.device.type != "meta"
     if not (dense and rows.dim() == 2 and rows.is_floating_point() and rows.shape[1] == width):
         raise InvalidRequest(f"rows={shown(rows)}; give a floating-point tensor, [rows, {width}]")

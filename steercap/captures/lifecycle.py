@@ -1,7 +1,7 @@
-"""The life of one handle's rows: in the worker, on disk, on their way, here, gone.
+"""Lifecycle of one handle's rows: in the worker, on disk, in transit, in this process, released.
 
-`NEXT` is the whole of it. Whoever fetches holds the rows' turn, so that a second fetch waits for the first, and waits
-for rows that are on their way to disk; a release waits for nobody.
+The table `NEXT` has all transitions. A fetch holds the rows' `turn` lock, so that a second fetch waits for the first;
+it also waits for rows that are on their way to disk. A release waits for nobody.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 
 class Stage(enum.Enum):
-    """Where rows are."""
+    """Place of a handle's rows."""
 
     KEPT = "in the worker"
     SPILLING = "on their way to disk"
@@ -45,7 +45,7 @@ class Stage(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What happens to rows."""
+    """Event in the life of a handle's rows."""
 
     SPILL = "there is no room for others"
     STORE = "they are on disk, and right"
@@ -55,7 +55,7 @@ class Event(enum.Enum):
     RELEASE = "nobody wants them"
 
 
-#: Which stage follows which event. Other events cannot happen at a stage.
+#: Next stage by stage and event. Other events cannot happen at a stage.
 NEXT: Final[Mapping[tuple[Stage, Event], Stage]] = MappingProxyType(
     {
         (Stage.KEPT, Event.SPILL): Stage.SPILLING,
@@ -85,55 +85,55 @@ _DROPPED: Final = frozenset({Stage.HERE, Stage.GONE})
 
 
 class Lost(Protocol):
-    """Rows that may be lost with the engine that has them; see `requests.again`."""
+    """Rows that can be recomputed if they are lost with their engine; see `requests.again`."""
 
     @property
     def place(self) -> object:
         """See `Origin.place`."""
 
     def is_so(self) -> bool:
-        """Whether they are, and another engine is to compute them."""
+        """Return True if the rows are lost and another engine can recompute them."""
 
     async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
-        """Await something of the engine that lives."""
+        """Await `work` on the live engine."""
 
     async def rows(self) -> Found:
-        """The rows, computed again by it."""
+        """Recompute the rows on the live engine."""
 
 
 class Origin(Protocol):
-    """Where rows come from: workers, or a server."""
+    """Origin of rows: the workers of an engine, or a server."""
 
     @property
     def place(self) -> object:
-        """Rows of one place are fetched together."""
+        """Identity of the engine or server; rows of one place are fetched together."""
 
     @property
     def again(self) -> Lost | None:
-        """What computes the rows again, if they are lost and that can be tried."""
+        """Means to recompute the rows if they are lost; None if they are not, or cannot be recomputed."""
 
     def require_open(self) -> None:
-        """Check that it can be asked.
+        """Check that the origin can be asked for rows.
 
         Raises:
             ModelClosed, WrongEventLoop: it cannot.
         """
 
     async def collect(self, origins: Sequence[Any]) -> Sequence[Any]:
-        """What comes for each of several origins of the same place."""
+        """Return the deliveries of several origins of the same place."""
 
     def found(self, delivery: Any) -> Found:
-        """What came for this one, checked against what must be.
+        """Check a delivery of this origin against what must come, and return its rows.
 
         Raises:
             CaptureIncomplete, CaptureNotFinite, CaptureReleased: it is not that.
         """
 
     def give_back(self) -> None:
-        """Free the rows there."""
+        """Free the rows at their origin."""
 
     def give_back_from_any_thread(self) -> None:
-        """The same, at any moment, of the garbage collector's choosing too."""
+        """Free the rows at their origin, from any thread at any moment, as a garbage collector needs."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ class Source:
     """Rows in the workers of an engine.
 
     Args:
-        engine: whose workers hold them.
-        owner: whose they are there.
+        engine: the engine whose workers hold them.
+        owner: key of the rows in the workers.
         ticket: the memory they take.
-        expected: what must come; its last token has no row, since it was never an input.
-        lost: what computes them again if the engine has died, or None.
+        expected: required content of the delivery; its last token has no row, since it was never an input.
+        lost: means to recompute them if the engine has died, or None.
     """
 
     engine: Engine
@@ -156,7 +156,7 @@ class Source:
 
     @property
     def wanted(self) -> Wanted:
-        """What to ask the workers for."""
+        """Request for these rows to the workers."""
         return Wanted(self.owner, len(self.expected.tokens) - 1)
 
     @property
@@ -168,7 +168,7 @@ class Source:
         return self.lost if self.lost is not None and self.lost.is_so() else None
 
     async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
-        """Await something of the engine, or of the one that took its place.
+        """Await `work` on the engine, or on the one that replaced it.
 
         Raises:
             EngineFailure: none lives.
@@ -198,20 +198,20 @@ class Source:
 
 
 class Lifecycle(Unshared, instead="its rows have one owner"):
-    """Where the rows of one handle are, and what may become of them.
+    """State of one handle's rows, and the transitions between its stages.
 
-    Dropped with its handle, it frees what the worker holds.
+    When it is dropped with its handle, the rows in the worker are freed.
 
     Args:
-        name: of the request, for messages.
-        source: where the rows come from, None for those that are here.
-        found: the rows, if they are here.
+        name: name of the request, for messages.
+        source: origin of the rows, None for rows of this process.
+        found: the rows, if they are in this process.
 
     Attributes:
-        stage: where they are now.
-        turn: held by whoever fetches.
-        spilled: the rows, if they are on disk; or what was found wrong with them on the way there.
-        idiom: how messages show code.
+        stage: present place of the rows.
+        turn: lock held by a fetch.
+        spilled: the rows, if they are on disk; or the error found when they were checked on the way there.
+        idiom: style in which messages show code.
     """
 
     def __init__(self, name: str, *, source: Origin | None = None, found: Found | None = None) -> None:
@@ -230,7 +230,7 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
             self._finalizer.atexit = False
 
     def require_here(self) -> Found:
-        """The rows.
+        """Return the rows.
 
         Raises:
             CaptureNotFetched: they have not come yet.
@@ -245,20 +245,20 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         return self.found
 
     def require_wanted(self) -> None:
-        """Check that nobody has released them.
+        """Check that the rows were not released.
 
         Raises:
-            CaptureReleased: somebody has.
+            CaptureReleased: they were.
         """
         if self.stage in {Stage.LEAVING, Stage.GONE}:
             raise CaptureReleased(f"{self.name} was released; its rows are gone. Fetch and read before releasing")
 
     def fetch(self) -> None:
-        """They are asked for."""
+        """Mark the rows as on their way here."""
         self._advance(Event.FETCH)
 
     def arrive(self, delivery: Any) -> None:
-        """Check what came against what must be, and take it; what was released meanwhile is dropped.
+        """Check a delivery against what must come, and take its rows; rows released meanwhile are dropped.
 
         Raises:
             CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.found`; they stay where they are.
@@ -267,13 +267,13 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
             self.take(self.source.found(delivery))
 
     def take(self, found: Found) -> None:
-        """Take rows that are right; those released meanwhile are dropped."""
+        """Take checked rows; rows released meanwhile are dropped."""
         if self.stage in {Stage.COMING, Stage.RETURNING}:
             self.found = found
             self._advance(Event.ARRIVE)
 
     async def come_back(self) -> None:
-        """Read the rows that are on disk, and take them; what is released meanwhile is dropped.
+        """Read the rows from disk, and take them; rows released meanwhile are dropped.
 
         Raises:
             CaptureIncomplete: the file does not hold what was written; or what was found wrong with them before.
@@ -287,38 +287,38 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         self.take(await self.source.engine.read_spilled(self.spilled.read))
 
     def end_fetch(self) -> None:
-        """The fetch is over: what did not come stays where it was, or is freed there if it was released."""
+        """End a fetch: rows that did not come stay where they were, or are freed there if they were released."""
         if self.stage in {Stage.COMING, Stage.RETURNING, Stage.LEAVING}:
             self._advance(Event.FAIL)
 
     @property
     def again(self) -> Lost | None:
-        """What computes the rows again, if they died with their engine."""
+        """Means to recompute the rows, if they were lost with their engine; else None."""
         return None if self.source is None else self.source.again
 
     # On the way to disk, for whoever makes room
 
     @property
     def movable(self) -> bool:
-        """Whether the rows can be moved to disk now: they lie in the worker, and nobody fetches them."""
+        """True if the rows can be moved to disk now: they are in the worker, and nobody fetches them."""
         return self.stage is Stage.KEPT
 
     @property
     def wanted(self) -> Wanted:
-        """What to ask the workers for."""
+        """Request for these rows to the workers."""
         assert isinstance(self.source, Source)
         return self.source.wanted
 
     def spill(self) -> None:
-        """They are to be moved; a fetch waits until they are, or stay."""
+        """Mark the rows as on their way to disk; a fetch waits until the move has ended."""
         self._advance(Event.SPILL)
         self._rested.clear()
 
     def write(self, delivery: Any, file: SpillFile, dropped: Callable[[], object]) -> Spilled | CaptureError:
-        """Check what came against what must be, and write it; on a thread.
+        """Check a delivery against what must come, and write its rows to disk; call it on a thread.
 
         Returns:
-            The rows on disk; or why they are no rows, which is all that is left of them to say.
+            The rows on disk; or the error that the check found, which is then kept in their place.
 
         Raises:
             CaptureMemoryFull, ModelClosed, OSError: see `SpillFile.put`; they stay in the worker.
@@ -331,26 +331,26 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         return Spilled.write(found, file, dropped)
 
     def stored(self, spilled: Spilled | CaptureError) -> None:
-        """They are on disk; what was released meanwhile is dropped."""
+        """Mark the rows as on disk; rows released meanwhile are dropped."""
         if self.stage is Stage.SPILLING:
             self.spilled = spilled
             self._advance(Event.STORE)
         self.end_spill()
 
     def end_spill(self) -> None:
-        """The move is over: what did not get there stays with the worker, or is freed there if it was released."""
+        """End a move: rows that did not reach the disk stay in the worker, or are freed there if they were released."""
         if not self._rested.is_set():
             self._rested.set()
             if self.stage in {Stage.SPILLING, Stage.LEAVING}:
                 self._advance(Event.FAIL)
 
     async def rested(self) -> None:
-        """Wait until they are not on their way to disk."""
+        """Wait until the rows are not on their way to disk."""
         while self.stage is Stage.SPILLING:
             await self._rested.wait()
 
     def release(self) -> None:
-        """They are no longer wanted; a fetch under way still reads them, and frees them when it is done."""
+        """Release the rows; a fetch under way still reads them, and frees them when it is done."""
         self.found = None
         self._advance(Event.RELEASE)
 

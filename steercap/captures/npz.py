@@ -1,8 +1,8 @@
-"""Captures as NumPy's `.npz`, for people with readers of their own: plain arrays and one JSON text, nothing pickled.
+"""Export of captures as NumPy's `.npz`, for programs of other people: plain arrays and one JSON text, no pickle.
 
-Arrays: rows by point, `<site>.<layer>` (shards `<site>.<layer>.shard<number>`), of rows in a codec its parts,
+Arrays: rows by point, `<site>.<layer>` (shards `<site>.<layer>.shard<number>`), for rows in a codec its parts,
 `<site>.<layer>.q`, `.scale`, ...; `positions`, `token_ids`, `token_types` ("text" or "image", ...), `prompt_token_ids`,
-`output_token_ids`; and `about`, a text of JSON: model, request, texts, and of each point the codec with its parameters,
+`output_token_ids`; and `about`, a JSON text: model, request, texts, and for each point the codec with its parameters,
 the formula and the dtypes of the rows.
 
 Rows of full8 are written as others publish them: `row = (q - zero) * scale`. Codecs of another form have `step` and
@@ -27,7 +27,7 @@ from steercap.kernels.codecs.random_projection import FAMILY
 
 #: Version 1 had `zero + scale * q` under the names of version 2.
 VERSION: Final = 2
-#: A row, of the parts of each codec, computed in float64 and rounded once to float32.
+#: Formula of a row from the parts of each codec, computed in float64 and rounded once to float32.
 FORMULAS: Final = {
     "raw": "row",
     "full8": "(q - zero) * scale, scale and zero of each row",
@@ -46,7 +46,7 @@ _WIDENED: Final = frozenset({torch.bfloat16, torch.float8_e4m3fn})
 
 
 def write(saved: Saved, path: Path) -> Path:
-    """Write a handle; the file appears whole or not at all. See `CaptureHandle.save_npz`.
+    """Write a handle; the file appears as a whole or not at all. See `CaptureHandle.save_npz`.
 
     Raises:
         InvalidFile: the name ends in something other than .npz.
@@ -77,7 +77,7 @@ def write(saved: Saved, path: Path) -> Path:
 
 
 def _about(rows: Any) -> dict[str, Any]:
-    """What is to be known of one point."""
+    """Return the description of one point: codec, formula, dtypes and shapes."""
     first, shards, row, ranks = shape_of(rows)
     codec, parameters = coding_of(first)
     projected = isinstance(first, CodedRows) and first.is_projected
@@ -102,10 +102,10 @@ def _about(rows: Any) -> dict[str, Any]:
 
 
 def _published(codec: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Write parts as `FORMULAS` reads them.
+    """Return a codec's parts under the names and values that `FORMULAS` uses.
 
     Args:
-        codec: theirs.
+        codec: name of the codec.
         tensors: by name, "scale", or "scale.resid_post.8" in a file.
     """
     if codec == "full8":
@@ -118,7 +118,7 @@ def _published(codec: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def _of_full8(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Turn `zero + scale * q` into `(q - zero) * scale`: float64; a scale of 0, of equal elements, becomes 1."""
+    """Convert a part of `zero + scale * q` to that of `(q - zero) * scale`, float64; a scale of 0 becomes 1."""
     part, *rest = name.partition(".")
     if part == "q":
         return tensor
@@ -128,7 +128,7 @@ def _of_full8(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tenso
 
 
 def _name(name: str) -> str:
-    """`resid_post.8` of the name `rows.resid_post.8` in a file of ours, `resid_post.8.q` of `q.resid_post.8`."""
+    """Return the array name of a tensor: `rows.resid_post.8` is `resid_post.8`, `q.resid_post.8` `resid_post.8.q`."""
     part, _, point = name.partition(".")
     return point if part == "rows" else f"{point}.{part}"
 

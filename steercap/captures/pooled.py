@@ -1,4 +1,4 @@
-"""What pooling models give: of each prompt what vLLM makes of its rows, and no text."""
+"""Results of pooling models: vLLM's pooled output for each prompt, and no text."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _EMBEDDINGS: Final = ("embed", "token_embed")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Encoded:
-    """What a pooling model gives for one prompt.
+    """Output of a pooling model for one prompt.
 
     Args:
-        data: what vLLM pooled, on the CPU, in the dtype of the model's head (float32 unless it says otherwise): [dim]
-            for "embed", [classes] for "classify", [tokens, dim] for "token_embed", [tokens, classes] for
+        data: vLLM's pooled output, on the CPU, in the dtype of the model's head (float32 unless it says otherwise):
+            [dim] for "embed", [classes] for "classify", [tokens, dim] for "token_embed", [tokens, classes] for
             "token_classify". Normalised, or through softmax or sigmoid, unless `use_activation=False` was asked for.
-        task: which of these it is.
+        task: the pooling task, one of these.
         prompt_token_ids: the prompt's tokens, with those that the tokenizer adds.
-        steering: what was edited; None where nothing was to be.
+        steering: receipt of the edits; None without steering.
     """
 
     data: torch.Tensor
@@ -37,7 +37,7 @@ class Encoded:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """The embedding, [dim], or of each token, [tokens, dim].
+        """Embedding of the prompt, [dim], or of each token, [tokens, dim].
 
         Raises:
             InvalidRequest: the task was another; `data` has what it gave.
@@ -51,12 +51,12 @@ class Encoded:
 
 
 def require_kind(engine: Engine, name: str, *, pools: bool) -> None:
-    """Check that a call is one that the model can serve.
+    """Check that the model can serve a call.
 
     Args:
-        engine: its engine.
-        name: of the call.
-        pools: whether the call is of pooling models, or of those that generate.
+        engine: the model's engine.
+        name: name of the call.
+        pools: True if the call is for pooling models; False if it is for models that generate.
 
     Raises:
         InvalidRequest: it is not; the message names the call that is.
@@ -76,7 +76,7 @@ def require_kind(engine: Engine, name: str, *, pools: bool) -> None:
 
 
 async def probing(engine: Engine) -> dict[str, Any]:
-    """Pooling parameters of the proof at start: what is given for each token, if anything is, before any activation."""
+    """Return the pooling parameters of the start-up proof: a per-token task if there is one, without activation."""
     tasks, default = await engine.vllm.tasks()
     of_tokens = [task for task in tasks if task.startswith("token_")]
     return {"task": of_tokens[0] if of_tokens else default, "use_activation": False}

@@ -1,4 +1,4 @@
-"""Product quantisation of rows on disk: each row becomes a few bytes, by codebooks found in rows like it, with faiss.
+"""Product quantisation of rows on disk with faiss: each row becomes a few bytes, by codebooks trained on similar rows.
 
 It is done after the capture, on files that `CaptureHandle.save` wrote: codebooks need rows to be trained on.
 Source: Jégou, Douze and Schmid, Product quantization for nearest neighbor search (2011).
@@ -23,7 +23,7 @@ from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files import native
 
-#: Rows that codebooks are trained on, at most: 256 for each of 256 entries, as many as faiss itself would use.
+#: Default maximum number of training rows: 256 for each of 256 entries, as many as faiss itself would use.
 TRAINED_ON: Final = 1 << 16
 #: faiss holds the entries of a codebook in a table of this many bits at most, and seeds in 32 bits with a sign.
 MOST_BITS: Final = 16
@@ -34,16 +34,16 @@ Files: TypeAlias = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """The codes of one handle's rows at one point.
+    """Codes of one handle's rows at one point.
 
-    Of a reduction there is one row, and the labels are those of the rows that were reduced.
+    For a reduction there is one row, and the labels are those of the rows that were reduced.
 
     Args:
-        quantiser: SHA-256 of the codebooks that they are codes of, in hexadecimal.
-        point: whose rows they are.
+        quantiser: SHA-256 of the codebooks that made them, in hexadecimal.
+        point: point of the rows.
         codes: uint8 [rows, bytes].
-        positions, token_ids: of the rows, int64 [rows]; of those that were reduced, int64 [labels].
-        request_id: of the handle.
+        positions, token_ids: labels of the rows, int64 [rows]; for a reduction of those reduced, int64 [labels].
+        request_id: id of the handle.
 
     Raises:
         InvalidSpec: codes of another kind, or other labels than one for each.
@@ -66,12 +66,12 @@ class Codes:
             )
 
     def save(self, path: str | Path) -> Path:
-        """Write them to one safetensors file; see `steercap.files.native`."""
+        """Write the codes to one safetensors file; see `steercap.files.native`."""
         return native.save(self, path, _codes_kind())
 
     @staticmethod
     def load(path: str | Path) -> Codes:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -81,14 +81,14 @@ class Codes:
 
 @dataclass(frozen=True, eq=False)
 class Quantiser:
-    """Codebooks for the rows of one point: each row is cut into parts, and each part named by its nearest entry.
+    """Codebooks for the rows of one point: each row is cut into parts, and each part is coded by its nearest entry.
 
     Args:
-        point: whose rows they are for.
+        point: point of the rows.
         codebooks: float32 [parts, 2**bits, width / parts].
-        model: whose rows they were trained on.
-        rows: how many.
-        seed: of their training.
+        model: model whose rows they were trained on.
+        rows: number of rows that they were trained on.
+        seed: seed of their training.
 
     Raises:
         InvalidSpec: codebooks of another shape.
@@ -117,16 +117,16 @@ class Quantiser:
         most_rows: int = TRAINED_ON,
         seed: int = 0,
     ) -> Quantiser:
-        """Find codebooks in the rows of a point, those of files that `CaptureHandle.save` wrote.
+        """Train codebooks on the rows of a point in files that `CaptureHandle.save` wrote.
 
         Args:
-            files: one or several; of more than `most_rows` rows some are drawn, of all files alike.
-            layer: negative counts from the model's last.
-            site: of the rows.
-            parts: how many a row is cut into; it must divide the width.
-            bits: of the name of each part: `parts * bits / 8` bytes a row.
-            most_rows: how many rows to train on.
-            seed: of the draw, and of the training.
+            files: one or several; if they have more than `most_rows` rows, a random sample of all is used.
+            layer: layer of the rows; negative counts from the model's last.
+            site: site of the rows.
+            parts: number of parts that a row is cut into; it must divide the width.
+            bits: bits of the code of each part: `parts * bits / 8` bytes a row.
+            most_rows: maximum number of rows to train on.
+            seed: seed of the sample and of the training.
 
         Raises:
             MissingExtra: faiss is not installed.
@@ -158,26 +158,26 @@ class Quantiser:
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Number of elements of a row."""
         return self.codebooks.shape[0] * self.codebooks.shape[2]
 
     @property
     def bits(self) -> int:
-        """Of the name of each part."""
+        """Number of bits of each part's code."""
         return int(self.codebooks.shape[1]).bit_length() - 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a code."""
+        """Number of bytes of a row's code."""
         return -(-self.codebooks.shape[0] * self.bits // 8)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the codebooks, in hexadecimal: what codes are known by."""
+        """SHA-256 of the codebooks, in hexadecimal, by which codes name them."""
         return hashlib.sha256(self.codebooks.contiguous().numpy().tobytes()).hexdigest()
 
     def encode(self, rows: Float[torch.Tensor, "rows ..."]) -> UInt8[torch.Tensor, "rows bytes"]:
-        """The codes of rows: uint8 [rows, bytes].
+        """Return the codes of rows: uint8 [rows, bytes].
 
         Raises:
             MissingExtra: faiss is not installed.
@@ -186,7 +186,7 @@ class Quantiser:
         return torch.from_numpy(self._index().sa_encode(self._own(rows)))
 
     def decode(self, codes: UInt8[torch.Tensor, "rows bytes"] | Codes) -> Float[torch.Tensor, "rows width"]:
-        """The rows that codes stand for: float32 [rows, width].
+        """Return the rows that codes stand for: float32 [rows, width].
 
         Raises:
             MissingExtra: faiss is not installed.
@@ -195,7 +195,7 @@ class Quantiser:
         return torch.from_numpy(self._index().sa_decode(self._codes(codes)))
 
     def encode_file(self, source: str | Path, target: str | Path) -> Codes:
-        """Write the codes of a handle's rows beside its file, with their labels; returns them.
+        """Write the codes of a handle's rows to a file, with their labels, and return them.
 
         Raises:
             MissingExtra: faiss is not installed.
@@ -218,13 +218,13 @@ class Quantiser:
         *,
         metric: Literal["distance", "inner"] = "distance",
     ) -> tuple[Float[torch.Tensor, "queries k"], Integer[torch.Tensor, "queries k"]]:
-        """The k rows nearest to each query, of those that were coded.
+        """Return the k coded rows that are nearest to each query.
 
         Args:
-            queries: rows, whole.
-            codes: where to look; several are looked through one after another.
-            k: how many, at most as many as there are rows.
-            metric: by squared distance, ascending, or by inner product, descending.
+            queries: uncompressed rows.
+            codes: codes to search; several are searched as one sequence.
+            k: number of rows to return, at most as many as were coded.
+            metric: "distance" for squared distance, ascending, or "inner" for inner product, descending.
 
         Returns:
             Distances or products, float32 [queries, k], and the number of each row among all that were coded, int64.
@@ -252,7 +252,7 @@ class Quantiser:
 
     @staticmethod
     def load(path: str | Path) -> Quantiser:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -264,7 +264,7 @@ class Quantiser:
         return f"Quantiser({self.point}, {books}, {self.rows} rows, model={self.model!r})"
 
     def _index(self, metric: str = "distance") -> Any:
-        """faiss' index with these codebooks, empty."""
+        """Return an empty faiss index with these codebooks."""
         index = _index(self.width, self.codebooks.shape[0], self.bits, metric)
         with extra("quantisation"):
             import faiss
@@ -302,7 +302,7 @@ def _books(index: Any) -> torch.Tensor:
 
 
 def _rows(rows: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Rows as faiss takes them: float32 [rows, width].
+    """Return rows in the form that faiss takes: float32 [rows, width].
 
     Raises:
         InvalidRequest: they are something else, or hold NaN or infinity.
@@ -316,7 +316,7 @@ def _rows(rows: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _elements(handle: CaptureHandle, point: Point) -> torch.Tensor:
-    """The rows of a point.
+    """Return the rows of a point.
 
     Raises:
         InvalidSpec: projections are kept of them; or as for `captures[layer, site]`.
@@ -328,7 +328,7 @@ def _elements(handle: CaptureHandle, point: Point) -> torch.Tensor:
 
 
 def _drawn(groups: Iterator[np.ndarray[Any, Any]], most: int, seed: int) -> np.ndarray[Any, Any]:
-    """At most so many rows of all groups, each as likely as any other."""
+    """Return a uniform random sample of at most `most` rows of all groups."""
     rng = np.random.default_rng(seed)
     kept = next(groups)
     keys = rng.random(len(kept))
@@ -341,12 +341,12 @@ def _drawn(groups: Iterator[np.ndarray[Any, Any]], most: int, seed: int) -> np.n
 
 
 def _is_power(entries: int) -> bool:
-    """Whether a codebook can have so many entries."""
+    """Return True if a codebook can have this number of entries: a power of two up to 2**16."""
     return entries in {1 << bits for bits in range(1, MOST_BITS + 1)}
 
 
 def _whole(name: str, value: object, least: int) -> int:
-    """A whole number that faiss can hold, at least so much.
+    """Return a whole number of at least `least` that faiss can hold.
 
     Raises:
         InvalidSpec: something else.
@@ -358,7 +358,7 @@ def _whole(name: str, value: object, least: int) -> int:
 
 
 def _sizes(width: int, parts: object, bits: object) -> tuple[int, int]:
-    """Parts and bits, checked.
+    """Return parts and bits, checked.
 
     Raises:
         InvalidSpec: they do not fit.

@@ -1,4 +1,4 @@
-"""Rows by point, as a handle or a chunk of a stream holds them."""
+"""Rows by point, as handles and chunks of a stream hold them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from steercap.saes.features import Features
 
 #: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
 Rows: TypeAlias = "Whole | tuple[Whole, ...]"
-#: What rows are looked up by: a layer, a layer and a site, or a point's name.
+#: Key of a row lookup: a layer, a layer and a site, or a point's name.
 Key: TypeAlias = "int | tuple[int, str] | str"
 
 
 class Captures(Mapping[Point, torch.Tensor]):
-    """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always, and so by names of
-    points: `captures["blocks.5.attn.hook_z"]`, `captures["final_norm"]`.
+    """Mapping of points to captured rows.
+
+    Look rows up as `captures[layer]` if one site was captured, as `captures[layer, site]` always, or by a point's name:
+    `captures["blocks.5.attn.hook_z"]`, `captures["final_norm"]`.
 
     Values are tensors [rows, *shape of the point] in the point's dtype, see `model.points`: [rows, hidden] for the
     residual stream, [rows, heads, head_dim] for `z`. Rows in a lossy codec are decoded at every access, to float32 of
     that shape, with "rp8" and "rp16" to their [rows, k] projections; `coded` has them as they are kept. After a
     reduction rows are [1, *shape] in float32 ([0, *shape] if no token was there to reduce), and with `project=`
-    [rows, directions] in float32. With `sae=` they are the activations of all features, float32 [rows, features], those
-    that were not kept as 0; `features` has them as they are kept. Negative layers count from the model's last.
+    [rows, directions] in float32. With `sae=` they are the activations of all features, float32 [rows, features], with
+    0 for those that were not kept; `features` has them as they are kept. Negative layers count from the model's last.
 
     Args:
-        rows: the tensors, or the shards of what is split over ranks and was not gathered.
+        rows: the tensors, or the shards of rows that are split over ranks and were not gathered.
         num_layers: decoder layers of the model.
     """
 
@@ -45,7 +47,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         self._sites = tuple(dict.fromkeys(point.site for point in self._rows))
 
     def __getitem__(self, key: Key) -> torch.Tensor:
-        """The rows of one point.
+        """Return the rows of one point.
 
         Raises:
             LayerOutOfRange: it was not captured; a KeyError too.
@@ -55,7 +57,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         return _decoded(self.whole(key))
 
     def whole(self, key: Key) -> Whole:
-        """The rows of one point as they are kept: a tensor, or `CodedRows`.
+        """Return the rows of one point as they are kept: a tensor, or `CodedRows`.
 
         Raises:
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
@@ -70,10 +72,10 @@ class Captures(Mapping[Point, torch.Tensor]):
         return rows
 
     def elements(self, key: Key) -> torch.Tensor:
-        """The rows of one point, where it is their elements that count: for a lens, or products with vectors.
+        """Return the rows of one point, checked to be rows of the model: for a lens, or products with vectors.
 
         Raises:
-            InvalidSpec: random projections are kept of them; or as for `captures[layer, site]`.
+            InvalidSpec: features or random projections are kept of them; or as for `captures[layer, site]`.
             LayerOutOfRange: as for `captures[layer, site]`.
         """
         rows = self.whole(key)
@@ -92,13 +94,13 @@ class Captures(Mapping[Point, torch.Tensor]):
 
     @property
     def features(self) -> Featured:
-        """With `sae=`, the features of each row."""
+        """SAE features of each row; with `sae=`."""
         return Featured(self)
 
     def shards(self, layer: int, site: str | None = None) -> tuple[torch.Tensor, ...]:
-        """The rows of one point as the tensor-parallel ranks had them, in their order; one where each had all of them.
+        """Return the rows of one point as the tensor-parallel ranks had them, in rank order.
 
-        What was gathered is one tensor: see `CaptureSpec(gather=False)`.
+        It is one tensor if each rank had whole rows or they were gathered: see `CaptureSpec(gather=False)`.
 
         Raises:
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
@@ -107,7 +109,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         return tuple(map(_decoded, rows if isinstance(rows, tuple) else (rows,)))
 
     def as_kept(self, key: Key) -> Rows:
-        """The rows of one point as they are kept: a tensor, `CodedRows`, or shards of either.
+        """Return the rows of one point as they are kept: a tensor, `CodedRows`, or shards of either.
 
         Raises:
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
@@ -115,11 +117,11 @@ class Captures(Mapping[Point, torch.Tensor]):
         return self._rows[self._point(key)]
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Captures:
-        """The same with each tensor changed, in one order: rows, or the codes of a codec."""
+        """Return captures with `change` applied to each tensor in a fixed order: rows, or the codes of a codec."""
         return Captures({point: mapped(rows, change) for point, rows in self._rows.items()}, self._num_layers)
 
     def all_kept(self) -> dict[Point, Rows]:
-        """The rows of every point as they are kept."""
+        """Return the rows of every point as they are kept."""
         return dict(self._rows)
 
     def _point(self, key: Key) -> Point:
@@ -141,7 +143,7 @@ class Captures(Mapping[Point, torch.Tensor]):
 
     @staticmethod
     def _named(key: str) -> tuple[int | str, str]:
-        """Layer and site of a point's name; of a site that the model has one of, any layer."""
+        """Return layer and site of a point's name; layer 0 for a site that the model has only one of."""
         site, layer = read_name(key)
         if layer is None and site in SITES and SITES[site].of_model is not None:
             return 0, site
@@ -165,12 +167,12 @@ class Captures(Mapping[Point, torch.Tensor]):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers captured, ascending."""
+        """Captured layers, ascending."""
         return tuple(sorted({point.layer for point in self._rows}))
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Sites captured."""
+        """Captured sites."""
         return self._sites
 
     def _points(self) -> str:
@@ -183,14 +185,14 @@ class Captures(Mapping[Point, torch.Tensor]):
 
 
 class Found(NamedTuple):
-    """Rows that are here, and what the workers recorded of them."""
+    """Fetched rows, and the receipt that the workers recorded of them."""
 
     captures: Captures
     receipt: Receipt
 
 
 def mapped(rows: Rows, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
-    """Rows of a point as they are kept, with each of their tensors changed, in one order."""
+    """Return rows of a point as they are kept, with `change` applied to each of their tensors in a fixed order."""
     if isinstance(rows, tuple):
         return tuple(_mapped(shard, change) for shard in rows)
     return _mapped(rows, change)
@@ -203,7 +205,9 @@ def _mapped(rows: Whole, change: Callable[[torch.Tensor], torch.Tensor]) -> Whol
 
 
 class Coded(Mapping[Point, CodedRows]):
-    """Rows in a lossy codec by point: `coded[layer]` where one site was captured, `coded[layer, site]` always.
+    """Mapping of points to rows in a lossy codec.
+
+    Look them up as `coded[layer]` if one site was captured, and as `coded[layer, site]` always.
 
     Args:
         captures: all rows.
@@ -213,7 +217,7 @@ class Coded(Mapping[Point, CodedRows]):
         self._captures = captures
 
     def __getitem__(self, key: Key) -> CodedRows:
-        """The rows of one point.
+        """Return the rows of one point.
 
         Raises:
             LayerOutOfRange: it was not captured; a KeyError too.
@@ -232,7 +236,9 @@ class Coded(Mapping[Point, CodedRows]):
 
 
 class Featured(Mapping[Point, Features]):
-    """Features by point: `features[layer]` where one site was read, `features[layer, site]` always.
+    """Mapping of points to SAE features.
+
+    Look them up as `features[layer]` if one site was read, and as `features[layer, site]` always.
 
     Args:
         captures: all rows.
@@ -242,7 +248,7 @@ class Featured(Mapping[Point, Features]):
         self._captures = captures
 
     def __getitem__(self, key: int | tuple[int, str]) -> Features:
-        """The features of the rows of one point.
+        """Return the features of the rows of one point.
 
         Raises:
             LayerOutOfRange: it was not captured; a KeyError too.

@@ -1,4 +1,4 @@
-"""Captures written to a folder one by one, each listed in the run's manifest once it is there as a whole."""
+"""Runs of captures: handles written to a folder one by one, each listed in the manifest once its file is complete."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from steercap.errors import InvalidRequest
 from steercap.files.base import check_extension
 from steercap.files.journal import Journal
 
-#: Names that a run gives its files; one that no manifest lists is half of a record.
+#: Numbered file names of a run; a file with such a name that no manifest lists is an incomplete record.
 _OURS: Final = re.compile(r"\d{4,}\.safetensors")
 
 
 class CaptureRun:
-    """A folder that captures are written to; a context manager, which seals the manifest on leaving.
+    """Folder that captures are written to; a context manager that seals the manifest on leaving.
 
-    A run that was killed goes on: what it had listed is there, and what it had not is removed. One process writes at a
-    time. An entry costs the same however many there are.
+    A run that was killed can be continued: entries that it had listed are kept, and unlisted files are removed. One
+    process writes at a time. The cost of an entry does not grow with the number of entries.
 
     Args:
-        folder: made if it is not there.
-        model: whose activations, `handle.model`.
-        asked: what the run is asked, as plain data for JSON: a run that goes on must have been asked alike. Left out,
-            the model alone is compared.
+        folder: the folder; made if it is not there.
+        model: name of the model, `handle.model`.
+        asked: settings of the run, as plain data for JSON; a continued run must have equal ones. Left out, the model
+            alone is compared.
 
     Raises:
         RunDiffers: the folder holds a run of another model, or that was asked otherwise.
@@ -77,10 +77,10 @@ class CaptureRun:
             raise
 
     def _opened(self, wanted: Document) -> Document:
-        """What the folder says, its journal sealed, and halves of records removed."""
+        """Return the folder's document, after sealing its journal and removing unlisted files."""
         before = CAPTURES.open(self.folder, wanted)
         if before is None:
-            self._journal.begin(0)  # what one says that was left of another run is not for this one
+            self._journal.begin(0)  # a journal left over from another run does not belong to this one
             CAPTURES.write(self.folder, wanted)
             return wanted
         there = Manifest.load(self.folder).document
@@ -94,24 +94,24 @@ class CaptureRun:
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """What is listed, by the names of the files."""
+        """Entries of the run, by file name."""
         return self._requests
 
     def layout_of(self, request: Request) -> Layout:
-        """How the rows of a request are kept."""
+        """Return the storage format of a request's rows."""
         return self._known[request.layout]
 
     @property
     def manifest(self) -> Manifest:
-        """What the folder holds now."""
+        """Manifest of the folder as it is now."""
         return Manifest(self.folder, self._document.extended(self._new))
 
     def add(self, handle: CaptureHandle, name: str | None = None) -> Request:
-        """Write the captures of a handle, and list them. When this returns, both are done; if it does not, neither.
+        """Write the captures of a handle, and list them; if this fails, neither is done.
 
         Args:
-            handle: fetched.
-            name: of the file, ending in .safetensors; by default the next number.
+            handle: a fetched handle.
+            name: name of the file, ending in .safetensors; by default the next number.
 
         Raises:
             InvalidRequest: the name is listed already, it is a handle of another model, or the run is closed.
@@ -143,7 +143,7 @@ class CaptureRun:
             self._journal.append(*new)
         except BaseException:
             self._journal.cut(before)
-            with contextlib.suppress(OSError):  # it is no record, whether it goes or not
+            with contextlib.suppress(OSError):  # an unlisted file is no record, whether it is removed or not
                 path.unlink(missing_ok=True)
             raise
         if key not in self._layouts:
@@ -154,7 +154,7 @@ class CaptureRun:
         return request
 
     def _next(self) -> str:
-        """The first number from how many there are that is not a name yet."""
+        """Return the next unused numbered file name, counting from the number of requests."""
         names = (f"{number:06}.safetensors" for number in itertools.count(len(self._requests)))
         return next(name for name in names if name not in self._requests)
 
@@ -182,14 +182,14 @@ class CaptureRun:
 
 
 def save_run(folder: str | Path, handles: Any) -> Manifest:
-    """Write captures to a folder, one file each, and a manifest that lists them; what is there already stays.
+    """Write captures to a folder, one file each, and a manifest that lists them; captures already there are kept.
 
     Args:
-        folder: of one model's captures; made if it is not there.
-        handles: fetched, of one model, in lists as they came.
+        folder: folder of one model's captures; made if it is not there.
+        handles: fetched handles of one model; nested lists are allowed.
 
     Returns:
-        The manifest, of all that the folder holds.
+        The manifest of the whole folder.
 
     Raises:
         InvalidRequest: no handles, or the errors of `CaptureRun`.
@@ -205,10 +205,10 @@ def save_run(folder: str | Path, handles: Any) -> Manifest:
 
 
 def forget_run(folder: Path) -> None:
-    """Remove a run: its manifest first, so that whenever this ends, no entry is without its file.
+    """Remove a run: its manifest first, so that an interruption leaves no entry without its file.
 
     Args:
-        folder: which is there.
+        folder: an existing folder.
 
     Raises:
         InvalidRequest: another process writes to it.
@@ -223,5 +223,5 @@ def forget_run(folder: Path) -> None:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """The files of a folder that are named as a run names them."""
+    """Return the files of a folder that have the numbered names of a run."""
     return sorted(path for path in folder.glob("*.safetensors") if _OURS.fullmatch(path.name))

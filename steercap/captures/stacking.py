@@ -1,4 +1,4 @@
-"""Rows of many handles as one tensor."""
+"""Stacking of the rows of many handles into one tensor."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def stack(
     layers: Layers | None = None,
     site: str | None = None,
 ) -> torch.Tensor:
-    """One row of each handle at each layer, as a tensor.
+    """Return one row of each handle at each layer, as a tensor.
 
     Args:
         handles: fetched, one per prompt, of one model.
-        tokens: which row: a selection that holds one token of every handle, such as "last_prompt", 0, or -2 for the
+        tokens: a selection that holds one token of every handle, such as "last_prompt", 0, or -2 for the
             second-to-last prompt token. By default the last prompt token; a handle that holds a reduction has one row,
             and takes no `tokens`.
-        layers: which layers, ascending in the tensor; by default all that were captured, the same in every handle.
-        site: which site; may be left out where one was captured.
+        layers: the layers, ascending in the tensor; by default all that were captured, the same in every handle.
+        site: the site; may be left out if only one was captured.
 
     Returns:
         [prompts, layers, hidden] in the dtype of the rows; with `project=`, [prompts, layers, directions].
@@ -68,7 +68,7 @@ def _checked(handles: Any) -> list[CaptureHandle]:
 
 
 def _place(first: CaptureHandle, layers: Layers | None, site: str | None) -> tuple[str, list[int]]:
-    """The site and the layers to stack, as the first handle has them."""
+    """Return the site and the layers to stack, checked against the first handle."""
     captures = first.captures
     if site is None and len(captures.sites) > 1:
         raise InvalidRequest(f"stack: the handles hold sites {', '.join(captures.sites)}; give site=")
@@ -92,7 +92,7 @@ def _check_alike(handles: Sequence[CaptureHandle], site: str, *, every: bool) ->
     Args:
         handles: the handles.
         site: the site to stack.
-        every: whether all layers captured are wanted, so that they must be the same.
+        every: True if all captured layers are wanted, so that they must be the same.
     """
     kinds: dict[str, list[Any]] = {
         "model": [handle.model for handle in handles],
@@ -123,13 +123,13 @@ def _form(handle: CaptureHandle, site: str) -> tuple[int | str, torch.dtype] | N
 
 
 def _one(captures: Captures, point: Point, at: int) -> torch.Tensor:
-    """One row of a point; of rows in a codec no other is decoded."""
+    """Return one row of a point; only this row is decoded if rows are in a codec."""
     rows = captures.whole(point)
     return rows[at : at + 1].decoded()[0] if isinstance(rows, CodedRows) else rows[at]
 
 
 def _row(number: int, handle: CaptureHandle, tokens: Tokens | TokenSelection | None) -> int:
-    """Which of the handle's rows is wanted."""
+    """Return the index of the handle's row that is wanted."""
     if reduce := handle.receipt.reduce:
         if tokens is not None:
             raise InvalidSelection(

@@ -1,4 +1,4 @@
-"""Tuned lenses, as the package tuned-lens saves them: an affine translator for the stream at each layer.
+"""Tuned lenses in the format of the package tuned-lens: an affine translator of the stream for each layer.
 
 A folder of `config.json` and `params.pt`, or `params.safetensors` with the same names: `<layer>.weight` [hidden,
 hidden] and `<layer>.bias` [hidden], which may be missing under `bias: false` alone. Translator i takes transformers'
@@ -24,16 +24,16 @@ from steercap.errors import InvalidFile, InvalidRequest
 
 CONFIG: Final = "config.json"
 PARAMS: Final = ("params.safetensors", "params.pt")
-#: By site, which translator takes its rows: counted from the layer's.
+#: Index of the translator of a site's rows, relative to the layer's index.
 _OFFSETS: Final = {"embed": 0, "resid_pre": 0, "resid_post": 1}
 
 
 class TunedLens:
-    """Translators of the stream, by the layer whose input they take.
+    """Affine translators of the stream, by the layer whose input they take.
 
     Attributes:
         model: the model that they were made for, as the file names it.
-        width: elements of a row.
+        width: number of elements of a row.
     """
 
     def __init__(self, translators: Mapping[int, tuple[torch.Tensor, torch.Tensor]], *, model: str, width: int) -> None:
@@ -43,7 +43,7 @@ class TunedLens:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> TunedLens:
-        """Read a folder.
+        """Read a tuned lens from a folder.
 
         Raises:
             InvalidFile: no such files, of another kind, or tensors that are not what the configuration says.
@@ -66,11 +66,11 @@ class TunedLens:
         return cls(found, model=str(config.get("base_model_name_or_path", "")), width=width)
 
     def translate(self, rows: Float[torch.Tensor, "rows hidden"], point: Point) -> Float[torch.Tensor, "rows hidden"]:
-        """What the last layer's rows would be, float32.
+        """Return estimates of the last layer's rows, float32.
 
         Args:
-            rows: of the stream.
-            point: where they were read; of the end of the last layer they are what they are.
+            rows: rows of the stream.
+            point: their point; rows of the end of the last layer are returned unchanged.
 
         Raises:
             InvalidRequest: rows of another width, or of a place that no translator takes.

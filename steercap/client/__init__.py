@@ -1,4 +1,4 @@
-"""A model that `steercap serve` has open elsewhere, with the verbs of one that is open here.
+"""Client of a model that `steercap serve` has open elsewhere, with the methods of a local model.
 
     from steercap import CaptureSpec, SteerModel
 

@@ -1,4 +1,4 @@
-"""What a server answers: each prompt is one request of it, and its choices become texts and handles."""
+"""Calls on a server: each prompt is one request to it, and its choices become texts and handles."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ from steercap.steering.spec import spec_of
 
 _COMPLETIONS: Final = "/v1/completions"
 _PROMPT: Final = ("prompt", "prompt_token_ids")
-#: Tokens that a tokenizer may add to a text, of whose bytes it makes one each at most.
+#: Maximum number of special tokens around a text; the text itself has at most one token for each of its bytes.
 _MARKS: Final = 16
-#: What `read` has the server generate: vLLM runs no prompt without sampling one token, which has no row.
+#: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.
 _READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt, and what is asked of it.
+    """One prompt of a call, with its parameters.
 
     Args:
-        prompt: as `listed` gives it.
+        prompt: the prompt in the form of `listed`.
         params: sampling parameters.
-        spec: what to keep.
-        steering: what to change: a spec, an edit, or the name of one on the server.
-        call: the call that it is of.
-        spans: of its messages.
+        spec: its capture spec.
+        steering: its steering: a spec, an edit, or the name of one on the server.
+        call: arguments of the whole call.
+        spans: positions of its messages.
     """
 
     prompt: Any
@@ -77,14 +77,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of one prompt.
+    """Result of one prompt.
 
     Args:
-        document: the answer.
-        texts: of its samples.
-        handles: of its samples; None where nothing is kept.
-        receipts: of its samples; None where nothing was to be changed.
-        monitors: what each monitor found, of its samples; None where there were none.
+        document: the server's answer.
+        texts: text of each sample.
+        handles: handle of each sample; None if nothing is kept.
+        receipts: steering receipt of each sample; None without steering.
+        monitors: report of each monitor, for each sample; None without monitors.
     """
 
     document: Mapping[str, Any]
@@ -96,23 +96,23 @@ class Done:
 
 @dataclass(frozen=True)
 class RemoteAnswers:
-    """What a server answers to the calls of `Calls`.
+    """Implementation of the calls of `Calls` on a server.
 
     Args:
-        connection: to the server.
-        uploads: what was uploaded to it.
+        connection: connection to the server.
+        uploads: files uploaded to it.
     """
 
     connection: Connection
     uploads: Uploads
 
     async def generated(self, prompts: Any, call: CallArguments) -> Any:
-        """What `RemoteModel.generate` gives."""
+        """Return the result of `RemoteModel.generate`."""
         many, given = listed(prompts)
         return await self._answered([(prompt, ()) for prompt in given], call, many=many)
 
     async def encoded(self, _prompts: Any, _call: CallArguments) -> Any:
-        """Nothing.
+        """Refuse the call: a server cannot encode.
 
         Raises:
             InvalidRequest: always.
@@ -120,11 +120,11 @@ class RemoteAnswers:
         raise InvalidRequest("encode cannot be asked of a server, which captures of models that generate; open it here")
 
     async def read(self, prompts: Any, call: CallArguments) -> Any:
-        """What `RemoteModel.read` gives."""
+        """Return the result of `RemoteModel.read`."""
         return (await self.generated(prompts, replace(call, sampling_params=_READ)))[1]
 
     async def replied(self, messages: Any, call: CallArguments, template_kwargs: Any) -> Any:
-        """What `RemoteModel.chat` gives."""
+        """Return the result of `RemoteModel.chat`."""
         many, conversations = conversations_in(messages)
         for conversation in conversations:
             without_media(conversation)
@@ -140,7 +140,7 @@ class RemoteAnswers:
         return await self._answered(prompts, call, many=many)
 
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
-        """What `RemoteModel.stream` yields."""
+        """Yield the chunks of `RemoteModel.stream`."""
         self.connection.here()
         asked = Asked(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
         require_one_sample(sampling_asked(asked.params).get("n", 1))
@@ -158,7 +158,7 @@ class RemoteAnswers:
         yield await self._last(self._done(asked, sample.document), sample)
 
     async def _last(self, done: Done, sample: Streamed) -> Chunk:
-        """The end of a stream: all of its rows, what was edited, and what monitors found."""
+        """Return the last chunk of a stream: all of its rows, its steering receipt, and the monitors' reports."""
         last = Chunk(
             "",
             (),
@@ -176,7 +176,7 @@ class RemoteAnswers:
         return replace(last, captures=handle.captures, positions=handle.positions, token_types=handle.token_types)
 
     async def _events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """What a stream says, to its end.
+        """Yield the events of a stream, to its end.
 
         Raises:
             SteercapError: it ends in an error, or before its end.
@@ -206,7 +206,7 @@ class RemoteAnswers:
     async def _answered(
         self, prompts: Sequence[tuple[Any, tuple[MessageSpan, ...]]], call: CallArguments, *, many: bool
     ) -> Any:
-        """Run prompts, with the spans of their messages, and give back what the user gets."""
+        """Run prompts, each with the spans of its messages, and return the result of the call."""
         captured, raw = call.spec is not None, flag_asked("raw_output", call.raw_output)
         require_raw(call.monitors, raw=raw)
         params = each(call.sampling_params, len(prompts), "sampling_params")
@@ -233,10 +233,10 @@ class RemoteAnswers:
         return (texts, handles) if captured else texts
 
     async def _look_at_prompts(self, asked: Sequence[tuple[Asked, Mapping[str, Any]]]) -> None:
-        """Warn of special tokens that come twice, and of more tokens than there was room for, once for a call.
+        """Warn once per call about doubled special tokens, and about a `max_tokens` beyond the context length.
 
         Args:
-            asked: what was asked, and the answers, or what has come of them, with the prompts' token ids.
+            asked: the prompts, each with its answer so far, which has the prompt's token ids.
         """
         with self.connection.answering():
             read = [(one, document["choices"][0].get("prompt_token_ids") or ()) for one, document in asked]
@@ -247,7 +247,7 @@ class RemoteAnswers:
         warn_of_room(most, self.connection.here().context)
 
     def _look_at_models(self, asked: Sequence[Asked]) -> None:
-        """Warn of what was made for another model than the server's, once for a call."""
+        """Warn once per call about vectors and probes that were made for another model than the server's."""
         found: dict[tuple[str, str], None] = {}
         monitors = monitors_of(asked[0].call.monitors)
         for monitor in monitors:
@@ -267,7 +267,7 @@ class RemoteAnswers:
 
     @asynccontextmanager
     async def _body(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
-        """The body of a request; what it names is on the server while the block runs."""
+        """Yield the body of a request; files that it names stay on the server while the block runs."""
         require_specs(asked.spec)
         monitors = monitors_of(asked.call.monitors)
         sampling, options = sampling_asked(asked.params), _options_asked(asked.call)
@@ -296,9 +296,9 @@ class RemoteAnswers:
             yield {**body, "steercap": field} if field else body
 
     async def _within(self, prompt: str | list[int], max_tokens: Any) -> tuple[str | list[int], Any]:
-        """A prompt and how many tokens may follow it: as many as there is room for, where more were asked, or None.
+        """Return a prompt and its `max_tokens`, reduced to the room in the context; None becomes all the room.
 
-        A server refuses the one, and makes 16 of the other.
+        A server refuses a number that is too large, and takes None for 16.
         """
         context = self.connection.here().context
         if context is None or not (max_tokens is None or isinstance(max_tokens, int)):
@@ -319,13 +319,13 @@ class RemoteAnswers:
         except NotAsJSON:
             return await names.enter_async_context(self.uploads.named(spec))
 
-    # What came
+    # Results
 
     def _done(self, asked: Asked, document: Mapping[str, Any]) -> Done:
-        """What an answer says, each choice with what came of it.
+        """Return the result that an answer holds, checked.
 
         Raises:
-            SteeringNotApplied: edits were asked for, and the server says of none that they were made.
+            SteeringNotApplied: edits were asked for, and the server does not confirm that they were made.
             ServerFailure: the answer is not what it must be.
         """
         with self.connection.answering():
@@ -385,7 +385,7 @@ def _receipt(said: Any) -> SteeringReceipt:
 
 
 def _prompt_asked(prompt: Any) -> str | list[int]:
-    """A text, or token ids.
+    """Return a prompt as a text or token ids.
 
     Raises:
         InvalidPrompt: a prompt dict with more than these.

@@ -1,4 +1,7 @@
-"""Specs as JSON, as `steercap.server.asks` reads them; what JSON cannot hold is uploaded, see `client.uploads`."""
+"""Conversion of specs to JSON, as `steercap.server.asks` reads them.
+
+Specs that JSON cannot hold are uploaded, see `client.uploads`.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from steercap.steering.edits.base import Edit
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 
-#: Numbers that a request's body holds of vectors: as text they take 20 bytes each. More of them are uploaded, once.
+#: Maximum numbers of vectors in a request's body: as text they take 20 bytes each. More of them are uploaded, once.
 MOST_NUMBERS: Final = 4096
-#: What a server cannot be asked, of a CaptureSpec, and what to do instead.
+#: Fields of a CaptureSpec that a server does not support, with advice.
 _REFUSED: Final[Mapping[str, str]] = {
     "calibration": "a server keeps codes without one; leave it out",
     "sae": "a server reads with its own SAEs, by their names in HTTP; capture the rows and use SAE.encode here",
@@ -30,11 +33,11 @@ _REFUSED: Final[Mapping[str, str]] = {
 
 
 class NotAsJSON(Exception):
-    """A spec that is uploaded instead."""
+    """Signal that a spec does not fit into JSON and must be uploaded."""
 
 
 def require_specs(spec: Any) -> None:
-    """Check what one prompt is to keep.
+    """Check the capture spec of one prompt.
 
     Raises:
         InvalidSpec: something else than a CaptureSpec.
@@ -51,11 +54,11 @@ def require_specs(spec: Any) -> None:
 
 
 def capture_asked(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
-    """A capture as JSON, what is as by default left out.
+    """Return a capture spec as JSON, without fields that have their default.
 
     Args:
-        spec: what to keep.
-        project: the name of what its rows are projected on, on the server.
+        spec: the capture spec.
+        project: name, on the server, of the directions that its rows are projected on.
     """
     plain = CaptureSpec()
     asked: dict[str, Any] = {} if project is None else {"project": project}
@@ -71,7 +74,7 @@ def capture_asked(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
 
 
 def steering_asked(spec: SteeringSpec) -> dict[str, Any]:
-    """Steering as JSON.
+    """Return a steering spec as JSON.
 
     Raises:
         NotAsJSON: its vectors are long, a spec within it preserves norms by itself, or a number of it is infinite.
@@ -101,7 +104,7 @@ def _edit_asked(edit: Edit | LogitBias) -> dict[str, Any]:
 
 
 def value_asked(value: Any) -> Any:
-    """A field as JSON, exactly.
+    """Return a field's value as JSON, without loss.
 
     Raises:
         NotAsJSON: JSON does not hold it.

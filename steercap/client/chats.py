@@ -1,4 +1,4 @@
-"""Texts and conversations as token ids, by the server's own tokenizer and chat template, and where messages lie."""
+"""Token ids of texts and conversations from the server's tokenizer and chat template, and the positions of messages."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _BYTES: Final = {chr(byte): byte for byte in _PRINTED} | {
 
 
 class Rendered(NamedTuple):
-    """A conversation as the model reads it.
+    """Conversation as the model reads it.
 
     Args:
         ids: token ids.
-        texts: of each token: its bytes, each as the character of its number.
+        texts: bytes of each token, each byte as the character of its number.
     """
 
     ids: list[int]
@@ -38,27 +38,28 @@ class Rendered(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Bytes of the whole conversation, each as the character of its number."""
         return "".join(self.texts)
 
     @property
     def offsets(self) -> list[tuple[int, int]]:
-        """Where each token lies in it."""
+        """Start and end of each token in the text."""
         ends = [0, *itertools.accumulate(map(len, self.texts))]
         return list(itertools.pairwise(ends))
 
 
 def spelled(text: str) -> str:
-    """A text as its bytes in UTF-8, each as the character of its number: of tokens that divide characters, too."""
+    """Return a text's UTF-8 bytes, each as the character of its number, so that tokens may divide characters."""
     return text.encode(errors="surrogatepass").decode("latin-1")
 
 
 def token_text(token: str, *, in_bytes: bool) -> str:
-    """The bytes of a token, each as the character of its number.
+    """Return the bytes of a token, each as the character of its number.
 
     Args:
-        token: as the vocabulary writes it.
-        in_bytes: whether the vocabulary is one of bytes (as GPT-2's), not of text with "▁" for spaces (SentencePiece).
+        token: the token as the vocabulary writes it.
+        in_bytes: True for a vocabulary of bytes (as GPT-2's), False for one of text with "▁" for spaces
+            (SentencePiece).
     """
     if in_bytes and all(one in _BYTES for one in token):
         return "".join(chr(_BYTES[one]) for one in token)
@@ -68,7 +69,7 @@ def token_text(token: str, *, in_bytes: bool) -> str:
 
 
 async def tokenised(connection: Connection, text: str, *, special: bool = True) -> list[int]:
-    """Token ids of a text, as the server reads it for a prompt, or without the special tokens around it.
+    """Return the token ids of a text, as the server reads it for a prompt, or without the special tokens around it.
 
     Raises:
         The errors of `Connection.ask`.
@@ -82,14 +83,14 @@ async def tokenised(connection: Connection, text: str, *, special: bool = True) 
 async def templated(
     connection: Connection, conversation: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, spans: bool
 ) -> tuple[list[int], tuple[MessageSpan, ...]]:
-    """Token ids of a conversation that invites a reply, and where its messages' contents lie.
+    """Return the token ids of a conversation that invites a reply, and the positions of its messages' contents.
 
     Args:
-        connection: to the server, which renders it.
+        connection: connection to the server, which renders it.
         conversation: {"role", "content"} dicts.
-        arguments: further ones of the chat template.
-        spans: whether to look for the messages, which takes one rendering each, and more where the template decides
-            by what a message says.
+        arguments: further arguments of the chat template.
+        spans: True to locate the messages, which takes one rendering each, and more where the template's output
+            depends on a message's content.
 
     Raises:
         InvalidRequest: the server has no chat template, or it refuses the conversation.
@@ -119,7 +120,7 @@ async def _placed(
     index: int,
     render: Callable[[Sequence[Mapping[str, Any]]], Awaitable[Rendered]],
 ) -> list[Region] | str:
-    """Regions of a message's content, or why there are none."""
+    """Return the regions of a message's content, or the reason why there are none."""
     steps = place(whole.text, conversation, index, spelled)
     try:
         changed = next(steps)
@@ -133,7 +134,7 @@ async def _placed(
 
 
 async def _in_bytes(connection: Connection) -> bool:
-    """Ask if the server's vocabulary is one of bytes."""
+    """Return True if the server's vocabulary is one of bytes."""
     body = {"model": connection.here().name, "prompt": "é", "return_token_strs": True}
     answer = await connection.ask("POST", "/tokenize", json=body)
     with connection.answering():

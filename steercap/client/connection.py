@@ -1,4 +1,4 @@
-"""A server, from the first question to the last: its answers, and its errors as those of the library."""
+"""Connection to a server: requests and answers, with the server's errors raised as the library's own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-#: Seconds until a server must have taken a connection, and in which the end lets go of what it holds.
+#: Seconds until a server must have accepted a connection, and for deletions on the server at the end.
 CONNECT_SECONDS: Final = 10.0
 CLOSE_SECONDS: Final = 5.0
-#: Requests that are with the server at once; further ones wait here, in order.
+#: Maximum number of requests at the server at once; further ones wait here, in order.
 AT_ONCE: Final = 256
-#: The header of an answer that says which class an error of ours is of.
+#: Header of an answer with the name of the steercap error class.
 ERROR_HEADER: Final = "x-steercap-error"
 _BY_STATUS: Final[Mapping[int, type[SteercapError]]] = {
     400: InvalidRequest,
@@ -40,12 +40,12 @@ _BY_STATUS: Final[Mapping[int, type[SteercapError]]] = {
 
 @dataclass(frozen=True)
 class Described:
-    """What a server says of its model.
+    """Description of the server's model.
 
     Args:
-        name: of the model in requests; of several, or with a preset, the one that was asked for.
+        name: name of the model in requests, as asked for, or the first that the server lists.
         model: its path, or name on the hub.
-        context: tokens that a prompt and its reply may have together, None if it does not say.
+        context: tokens that a prompt and its reply may have together, None if the server does not say.
         num_layers, hidden_size, points, origin: as of `SteerModel`.
     """
 
@@ -59,19 +59,19 @@ class Described:
 
 
 class Connection:
-    """One server, asked in one event loop.
+    """Connection to one server, used in one event loop.
 
     Args:
-        url: of the server, with or without "/v1".
+        url: address of the server, with or without "/v1".
         api_key: the key, if it wants one.
-        name: of the model in requests, None for the first that the server names.
+        name: name of the model in requests, None for the first that the server names.
         timeout: seconds that the server may be silent for; None for any.
-        transport: of httpx, in place of the network.
+        transport: httpx transport, in place of the network.
 
     Attributes:
         url: without "/v1".
-        running: what runs on it; cancelled when it is closed.
-        idiom: how messages show code.
+        running: tasks that run on it; cancelled when it is closed.
+        idiom: style in which messages show code.
 
     Raises:
         InvalidSetting: the url or the timeout is none.
@@ -98,7 +98,7 @@ class Connection:
     # Life
 
     async def start(self) -> None:
-        """Ask the server what it has.
+        """Open the connection and ask the server for its models.
 
         Raises:
             MissingExtra: httpx is not installed.
@@ -152,7 +152,7 @@ class Connection:
             return Described(name, said["model"], names[name], said["num_layers"], width, points, origin)
 
     async def aclose(self) -> None:
-        """Cancel what runs, let the server free what it holds for us, close the connection. Idempotent."""
+        """Cancel running tasks, let the server free what it holds for this connection, and close it. Idempotent."""
         first, self._closed = not self._closed, True
         if self._home is None or not first:
             return
@@ -170,7 +170,7 @@ class Connection:
             await http.aclose()
 
     def opened(self) -> Described:
-        """What the server has.
+        """Return the description of the server's model.
 
         Raises:
             ModelClosed: it was never asked, or the connection is closed.
@@ -184,10 +184,10 @@ class Connection:
         return self._described
 
     def here(self) -> Described:
-        """The same, to await something of it.
+        """Return the description of the server's model, in the connection's own event loop.
 
         Raises:
-            ModelClosed: as above.
+            ModelClosed: as for `opened`.
             WrongEventLoop: it was started in another event loop.
         """
         described = self.opened()
@@ -196,7 +196,7 @@ class Connection:
         return described
 
     async def run(self, work: Callable[[], Awaitable[Value]]) -> Value:
-        """Await something of the server; closing the connection ends the wait.
+        """Await `work` on the server; closing the connection ends the wait.
 
         Raises:
             ModelClosed: the connection was closed, before or meanwhile.
@@ -214,10 +214,10 @@ class Connection:
                 f"this RemoteModel is closed; use it inside `{self.idiom.manager} SteerModel.connect(...) as model:`"
             )
 
-    # What is asked
+    # Requests
 
     async def ask(self, method: str, path: str, **content: Any) -> Any:
-        """The JSON that the server answers.
+        """Send a request and return the JSON of the answer.
 
         Raises:
             ServerFailure: it cannot be reached, or does not answer as it should.
@@ -230,7 +230,7 @@ class Connection:
 
     @contextlib.asynccontextmanager
     async def answer(self, method: str, path: str, **content: Any) -> AsyncIterator[httpx.Response]:
-        """An answer that is read as it comes.
+        """Send a request and yield the answer, to be read as it comes.
 
         Raises:
             The errors of `ask`.
@@ -254,7 +254,7 @@ class Connection:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Read something of an answer in the block.
+        """Turn errors in parsing an answer inside the block into `ServerFailure`.
 
         Raises:
             ServerFailure: it is not what `steercap serve` says.
@@ -277,12 +277,12 @@ class Connection:
         return self.error_said(found.status_code, body, found.headers.get(ERROR_HEADER, ""))
 
     def error_said(self, status: int, body: Any, name: str) -> SteercapError:
-        """The error that an answer says.
+        """Return the error that an answer describes.
 
         Args:
-            status: of HTTP.
-            body: the answer's.
-            name: of the class of ours, if the server said one.
+            status: HTTP status.
+            body: body of the answer.
+            name: name of the steercap error class, if the server gave one.
         """
         said = body.get("error", body.get("detail", body)) if isinstance(body, Mapping) else body
         message = str(said.get("message", said) if isinstance(said, Mapping) else said)
@@ -296,14 +296,14 @@ class Connection:
             return _BY_STATUS[status](message)
         return ServerFailure(f"{self.url} answered {status}: {message}")
 
-    # What the server holds for us
+    # Resources on the server
 
     def hold(self, path: str) -> None:
-        """Remember something that is to be deleted."""
+        """Remember a resource on the server, to be deleted later."""
         self._held.add(path)
 
     def let_go(self, path: str) -> None:
-        """Have it deleted, from any thread, at any moment; not at once, and nobody waits for it."""
+        """Schedule the deletion of a resource, from any thread at any moment, without waiting for it."""
         if self._home is not None and path in self._held:
             self._home.call(lambda: self._free_soon(path))
 
@@ -318,12 +318,12 @@ class Connection:
     async def _free(self, path: str) -> None:
         if self._http is None:
             return
-        # What is gone already need not go; what cannot be reached has a time to live.
+        # Failure is harmless: the resource may be gone already, and it has a time to live.
         with contextlib.suppress(SteercapError):
             await self.ask("DELETE", path)
 
     async def freed(self) -> None:
-        """Wait until what was let go of is gone there."""
+        """Wait until all scheduled deletions are done."""
         await asyncio.sleep(0)  # what was let go of in this loop begins
         while self._freeing:
             await asyncio.wait(tuple(self._freeing))

@@ -1,4 +1,4 @@
-"""RemoteModel: a model that a server has open."""
+"""The class `RemoteModel`: a model that a server has open."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from steercap.steering.layers import LayerVectors
     from steercap.steering.logit_bias import LogitBias
 
-#: What to do instead of a copy.
+#: Advice in the error of an attempted copy.
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"
-#: What a SteerModel has and a server does not give, and what to do instead.
+#: Attributes of a SteerModel that a RemoteModel lacks, with advice.
 LACKING: Final[Mapping[str, str]] = {
     "check_capture": "the server checks each request; `points` says what it has",
     "checkpoint": "the server has it; `model` is its name there",
@@ -54,11 +54,11 @@ LACKING: Final[Mapping[str, str]] = {
 
 
 class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
-    """A model that `steercap serve` has open, with the verbs of a `SteerModel`; made by `SteerModel.connect`.
+    """Model that `steercap serve` has open, with the methods of a `SteerModel`; made by `SteerModel.connect`.
 
-    `generate`, `chat`, `read` and `stream` mean what they mean of a local model, and take the same specs: what a server
-    cannot be asked is refused by its name. Texts are generated with vLLM's own defaults, as there, not with those that
-    the server's configuration has. Differences:
+    `generate`, `chat`, `read` and `stream` do the same as for a local model, and take the same specs; a field that a
+    server does not support is refused by name. Sampling uses vLLM's own defaults, as there, not those of the server's
+    configuration. Differences:
 
     - Rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
     - `stream` gives texts and crossings of monitors as they come, and all rows with the last chunk.
@@ -66,12 +66,12 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     - `steering=` may be the name of vectors or of steering on the server.
 
     Args:
-        url: of the server, such as "http://127.0.0.1:8000".
+        url: address of the server, such as "http://127.0.0.1:8000".
         api_key: the key, if the server wants one.
         model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if left
             out.
         timeout: seconds that the server may be silent for before an answer; None for any.
-        transport: of httpx, in place of the network.
+        transport: httpx transport, in place of the network.
 
     Raises:
         InvalidSetting: the url is none.
@@ -95,7 +95,7 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     # Life
 
     async def start(self) -> RemoteModel:
-        """Ask the server what it has.
+        """Open the connection and ask the server for its models.
 
         Raises:
             MissingExtra: httpx is not installed: `pip install 'steercap[client]'`.
@@ -108,7 +108,7 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         return self
 
     async def aclose(self) -> None:
-        """Cancel what runs, let the server free what it holds for this connection, and close it. Idempotent."""
+        """Cancel running calls, let the server free what it holds for this connection, and close it. Idempotent."""
         await self.connection.aclose()
 
     async def __aenter__(self) -> RemoteModel:
@@ -123,7 +123,7 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     async def steered(self, steering: SteeringSpec | Edit | LogitBias) -> AsyncIterator[SteeringSpec]:
         """Steer every call inside that does not pass `steering=` itself: `async with model.steered(spec): ...`.
 
-        When nested, its edits come after those of the outer one. Whether it fits the model is found by the first call.
+        When nested, its edits come after those of the outer one. The first call checks that it fits the model.
 
         Args:
             steering: a SteeringSpec, one edit, or a LogitBias.
@@ -139,8 +139,9 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             yield spec
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
-        """Fetch many handles, several at a time. Nested lists and None are allowed; handles already fetched are left
-        alone.
+        """Fetch many handles, several at a time.
+
+        Nested lists and None are allowed; handles already fetched are left alone.
 
         Raises:
             CaptureReleased: one of the handles was released, or its time at the server is over; the others are fetched.
@@ -165,20 +166,20 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         return given_ids(text)
 
     async def stats(self) -> Stats:
-        """What the server's model holds now, for everybody, and its limits."""
+        """Return the present use of the server's model, by all its clients, and its limits."""
         said = await self.connection.run(lambda: self.connection.ask("GET", "/v1/steercap/model"))
         with self.connection.answering():
             return Stats(**said["engine"])
 
     async def upload_vectors(self, name: str, content: LayerVectors | DirectionSet | SteeringSpec) -> Mapping[str, Any]:
-        """Give vectors, directions or steering a name on the server, in place of what has it; they stay there.
+        """Upload vectors, directions or steering under a name, replacing its former content; they stay on the server.
 
         Args:
             name: letters, digits, dots, dashes and underscores.
-            content: what it is to stand for: `steering=name` then steers by it.
+            content: the vectors, directions or steering; `steering=name` then steers by it.
 
         Returns:
-            What the server says of it: its kind, layers, norms, bytes.
+            The server's description of it: its kind, layers, norms, bytes.
 
         Raises:
             InvalidSpec: not a name, or not such content.
@@ -191,16 +192,16 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         return found
 
     async def list_vectors(self) -> list[Mapping[str, Any]]:
-        """What has names on the server: this key's own, and the operator's."""
+        """Return descriptions of the named content on the server: this key's own, and the operator's."""
         said = await self.connection.run(lambda: self.connection.ask("GET", VECTORS))
         with self.connection.answering():
             return list(said["data"])
 
     async def delete_vectors(self, name: str) -> None:
-        """Remove something of this key's from the server.
+        """Remove something that this key uploaded from the server.
 
         Args:
-            name: as it was uploaded.
+            name: name of the upload.
 
         Raises:
             InvalidRequest: nothing of this key has the name.
@@ -209,13 +210,13 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores")
         await self.connection.run(lambda: self.connection.ask("DELETE", f"{VECTORS}/{name}"))
 
-    # What is reachable
+    # Attributes
 
     @property
     def openai(self) -> AsyncOpenAI:
-        """OpenAI's own client of the same server, for what else it can do: tools, log probabilities, embeddings.
+        """OpenAI's own client of the same server, for its other functions: tools, log probabilities, embeddings.
 
-        It is a new one, which its owner closes.
+        Each access makes a new one, which the caller must close.
         """
         with extra("client"):
             from openai import AsyncOpenAI
@@ -224,14 +225,14 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def openai_arguments(self) -> dict[str, Any]:
-        """What OpenAI's clients take for this server."""
+        """Arguments of OpenAI's clients for this server."""
         self.connection.opened()
         key = self.connection.api_key or "none"
         return {"base_url": f"{self.url}/v1", "api_key": key, "max_retries": 0, "timeout": None}
 
     @property
     def url(self) -> str:
-        """The server's address, without "/v1"."""
+        """Address of the server, without "/v1"."""
         return self.connection.url
 
     @property
@@ -241,32 +242,32 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def served_name(self) -> str:
-        """The name of the model in requests."""
+        """Name of the model in requests."""
         return self.connection.opened().name
 
     @property
     def origin(self) -> Mapping[str, str]:
-        """The `revision` of the model, "" if none was asked for, and the `dtype` that it computes in."""
+        """Mapping with the model's `revision`, "" if none was asked for, and the `dtype` that it computes in."""
         return self.connection.opened().origin
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens that the context holds, those of the prompt and of the answer together; None if not known."""
+        """Maximum number of tokens of prompt and answer together; None if not known."""
         return self.connection.opened().context
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
+        """Number of decoder layers of the model."""
         return self.connection.opened().num_layers
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row of the residual stream; `points` has the shape at every other site."""
+        """Number of elements of a row of the residual stream; `points` has the shape at every other site."""
         return self.connection.opened().hidden_size
 
     @property
     def points(self) -> Mapping[Point, PointSchema]:
-        """Points that have a tap, layer by layer, and what the tensor at each of them is."""
+        """Points that have a tap, layer by layer, with the shape and dtype of their rows."""
         return self.connection.opened().points
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Monitors as JSON, as `steercap.server.asks` reads them, and what a server says that they found."""
+"""Conversion of monitors to JSON, as `steercap.server.asks` reads them, and of the server's reports from JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from steercap.steering.layers import LayerVectors
 from steercap.steering.monitor import Monitor, labels_of
 from steercap.steering.spec import SteeringSpec
 
-#: What one monitor found in a sample, as JSON.
+#: Report of one monitor for a sample, as JSON.
 Said = Mapping[str, Any]
 
 
 async def monitors_asked(
     monitors: Sequence[Monitor], num_layers: int, uploads: Uploads, names: AsyncExitStack
 ) -> list[dict[str, Any]]:
-    """The field `monitors` of a body; long probes and steering go up first, and stay while `names` is open.
+    """Return the field `monitors` of a body; long probes and steering are uploaded, and stay while `names` is open.
 
     Raises:
         LayerOutOfRange: a layer that the model does not have.
@@ -59,7 +59,7 @@ async def _asked(one: Monitor, num_layers: int, uploads: Uploads, names: AsyncEx
 
 
 def reports_of(monitors: Sequence[Monitor], said: Sequence[Said] | None) -> tuple[MonitorReport, ...]:
-    """What each monitor found in a sample.
+    """Return the reports of all monitors for one sample.
 
     Raises:
         ServerFailure: the server says nothing of one that it was asked for.
@@ -71,6 +71,6 @@ def reports_of(monitors: Sequence[Monitor], said: Sequence[Said] | None) -> tupl
 
 
 def crossings_of(said: Iterable[Said]) -> tuple[Crossing, ...]:
-    """Where monitors fired, as an event of a stream says it."""
+    """Return the crossings of an event of a stream."""
     found = ({name: value for name, value in one.items() if name != "choice"} for one in said)
     return msgspec.convert(list(found), tuple[Crossing, ...])

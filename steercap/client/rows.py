@@ -1,4 +1,4 @@
-"""Rows that wait at a server: where a handle's come from."""
+"""Captured rows that wait at a server, as the origin of a handle's rows."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from steercap.concurrency.bounded import each_of
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, CaptureReleased, InvalidRequest, SteercapError
 
-#: Files that come at once.
+#: Maximum number of files downloaded at once.
 _AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """The rows of one capture that waits at a server.
+    """Rows of one capture that waits at a server.
 
     Args:
-        connection: to the server.
-        path: of the file there.
-        size: its bytes.
+        connection: connection to the server.
+        path: path of the file there.
+        size: its size in bytes.
         request: the name of the request.
-        points: what must be in it.
+        points: points that it must hold.
         tokens: prompt and generated token ids of the request.
     """
 
@@ -55,7 +55,7 @@ class Waiting:
         return await self.connection.run(lambda: each_of(origins, _fetched, _AT_ONCE))
 
     def found(self, delivery: Any) -> Found:
-        """See `Origin.found`; the file must be that of this request.
+        """Return the rows of a fetched file, checked to be that of this request; see `Origin.found`.
 
         Raises:
             CaptureIncomplete: it is not.
@@ -77,7 +77,7 @@ class Waiting:
 
 
 async def _fetched(one: Waiting) -> CaptureHandle | SteercapError:
-    """What is in a file; in place of it, the error of one whose time is over, so that others still come."""
+    """Download a capture file and load it; return the error of one that is gone, so that others still come."""
     with tempfile.TemporaryDirectory(prefix="steercap-fetch-") as folder:
         path = Path(folder, "rows.safetensors")
         written = 0

@@ -1,5 +1,6 @@
-"""Sampling parameters in the body of a request: what is left out is vLLM's default, as it is for a local request, and
-not what the server's own configuration would put there.
+"""Sampling parameters in the body of a request.
+
+A parameter left out gets vLLM's default, as in a local request, and not that of the server's own configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "frequency_penalty": 0.0,
     "max_tokens": 16,
 }
-#: What else the body of a completion may hold.
+#: All sampling parameters that the body of a completion may hold.
 KNOWN: Final = (
     *DEFAULTS,
     "n",
@@ -47,12 +48,12 @@ KNOWN: Final = (
     "thinking_token_budget",
     "watermarking",
 )
-#: What the server sets by itself, and what nobody sees the effect of through it.
+#: Parameters that the server sets itself, or that have no visible effect through it.
 _ITS_OWN: Final = ("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval")
 
 
 def sampling_asked(given: Any) -> dict[str, Any]:
-    """The fields of a body that mean what sampling parameters mean here.
+    """Return sampling parameters as fields of a request's body.
 
     Args:
         given: vLLM's SamplingParams, a dict of their fields, or None.
@@ -70,7 +71,7 @@ def sampling_asked(given: Any) -> dict[str, Any]:
 
 
 def _fields(given: Any) -> dict[str, Any]:
-    """The fields that were given, or of SamplingParams those that are not as by default."""
+    """Return the given fields, for SamplingParams those that differ from their default."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -80,7 +81,7 @@ def _fields(given: Any) -> dict[str, Any]:
     plain = type(given)()
     names = [name for name in given.__struct_fields__ if not name.startswith("_") and name not in _ITS_OWN]
     values = {name: (getattr(given, name), getattr(plain, name)) for name in names}
-    # Of one type only: an array is not compared.
+    # Only values of the same type are compared, so that an array is not.
     return {name: one for name, (one, other) in values.items() if type(one) is not type(other) or one != other}
 
 

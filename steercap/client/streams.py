@@ -1,4 +1,4 @@
-"""The one sample of a stream, from its events."""
+"""Assembly of a stream's one sample from its events."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from steercap.requests.stream import Chunk
 
 
 class Streamed:
-    """What events have said of a sample.
+    """Sample of a stream, as its events have described it so far.
 
     Attributes:
         document: the answer that a request without a stream would have got.
-        crossings: where monitors fired, since the last chunk.
-        finish_reason: why the text ended.
+        crossings: tokens at which monitors fired, since the last chunk.
+        finish_reason: the reason why the text ended.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Streamed:
         return bool(self._choice.get("prompt_token_ids"))
 
     def take(self, event: Mapping[str, Any]) -> Chunk | None:
-        """Enter an event; what it brings, None for nothing."""
+        """Add an event and return its chunk; None if it brings no text or tokens."""
         said = event.get("steercap") or {}
         self.crossings += crossings_of(said.get("crossings", ()))
         if "results" in said:

@@ -1,4 +1,4 @@
-"""Vectors and steering that a body does not hold: uploaded once, under a name that says what is in them."""
+"""Uploads of vectors and steering that are too large for a request's body: sent once, named by their digest."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
-#: Files that stay at the server while no request needs them.
+#: Maximum number of files kept at the server while no request needs them.
 _UNUSED: Final = 32
 VECTORS: Final = "/v1/steercap/vectors"
 
 
 @dataclass
 class Upload:
-    """One file.
+    """One uploaded file.
 
     Args:
-        name: its name on the server; a connection's own, and no file has it twice.
-        users: requests under way that need it.
-        there: whether the server has it.
-        turn: held while it goes up.
+        name: its name on the server, unique to the connection and the file.
+        users: number of running requests that need it.
+        there: True if the server has it.
+        turn: lock held during the upload.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Upload:
 
 
 class Uploads:
-    """The files of one connection.
+    """Uploaded files of one connection.
 
     Args:
-        connection: where they go.
+        connection: connection to the server.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -57,7 +57,7 @@ class Uploads:
 
     @asynccontextmanager
     async def named(self, content: LayerVectors | DirectionSet | SteeringSpec) -> AsyncIterator[str]:
-        """The name of something on the server, where it stays while the block runs.
+        """Upload content if it is not on the server yet, and yield its name; it stays there while the block runs.
 
         Raises:
             CaptureMemoryFull: the server keeps no more of this key.
@@ -84,7 +84,7 @@ class Uploads:
             self._drop_unused()
 
     async def put(self, name: str, data: bytes) -> Any:
-        """Send a file; what the server says of it."""
+        """Send a file, and return the server's description of it."""
         return await self._connection.ask("PUT", f"{VECTORS}/{name}", content=data)
 
     def _drop_unused(self) -> None:
@@ -94,7 +94,7 @@ class Uploads:
 
 
 def encoded(content: Any) -> bytes:
-    """The file that holds something.
+    """Return content as the bytes of its file.
 
     Raises:
         InvalidSpec: something else than vectors, directions or steering.

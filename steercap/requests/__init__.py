@@ -1,1 +1,1 @@
-"""One request on the client: from what was asked to its handles."""
+"""Requests on the client side: from a call's arguments to capture handles."""

@@ -1,8 +1,8 @@
-"""What had not been handed over when an engine died, done again by the one that takes its place.
+"""Recomputation, on a restarted engine, of results that were lost when the previous engine died.
 
-A request whose text nobody has is made anew, under a new key. Rows that nobody has are rows of a sequence that is known
-to its last token: it is read, prompt and output, with the same edits at the same positions, and its rows are compared
-with it as ever. They differ from those that were lost as rows of different batches differ, and their receipt says so.
+A request whose text was not yet returned is run anew under a new key. For lost rows the full token sequence is already
+known, so prompt and output are read again with the same edits at the same positions, and the new rows pass the usual
+checks. They differ from the lost rows as rows of different batches differ; their receipt says `recomputed`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0, "detoken
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One request as it was asked, from which it can be made for any engine of its model.
+    """Arguments of one request, from which it can be prepared for any engine of its model.
 
     Args:
-        serving: the engine, from its start to its end.
+        serving: the engine, from its start to its end, restarts included.
         prompt, params, spec, steering, options, spans, reading, sketches, encoding, monitors, known: see `prepare`.
     """
 
@@ -51,7 +51,7 @@ class Recipe:
     known: Known | None = None
 
     async def job(self) -> Job:
-        """The request, checked and compiled for the engine that lives.
+        """Prepare the request, checked and compiled, for the engine that is running now.
 
         Raises:
             InvalidRequest: see `prepare`.
@@ -64,11 +64,11 @@ class Recipe:
         return await self.surviving(itself)
 
     async def surviving(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
-        """Do something with the request; if its engine dies meanwhile, and is to be started again, once more.
+        """Run `work` on the request; if the engine dies meanwhile and is restarted, run it once more.
 
         Args:
-            work: what to do; it leaves nothing behind if it fails.
-            job: the request for the engine that lives, if it was made before.
+            work: coroutine function of the job; it must leave nothing behind if it fails.
+            job: the request as already prepared, reused if its engine is still the running one.
 
         Raises:
             EngineDied: see `Serving.surviving`.
@@ -86,18 +86,18 @@ class Recipe:
         return replace(await prepare(engine, self.prompt, self.params, self.spec, self.steering, **asked), recipe=self)
 
     def lost(self, job: Job, sample: Sample) -> LostRows | None:
-        """What rows of a finished sample are computed by again; None where no engine is started again."""
+        """Return the means to recompute a finished sample's rows; None if engines are not restarted."""
         return LostRows(self, job, sample) if self.serving.settings.restart else None
 
 
 @dataclass(frozen=True)
 class LostRows:
-    """Rows of a finished sample, which may be lost with their engine.
+    """Finished sample whose rows can be recomputed if their engine dies.
 
     Args:
-        recipe: how its request is made.
+        recipe: the request's arguments.
         job: the request as it ran.
-        sample: the sample.
+        sample: the finished sample.
     """
 
     recipe: Recipe
@@ -106,22 +106,25 @@ class LostRows:
 
     @property
     def place(self) -> object:
-        """Of which model they are, whichever its engine is."""
+        """Identity of the model that the rows belong to; it stays the same across engine restarts."""
         return self.recipe.serving
 
     def is_so(self) -> bool:
-        """Whether they are lost, and another engine is to compute them."""
+        """Return True if the engine of the rows has died and another one can recompute them."""
         return self.recipe.serving.outlives(self.job.engine)
 
     async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
-        """See `Serving.surviving`; for what needs the model and not the rows."""
+        """Run `work` on the engine, with a restart, for work that needs the model but not the rows.
+
+        See `Serving.surviving`.
+        """
         return await self.recipe.serving.surviving(work)
 
     async def rows(self) -> Found:
-        """The rows, computed again.
+        """Recompute the rows.
 
         Raises:
-            EngineDied: they cannot be had again, or no engine lives for long enough.
+            EngineDied: they cannot be recomputed, or no engine lives for long enough.
             CaptureIncomplete, CaptureNotFinite: see `checks.received`.
             SteeringNotApplied: a worker did not make every edit.
         """
@@ -131,7 +134,7 @@ class LostRows:
         return found._replace(receipt=replace(found.receipt, recomputed=True))
 
     def _reason(self) -> str:
-        """Why the rows of a sequence that is read again would not be those that were lost; "" where they are."""
+        """Return the reason why recomputed rows would not equal the lost ones; "" if there is none."""
         if self.job.prompt.media:
             return "its prompt has pictures, and a sequence of tokens alone would be read"
         if self.job.change is not None and self.job.change.held:
@@ -139,7 +142,7 @@ class LostRows:
         return ""
 
     def _reading(self) -> Recipe:
-        """The request that reads prompt and output, all but the last token, which was never an input."""
+        """Return the request that reads prompt and output, without the last token, which was never an input."""
         assert self.job.plan is not None
         ids = self.job.prompt.token_ids
         given = self.recipe.prompt

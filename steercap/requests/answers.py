@@ -1,4 +1,4 @@
-"""From what a call asks to what it gives: prompts become jobs, and their ends become texts and handles."""
+"""Calls on a local engine: prompts become jobs, and finished jobs become texts and handles."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RawOutput:
-    """What `raw_output=True` gives in place of a text.
+    """Result of one prompt with `raw_output=True`, in place of its text.
 
     Args:
-        output: vLLM's RequestOutput, as vLLM made it: `raw.output.outputs[0].text`, `.token_ids`, `.logprobs`.
-        steering: a receipt for each sample, None where nothing was to be changed.
-        monitors: what each monitor found, for each sample; None where there were none.
+        output: vLLM's RequestOutput, unchanged: `raw.output.outputs[0].text`, `.token_ids`, `.logprobs`.
+        steering: a receipt for each sample; None if the request was not steered.
+        monitors: the report of each monitor, for each sample; None if there were no monitors.
     """
 
     output: RequestOutput
@@ -57,7 +57,7 @@ class RawOutput:
 
 @dataclass(frozen=True)
 class Answers:
-    """What an engine of our own answers.
+    """Implementation of the calls of a model on an engine in this process.
 
     Args:
         serving: the engine, from its start to its end.
@@ -66,17 +66,17 @@ class Answers:
     serving: Serving
 
     async def generated(self, prompts: Any, call: CallArguments) -> Any:
-        """What `SteerModel.generate` gives."""
+        """Return the result of `SteerModel.generate`."""
         require_kind(self.serving.here(), "generate", pools=False)
         return await _listed(self.serving, prompts, call)
 
     async def encoded(self, prompts: Any, call: CallArguments) -> Any:
-        """What `SteerModel.encode` gives."""
+        """Return the result of `SteerModel.encode`."""
         require_kind(self.serving.here(), "encode", pools=True)
         return await _listed(self.serving, prompts, call)
 
     async def read(self, prompts: Any, call: CallArguments) -> Any:
-        """What `SteerModel.read` gives."""
+        """Return the result of `SteerModel.read`."""
         if self.serving.here().vllm.pools:
             call = replace(call, sampling_params=None, encoding=True)
         given = await _listed(self.serving, prompts, call)
@@ -85,7 +85,7 @@ class Answers:
         return [None] * len(given) if listed(prompts)[0] else None  # what was read went into sketches alone
 
     async def replied(self, messages: Any, call: CallArguments, template_kwargs: Any) -> Any:
-        """What `SteerModel.chat` gives."""
+        """Return the result of `SteerModel.chat`."""
         engine = self.serving.here()
         require_kind(engine, "chat", pools=False)
         tokenizer = engine.vllm.tokenizer
@@ -99,7 +99,7 @@ class Answers:
         return await _answered(self.serving, prompts, call, many=many)
 
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
-        """What `SteerModel.stream` yields."""
+        """Yield the chunks of `SteerModel.stream`."""
         serving = self.serving
         engine = serving.here()
         require_kind(engine, "stream", pools=False)
@@ -132,10 +132,10 @@ class Answers:
 
 
 def one_to_stream(prompt: Any, call: CallArguments) -> Any:
-    """The prompt of a stream.
+    """Return the single prompt of a stream.
 
     Raises:
-        InvalidRequest: several, or a capture that is no rows.
+        InvalidRequest: there are several prompts or capture specs, or the capture is a reduction.
     """
     many, given = listed(prompt)
     spec = call.spec
@@ -145,20 +145,20 @@ def one_to_stream(prompt: Any, call: CallArguments) -> Any:
 
 
 def require_one_sample(samples: int) -> None:
-    """Check that a stream is of one sample.
+    """Check that a stream has one sample.
 
     Raises:
-        InvalidRequest: it is of several.
+        InvalidRequest: it has several.
     """
     if samples != 1:
         raise InvalidRequest(f"stream gives one sample, not n={samples}; use generate")
 
 
 def require_raw(monitors: Any, *, raw: bool) -> None:
-    """Check that what monitors find can be given.
+    """Check that a call with monitors returns raw outputs, which hold their reports.
 
     Raises:
-        InvalidRequest: in place of texts alone, it cannot.
+        InvalidRequest: there are monitors, but the call returns texts alone.
     """
     if monitors and not raw:
         raise InvalidRequest("what monitors= find is in RawOutput.monitors; give raw_output=True, or use stream")
@@ -172,7 +172,7 @@ async def _listed(serving: Serving, prompts: Any, call: CallArguments) -> Any:
 async def _answered(
     serving: Serving, prompts: Sequence[tuple[Any, list[MessageSpan]]], call: CallArguments, *, many: bool
 ) -> Any:
-    """Run prompts, with the spans of their messages, and give back what the user gets."""
+    """Run prompts, each with the spans of its messages, and return the result of the call."""
     captured, raw = call.spec is not None, flag_asked("raw_output", call.raw_output)
     require_raw(call.monitors, raw=raw)
     params = each(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
@@ -210,7 +210,7 @@ async def _answered(
 
 
 def _as_asked(engine: Engine, prompt: Any, call: CallArguments) -> Any:
-    """A prompt; a text that is to stand as it is, as its tokens."""
+    """Return the prompt, tokenized here without special tokens if it is a text and `add_special_tokens=False`."""
     text = text_of(prompt)
     if text is None or call.add_special_tokens is not False:
         return prompt
@@ -219,7 +219,7 @@ def _as_asked(engine: Engine, prompt: Any, call: CallArguments) -> Any:
 
 
 class _Asked(NamedTuple):
-    """One prompt of a call, and its parameters as the user gave them; what was read of both."""
+    """Prompt and parameters of a call as the user gave them, with the `max_tokens` and token ids read from them."""
 
     prompt: Any
     params: Any
@@ -228,7 +228,7 @@ class _Asked(NamedTuple):
 
 
 def _look_at(engine: Engine, asked: Sequence[_Asked], call: CallArguments) -> None:
-    """Warn of what a call asks and hardly means: special tokens twice, and more tokens than there is room for."""
+    """Warn about doubled special tokens, and about a `max_tokens` beyond the model's context length."""
     texts = repeating((one.prompt, one.ids) for one in asked)
     if texts and call.add_special_tokens is None:
         warn_of_doubled(texts, tokens_of(engine.vllm.tokenizer, "", special=True))
@@ -236,7 +236,7 @@ def _look_at(engine: Engine, asked: Sequence[_Asked], call: CallArguments) -> No
 
 
 def _given(done: Done, *, raw: bool) -> Any:
-    """What stands for a prompt's text."""
+    """Return the result of one prompt: an `Encoded`, a `RawOutput`, a text, or a list of texts."""
     if done.task is not None:
         receipt = done.receipts[0] if done.receipts else None
         return Encoded(done.output.outputs.data, done.task, tuple(done.output.prompt_token_ids), receipt)

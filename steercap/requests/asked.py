@@ -1,4 +1,4 @@
-"""The types of what a call is asked, which decide the type of what it gives."""
+"""Types of the calls' arguments, which determine the type of each call's result."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 One_co = TypeVar("One_co", covariant=True)
-#: What is awaited.
+#: Coroutine that returns a value.
 Coming: TypeAlias = Coroutine[Any, Any, Value]
 #: A text, token ids, or one of vLLM's prompt dicts.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 #: Messages, {"role", "content"}.
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-#: What a prompt gives: its text, or with `n > 1`, which no type checker sees, those of its samples.
+#: Text of a prompt, or with `n > 1`, which no type checker sees, the list of texts of its samples.
 Text: TypeAlias = str | list[str]
-#: What one prompt's `steering=` may be.
+#: Values of `steering=` for one prompt.
 Steering: TypeAlias = "SteeringSpec | Edit | LogitBias | None"
 #: vLLM's SamplingParams or their fields, for all prompts or one each.
 Params: TypeAlias = "SamplingParams | Mapping[str, Any] | Sequence[Any] | None"
@@ -37,7 +37,7 @@ Off: TypeAlias = Literal[False]
 
 
 class Several(Protocol[One_co]):
-    """A sequence that is not a str: its `in` takes anything, which that of a str does not."""
+    """Sequence that is not a str: its `in` takes any object, which that of a str does not."""
 
     def __contains__(self, item: object, /) -> bool: ...
     def __iter__(self) -> Iterator[One_co]: ...
@@ -46,7 +46,7 @@ class Several(Protocol[One_co]):
 
 
 class Options(TypedDict, total=False):
-    """Arguments of `Calls.generate` that do not change the type of what it gives."""
+    """Arguments of `Calls.generate` that do not change the type of its result."""
 
     steering: Steering | Sequence[Steering] | FromContext
     add_special_tokens: bool | None
@@ -55,95 +55,95 @@ class Options(TypedDict, total=False):
 
 
 class Plain(Options, total=False):
-    """Nothing is kept."""
+    """Arguments of a call that captures nothing."""
 
     capture_layers: None
     capture: None
 
 
 class ByLayers(Options, total=False):
-    """Layers are kept."""
+    """Arguments of a call that captures layers."""
 
     capture_layers: Required[Layers]
     capture: None
 
 
 class BySpec(Options, total=False):
-    """What a spec says is kept."""
+    """Arguments of a call that captures by one spec."""
 
     capture_layers: None
     capture: Required[CaptureSpec]
 
 
 class BySpecs(Options, total=False):
-    """The same, with a spec for each prompt; None keeps nothing of it."""
+    """Arguments of a call with a capture spec for each prompt; None captures nothing of that prompt."""
 
     capture_layers: None
     capture: Required[Sequence[CaptureSpec | None]]
 
 
 class Reading(Options, total=False):
-    """What a spec or the layers say is kept; all layers if neither is given."""
+    """Arguments of `read`, which captures by a spec or layers; all layers if neither is given."""
 
     capture_layers: Layers | None
     capture: CaptureSpec | None
 
 
 class Template(TypedDict, total=False):
-    """What `chat` takes besides."""
+    """Further arguments of `chat`."""
 
     chat_template_kwargs: Mapping[str, Any] | None
 
 
 class ChatPlain(Plain, Template):
-    """`Plain`, of `chat`."""
+    """Arguments `Plain`, for `chat`."""
 
 
 class ChatByLayers(ByLayers, Template):
-    """`ByLayers`, of `chat`."""
+    """Arguments `ByLayers`, for `chat`."""
 
 
 class ChatBySpec(BySpec, Template):
-    """`BySpec`, of `chat`."""
+    """Arguments `BySpec`, for `chat`."""
 
 
 class ChatBySpecs(BySpecs, Template):
-    """`BySpecs`, of `chat`."""
+    """Arguments `BySpecs`, for `chat`."""
 
 
 class Watched(TypedDict, total=False):
-    """What `generate` and `chat` take besides, with `raw_output=True`."""
+    """Further arguments of `generate` and `chat` with `raw_output=True`."""
 
     monitors: Sequence[Monitor] | None
 
 
 class RawPlain(Plain, Watched):
-    """`Plain`, with monitors."""
+    """Arguments `Plain`, with monitors."""
 
 
 class RawByLayers(ByLayers, Watched):
-    """`ByLayers`, with monitors."""
+    """Arguments `ByLayers`, with monitors."""
 
 
 class RawBySpec(BySpec, Watched):
-    """`BySpec`, with monitors."""
+    """Arguments `BySpec`, with monitors."""
 
 
 class RawBySpecs(BySpecs, Watched):
-    """`BySpecs`, with monitors."""
+    """Arguments `BySpecs`, with monitors."""
 
 
 class RawChatPlain(ChatPlain, Watched):
-    """`ChatPlain`, with monitors."""
+    """Arguments `ChatPlain`, with monitors."""
 
 
 class RawChatByLayers(ChatByLayers, Watched):
-    """`ChatByLayers`, with monitors."""
+    """Arguments `ChatByLayers`, with monitors."""
 
 
 class RawChatBySpec(ChatBySpec, Watched):
-    """`ChatBySpec`, with monitors."""
+    """Arguments `ChatBySpec`, with monitors."""
 
 
 class RawChatBySpecs(ChatBySpecs, Watched):
-    """`ChatBySpecs`, with monitors."""
+    """Arguments `ChatBySpecs`, with monitors."""

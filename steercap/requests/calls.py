@@ -1,4 +1,4 @@
-"""What an open model is asked: generate, chat, read, encode, stream, with the type of what each gives."""
+"""Calls of an open model (generate, chat, read, encode, stream) and the types of their results."""
 
 from __future__ import annotations
 
@@ -47,40 +47,40 @@ if TYPE_CHECKING:
 
 #: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.
 READ: Final = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
-#: The kind of handle that is given.
+#: Type of the handles that the calls return.
 Handle = TypeVar("Handle")
 
 
 class Answering(Protocol):
-    """Who answers the calls: an engine of our own, or a server."""
+    """Backend that answers the calls: a local engine or a server."""
 
     def generated(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
-        """What `Calls.generate` gives."""
+        """Return the result of `Calls.generate`."""
 
     def encoded(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
-        """What `Calls.encode` gives."""
+        """Return the result of `Calls.encode`."""
 
     def read(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
-        """What `Calls.read` gives."""
+        """Return the result of `Calls.read`."""
 
     def replied(self, messages: Any, call: CallArguments, template_kwargs: Any) -> Coroutine[Any, Any, Any]:
-        """What `Calls.chat` gives."""
+        """Return the result of `Calls.chat`."""
 
     def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
-        """What `Calls.stream` yields."""
+        """Yield the chunks of `Calls.stream`."""
 
 
 class Calls(Generic[Handle]):
-    """The calls of an open model.
+    """Calls of an open model.
 
-    One prompt gives one answer and several give a list. What is captured comes beside the texts. Where `n` decides
-    whether there is one text or a list of them, the type is both.
+    One prompt gives one result and several give a list. Captures come beside the texts, as a pair. Where `n` decides
+    whether there is one text or a list of them, the declared type is the union of both.
     """
 
     _answers: Answering
 
     def _called(self, name: str, coming: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """Give a coroutine the name of the call that made it: Python's warning about a forgotten `await` says it."""
+        """Name a coroutine after the call that made it, for Python's warning about a forgotten `await`."""
         coming.__qualname__ = f"{type(self).__name__}.{name}"  # type: ignore[attr-defined]  # of coroutine objects
         return coming
 
@@ -174,24 +174,24 @@ class Calls(Generic[Handle]):
         lora_request: Any = None,
         priority: int = 0,
     ) -> Coroutine[Any, Any, Any]:
-        """Generate text, keeping the activations asked for.
+        """Generate text and capture activations on request.
 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these. A dict may hold pictures:
                 `{"prompt": "What is <image>?", "multi_modal_data": {"image": picture}}`.
             sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
-            capture: what to keep, for all prompts, or one each (None keeps nothing).
-            steering: what to change: a SteeringSpec (or one edit) for all prompts, or one each; None changes
-                nothing. Left out, it is what `model.steered` says around the call.
-            monitors: probes with thresholds that watch each request while it runs, and may end it: `Monitor`. What they
-                found is in the `RawOutput`, so `raw_output=True` goes with them.
+            capture: the rows to keep, for all prompts, or one spec each (None keeps nothing).
+            steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None changes
+                nothing. Left out, the steering of the enclosing `model.steered` applies.
+            monitors: probes with thresholds that watch each request while it runs, and may end it: `Monitor`. Their
+                reports are in the `RawOutput`, so they need `raw_output=True`.
             raw_output: return a `RawOutput` in place of each text: vLLM's RequestOutput as `output`, as `steering`
-                a `SteeringReceipt` for each sample, None where nothing was to be changed, and as `monitors` what each
-                monitor found in each sample.
-            add_special_tokens: whether a text gets the tokens that the tokenizer puts around a prompt, such as <bos>.
-                Left out, it does, as in vLLM, with a warning if it has them already, as a rendered chat has; False
-                takes it as it stands, True keeps both without a warning.
+                a `SteeringReceipt` for each sample (None without steering), and as `monitors` the report of each
+                monitor for each sample.
+            add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. Left out, they
+                are added too, as in vLLM, with a warning if the text has them already, as a rendered chat has; False
+                takes the text as it stands, True keeps both without a warning.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
@@ -204,8 +204,8 @@ class Calls(Generic[Handle]):
         "resid_post" is transformers' `hidden_states[i + 1]`, before the final norm for the last layer.
 
         Raises:
-            InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: before that prompt runs; of a list, those
-                before it may have begun, and are cancelled, as after any other error.
+            InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: raised before that prompt runs. Earlier prompts
+                of the list may have begun; they are cancelled, as after any other error.
             CaptureMemoryFull, SteeringSlotsFull: there is no room.
             SteeringNotApplied: a worker did not make every edit; the text is withheld.
             ModelClosed: the model is not open.
@@ -357,16 +357,16 @@ class Calls(Generic[Handle]):
         """Generate the next message of a conversation, or of each of several.
 
         Args:
-            messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations; of text alone,
-                pictures are for `generate`.
+            messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations. Text only; for
+                pictures use `generate`.
             sampling_params, capture_layers, capture, steering, monitors, raw_output, lora_request, priority: as for
                 `generate`.
-            add_special_tokens: whether the tokenizer adds its own to those of the chat template; left out, it does
-                not.
+            add_special_tokens: True adds the tokenizer's special tokens to those of the chat template; left out, they
+                are not added.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
-            As for `generate`. Handles know which rows belong to which message, the template's own tokens to none:
+            As for `generate`. Handles know the rows of each message (the template's own tokens belong to none):
             `handle.messages`, `handle.rows_of(0)`, `handle.rows_of("assistant")`.
 
         Raises:
@@ -403,18 +403,18 @@ class Calls(Generic[Handle]):
         lora_request: Any = None,
         priority: int = 0,
     ) -> Coroutine[Any, Any, Any]:
-        """Have the model read texts and keep their activations, without generating; a pooling model too.
+        """Run prompts through the model without generating, and capture their activations; for pooling models too.
 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at least one token shorter
-                than `max_model_len`, or of a pooling model as long.
+                than `max_model_len`, or for a pooling model at most as long.
             capture_layers, capture: as for `generate`; left out, all layers at "resid_post".
             steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
             A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is kept), with a row for
             every token selected, the last one included. `handle.text` and `handle.output_token_ids` are empty.
-            Inside `model.sketch`, where nothing else is asked for, rows go into the sketch alone.
+            Inside `model.sketch`, without a capture of its own, the call adds rows to the sketch and returns None.
 
         Raises:
             EmptySelection: `tokens="generated"`: nothing is generated.
@@ -465,19 +465,19 @@ class Calls(Generic[Handle]):
         lora_request: Any = None,
         priority: int = 0,
     ) -> Coroutine[Any, Any, Any]:
-        """Embed or classify prompts with a pooling model, keeping the activations asked for.
+        """Embed or classify prompts with a pooling model and capture activations on request.
 
         Args:
-            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each as long as `max_model_len`
-                at most.
+            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each of at most `max_model_len`
+                tokens.
             pooling: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
-                "classify", "token_embed", "token_classify"; left out, what vLLM takes the model for), `use_activation`,
+                "classify", "token_embed", "token_classify"; left out, vLLM's default for the model), `use_activation`,
                 `dimensions`.
             capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
-            An `Encoded`, whose `embedding` or `data` is what vLLM pooled, or a list of them for a list of prompts. If
-            anything is captured, the pair (encoded, handles), with a `CaptureHandle` for each, None where nothing is
+            An `Encoded`, with vLLM's pooled output as `embedding` or `data`, or a list of them for a list of prompts.
+            If anything is captured, the pair (encoded, handles), with a `CaptureHandle` for each, None where nothing is
             kept. There is a row for every token selected, the last one included.
 
         Raises:
@@ -517,12 +517,12 @@ class Calls(Generic[Handle]):
             prompt: one prompt, as for `generate`.
             sampling_params, capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for
                 `generate`, for one sample.
-            monitors: as for `generate`; where they fire is in the chunks.
+            monitors: as for `generate`; the chunks hold their crossings.
 
         Yields:
-            Chunks whose texts, token ids and rows, one after the other, are those of the whole; the first one brings
-            the rows of the prompt. Closing the generator (`contextlib.aclosing`, or
-            dropping it after leaving the loop) cancels the request.
+            Chunks, whose texts, token ids and rows concatenate to those of the whole request; the first chunk has the
+            rows of the prompt. Closing the generator (`contextlib.aclosing`, or dropping it after leaving the loop)
+            cancels the request.
 
         Raises:
             InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.

@@ -1,4 +1,4 @@
-"""One prompt's steering, and the plan of a request with all that it names in its slot."""
+"""Compiled steering of one prompt, and the plan of a request once every configuration has its slot."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from steercap.steering.lowering import Lowered
 
 @dataclass(frozen=True)
 class Change:
-    """One prompt's steering.
+    """Compiled steering of one prompt.
 
     Args:
         lowered: the edits.
         scopes: positions of each token selection.
         replaced: positions of each replacement.
         biased: positions of each token selection of biases.
-        held: key of the request, if nothing is edited until a monitor says so; else "".
+        held: key of the request, if its edits wait for a monitor to fire; else "".
     """
 
     lowered: Lowered
@@ -31,10 +31,10 @@ class Change:
     held: str = ""
 
     def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
-        """What the workers are told of it.
+        """Return the steering plan that is sent to the workers.
 
         Args:
-            slots: where each configuration is, by its digest.
+            slots: the slot of each configuration, by its digest.
             epoch: see `identity`.
         """
         digest = self.lowered.digest
@@ -43,11 +43,11 @@ class Change:
 
 
 class Planned(NamedTuple):
-    """What the workers shall do, complete.
+    """Complete instructions for the workers.
 
     Args:
-        plan: the plan, all that it names in its slot; None if nothing is kept or changed.
-        salt: what keys and values depend on besides the tokens, "" for nothing.
+        plan: the plan, with slots assigned; None if nothing is kept or changed.
+        salt: salt of the prefix cache, for keys and values that depend on more than the tokens; else "".
     """
 
     plan: Plan | None

@@ -1,4 +1,4 @@
-"""Which equations of the proof must hold of an engine's rows, as the family of its layers says."""
+"""Equations between captured rows that must hold for the model's family, as `proof` checks them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def of_rows(
     engine: Engine, rows: Mapping[Point, torch.Tensor], edit: tuple[Point, torch.Tensor] | None = None
 ) -> Iterator[Claim]:
-    """What must hold among rows of the same pass, of the family that was loaded."""
+    """Yield the equations that must hold among rows of one forward pass, for the loaded model's family."""
     family = engine.family
     if family is None:  # its layers have the stream alone
         yield from equations(rows, None, edit)
@@ -35,7 +35,7 @@ def of_rows(
 
 
 async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
-    """Whether blocks add what their last projections make of the rows that these read."""
+    """Yield claims that each block's output equals its last projection of the rows that the projection reads."""
     family = engine.family
     if family is None:
         return
@@ -49,7 +49,10 @@ async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch
 
 
 async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
-    """Whether what stands behind norms of sums is what the model's own norms make of these, where there are such."""
+    """Yield claims that rows behind a norm of a sum equal the model's own norm of that sum.
+
+    Families without such norms yield none.
+    """
     family = engine.family
     if family is None or not family.norms:
         return
@@ -64,5 +67,5 @@ async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tenso
 
 
 def _experts(engine: Engine, layer: int) -> bool:
-    """Whether a layer may have experts, which may stand beside the neurons, and add to what these give."""
+    """Return True if a layer has a router, so that experts may add to the output of its neurons."""
     return engine.exists(Point(layer, "router"))

@@ -1,7 +1,6 @@
-"""The steering of calls inside `async with model.steered(spec):` that do not pass their own, and the sketches that they
-join inside `async with model.sketch(...)`.
+"""Context variables with the steering of `async with model.steered(spec):` and the sketches of `model.sketch(...)`.
 
-A context variable: tasks that run side by side do not see each other's.
+Calls made inside join them unless they pass their own steering. Tasks that run side by side do not see each other's.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class FromContext(enum.Enum):
-    """The default of `steering=`: what `model.steered` says around the call."""
+    """Type of the default of `steering=`: use the steering of the enclosing `model.steered`."""
 
     token = "what model.steered() says"  # noqa: S105 -- no secret
 
     def __repr__(self) -> str:
-        """For signatures, as `help` and the reference show them."""
+        """Return the name that signatures show in `help` and the reference."""
         return "FROM_CONTEXT"
 
 
@@ -40,10 +39,10 @@ _steered: ContextVar[tuple[tuple[object, SteeringSpec], ...]] = ContextVar("stee
 
 @contextmanager
 def steered(model: object, steering: Any) -> Iterator[SteeringSpec]:
-    """Put a spec in force for the calls of one model; inside another, its edits come after those of the other.
+    """Put a spec in force for the calls of one model; nested inside another, its edits come after the outer ones.
 
     Yields:
-        All that is in force.
+        The combined spec in force.
 
     Raises:
         InvalidSpec: not a spec.
@@ -59,13 +58,13 @@ def steered(model: object, steering: Any) -> Iterator[SteeringSpec]:
 
 
 def in_force(model: object) -> SteeringSpec | None:
-    """The steering of calls of this model that do not pass their own."""
+    """Return the spec that steers calls of this model which do not pass their own; None if there is none."""
     own = [spec for owner, spec in _steered.get() if owner is model]
     return own[-1] if own else None
 
 
 def by_word_or_context(model: object, steering: Any) -> Any:
-    """What a call is steered by: its own argument, or what is in force where it is called, wherever it is awaited."""
+    """Return the steering of a call: its own argument, or the spec in force where the call is made (not awaited)."""
     return in_force(model) if steering is FROM_CONTEXT else steering
 
 
@@ -78,7 +77,7 @@ def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
     """Let the calls of one model join a sketch, beside those that they join already.
 
     Raises:
-        InvalidRequest: the others are of other tokens, or of rows before edits where this one is not.
+        InvalidRequest: the other sketches select other tokens, or differ in `before_edits`.
     """
     for other in sketches_in_force(model):
         if (other.spec.selection, other.spec.before_edits) != (sketch.spec.selection, sketch.spec.before_edits):
@@ -95,11 +94,11 @@ def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
 
 
 def sketches_in_force(model: object) -> tuple[RunningSketch, ...]:
-    """The sketches that calls of this model join where they are made, wherever they are awaited."""
+    """Return the sketches that calls of this model join where they are made, wherever they are awaited."""
     return tuple(sketch for owner, sketch in _sketches.get() if owner is model)
 
 
 def in_context(model: object, call: CallArguments) -> CallArguments:
-    """A call with what is in force where it is made, wherever it is awaited."""
+    """Return the call with the steering and sketches in force where it is made, wherever it is awaited."""
     steering = by_word_or_context(model, call.steering)
     return replace(call, steering=steering, sketches=sketches_in_force(model))

@@ -1,4 +1,4 @@
-"""How the scores of monitors are had of what a request keeps."""
+"""Computation of monitor scores from the captured rows or projections of a request."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.steering.monitor import Monitor, labels_of
 
-#: Of each monitor, its point, and which of the products that are kept there is its own; None where rows are.
+#: For each monitor its point, and the index of its projection among those kept there; None where rows are kept.
 Gauged: TypeAlias = Sequence[tuple[Point, int | None]]
 
 
 @dataclass(frozen=True, eq=False)
 class Gauge:
-    """A monitor, and how its scores are had of what a request keeps.
+    """Monitor bound to the captured data from which its scores are computed.
 
     Args:
-        monitor: what is asked.
-        label: what it is called.
-        point: where its rows are.
+        monitor: the monitor.
+        label: its name in reports.
+        point: the point of its rows.
         ranges: positions that it scores.
-        column: which of the products that are kept at the point is its own; None where rows are.
+        column: index of its own projection among those kept at the point; None if rows are kept.
     """
 
     monitor: Monitor
@@ -41,7 +41,7 @@ class Gauge:
     column: int | None
 
     def scores(self, captures: Captures) -> torch.Tensor:
-        """Of each row: float64 [rows]."""
+        """Return the score of each row: float64 [rows]."""
         rows = captures[self.point].double()
         if self.column is None:
             return rows.flatten(1) @ self.monitor.weights.double() + self.monitor.bias
@@ -51,17 +51,17 @@ class Gauge:
 def gauged_by(
     spec: CaptureSpec, coding: Coding, points: Sequence[Point], monitors: Sequence[Monitor], places: Sequence[Point]
 ) -> Gauged:
-    """How monitors read what a request keeps for its user.
+    """Return, for each monitor, the point and the projection column to read its scores from.
 
     Args:
-        spec: what it keeps.
-        coding: how.
-        points: where.
-        monitors: what reads it.
-        places: the point of each of them.
+        spec: the user's capture spec.
+        coding: the encoding of its rows.
+        points: the points that it captures.
+        monitors: the monitors.
+        places: the point of each monitor.
 
     Raises:
-        InvalidSpec: the scores of a monitor cannot be had of it.
+        InvalidSpec: the scores of a monitor cannot be computed from the capture.
     """
     found: list[tuple[Point, int | None]] = []
     for monitor, place in zip(monitors, places, strict=True):
@@ -77,7 +77,7 @@ def gauged_by(
 
 
 def _column(project: object, place: Point, monitor: Monitor) -> int | None:
-    """Which of the directions that rows are projected on is a monitor's probe; None if none is."""
+    """Return the index of the projection direction that equals a monitor's probe; None if there is none."""
     directions = {"": project} if isinstance(project, LayerVectors) else project
     assert isinstance(directions, (dict, DirectionSet))
     units = [one.unit()[place.layer] if place.layer in one else None for one in directions.values()]
@@ -86,11 +86,11 @@ def _column(project: object, place: Point, monitor: Monitor) -> int | None:
 
 
 def gauges_of(monitors: Sequence[Monitor], gauged: Gauged, plan: Plan) -> list[Gauge]:
-    """Monitors of one request, whose tokens are known.
+    """Bind monitors to one request, whose tokens are known.
 
     Raises:
-        InvalidSelection, EmptySelection: tokens that it does not have, that it does not keep, or at which a text cannot
-            be stopped.
+        InvalidSelection, EmptySelection: a monitor reads tokens that the request does not have or does not keep, or
+            stops the text at tokens other than generated ones.
     """
     capture = plan.capture
     assert capture is not None

@@ -1,4 +1,4 @@
-"""One prompt on its way: checked, admitted, run, and handed over as a text and its handles."""
+"""Jobs: single prompts, checked and compiled, and the steps that run them and hand over texts and handles."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a request that has ended, by vLLM's names of a `CompletionOutput`.
+    """Finished sample of a request, with the field names of vLLM's `CompletionOutput`.
 
-    As it is by default, it is what a pooling model generates: nothing, in the place of the one token that has no row.
+    The defaults stand for a pooling model, which generates nothing: -1 takes the place of the one token that has no
+    row.
 
     Args:
-        index: which one.
+        index: index of the sample in its request.
         text: its text.
         token_ids: its generated tokens.
     """
@@ -57,13 +58,13 @@ class Sample:
 
 
 class Recipe(Protocol):
-    """How a request is made again, for an engine that takes the place of one that has died."""
+    """Means to prepare a request again for the engine that replaces a dead one."""
 
     async def surviving(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
-        """Do something with the request, with the next engine if one dies meanwhile; see `requests.again`."""
+        """Run `work` on the request, with the next engine if one dies meanwhile; see `requests.again`."""
 
     def lost(self, job: Job, sample: Sample) -> Lost | None:
-        """What computes rows of a finished sample again, or None."""
+        """Return the means to recompute a finished sample's rows, or None."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +72,25 @@ class Job:
     """One prompt with its parameters and its plan.
 
     Args:
-        engine: where it runs.
+        engine: the engine that runs it.
         prompt: the rendered prompt.
         params: sampling or pooling parameters, its own copy.
         options: further arguments of vLLM's `generate` or `encode`.
-        plan: what is kept, without a slot, and nothing of what is changed: `planned` completes it. None if there is
-            neither.
-        points: the points that are kept.
-        projected: what rows are projected on, or None.
-        calibrated: what they are coded by, or None.
-        readers: the SAEs that read them, or None.
-        change: what is changed, or None.
+        plan: the plan of its capture, without slots and without its steering: `planned` completes it. None if nothing
+            is kept or changed.
+        points: the captured points.
+        projected: the directions that rows are projected on, or None.
+        calibrated: the calibration that rows are coded by, or None.
+        readers: the SAEs that read the rows, or None.
+        change: the compiled steering, or None.
         spans: positions of the messages, for `chat`.
-        reading: whether the prompt alone counts; the token that vLLM must sample is kept from the user.
-        task: what a pooling model does; None of one that generates.
-        stops: whether a stop string or a monitor, which the client alone sees, may end it.
-        sketches: what its rows enter when it has ended.
-        hands_over: whether the user gets its rows; else they are for sketches or monitors alone, if there are any.
+        reading: True if the prompt alone is wanted; the token that vLLM must sample is kept from the user.
+        task: task of a pooling model; None for a model that generates.
+        stops: True if a stop string or a monitor may end it; only the client sees these.
+        sketches: the sketches that its rows enter when it has ended.
+        hands_over: True if the user gets its rows; False if they are for sketches or monitors alone, or there are none.
         watch: its monitors, None if there are none.
-        recipe: how it is made again, or None.
+        recipe: means to prepare it again, or None.
     """
 
     engine: Engine
@@ -112,13 +113,13 @@ class Job:
     recipe: Recipe | None = None
 
     def samples_of(self, output: Any) -> Sequence[Sample]:
-        """What was generated, as vLLM gives it."""
+        """Return the samples of a vLLM output; for a pooling model one empty `Sample`."""
         found: Sequence[Sample] = output.outputs if self.task is None else (Sample(),)
         return found
 
 
 async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Let the rows of a job that has ended enter the sketches that it joined.
+    """Add the rows of a finished job to the sketches that it joined.
 
     Args:
         job: the request.
@@ -136,14 +137,14 @@ async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]])
 def expected_of(
     job: Job, plan: Plan, index: int, generated: Sequence[int], receipt: SteeringReceipt | None = None
 ) -> Expected:
-    """What must come of a sample.
+    """Return what the capture of one sample must contain, to check delivered rows against.
 
     Args:
         job: the request.
-        plan: what is kept of it.
-        index: of the sample.
+        plan: its plan.
+        index: index of the sample.
         generated: its tokens.
-        receipt: what is known to have been edited.
+        receipt: the checked receipt of its edits, if there is one.
     """
     name = plan.key if plan.samples == 1 else f"{plan.key}/{index}"
     constants = job.calibrated.constants if job.calibrated else {}
@@ -161,9 +162,9 @@ def expected_of(
 
 
 async def memory_for(job: Job, call: object) -> Ticket | None:
-    """Reserve the memory of the longest the request can get.
+    """Reserve memory for the longest sequence that the request can reach.
 
-    It comes before the slot: a request that waits for a slot waits only for running requests, and these wait for
+    This comes before the slot: a request that waits for a slot then waits only for running requests, and these wait for
     nothing.
     """
     plan = job.plan
@@ -177,7 +178,7 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
 
 @asynccontextmanager
 async def planned(job: Job) -> AsyncIterator[Planned]:
-    """Hold the slots and the SAEs that a request needs, if it needs any, and complete its plan with them."""
+    """Hold the slots and SAEs that a request needs, if any, and yield its plan completed with them."""
     async with job.engine.saes.holding(job.readers) as saes, _placed(job) as found:
         if found.plan is None or found.plan.capture is None or not saes:
             yield found
@@ -204,10 +205,10 @@ async def _placed(job: Job) -> AsyncIterator[Planned]:
 def outputs_of(
     job: Job, planned: Planned, ticket: Ticket | None, *, partial: bool | None
 ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
-    """Run a job as planned, where its rows have room; yields vLLM's outputs, the finished one last.
+    """Run a job as planned with its reserved memory; yield vLLM's outputs, the finished one last.
 
-    They hold all that came so far with `partial`, come once without, and are what its parameters say with None. Where
-    the job has monitors, they read its rows meanwhile, and may end it.
+    `partial=True` yields every output, with all that was generated so far. `partial=False` yields the finished output
+    alone. None follows the job's own parameters. A job's monitors read its rows meanwhile, and may end it.
     """
     kind = "" if job.watch is None else cast("SamplingParams", job.params).output_kind.name
     final = partial is False or (partial is None and kind == "FINAL_ONLY")
@@ -234,11 +235,11 @@ def outputs_of(
 
 
 async def rows_so_far(job: Job, samples: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Arrived]:
-    """The rows that came of samples of a job that runs, each checked.
+    """Fetch and check the new rows of samples of a running job.
 
     Args:
         job: the request, which captures.
-        samples: by index, the tokens generated so far, and how many rows came before.
+        samples: for each sample index, the tokens generated so far and the number of rows fetched before.
 
     Raises:
         CaptureIncomplete, CaptureNotFinite: see `checks.received`.
@@ -255,13 +256,13 @@ async def rows_so_far(job: Job, samples: Mapping[int, tuple[Sequence[int], int]]
 async def receipts_of(
     job: Job, plan: Plan | None, samples: Sequence[tuple[int, int]], *, ended: bool
 ) -> list[SteeringReceipt] | None:
-    """What was edited of each sample so far, compared with what must be.
+    """Return a receipt of the edits made so far for each sample, checked against the plan; None without steering.
 
     Args:
         job: the request.
         plan: its plan.
-        samples: index and generated tokens of each sample.
-        ended: whether the request has ended.
+        samples: index and number of generated tokens of each sample.
+        ended: True if the request has ended.
 
     Raises:
         SteeringNotApplied: they differ; keys and values written until now are never read again.
@@ -282,7 +283,7 @@ async def receipts_of(
 
 
 def _since(job: Job, plan: Plan, index: int) -> Plan:
-    """The plan of a sample whose steering was held back, with the positions at which it has not been."""
+    """Return the plan of a sample, with held-back steering limited to the positions after it began."""
     if job.watch is None or plan.steering is None or not plan.steering.held:
         return plan
     return msgspec.structs.replace(plan, steering=plan.steering.since(job.watch.steered(index)))
@@ -291,7 +292,7 @@ def _since(job: Job, plan: Plan, index: int) -> Plan:
 def handles_of(
     job: Job, samples: Sequence[Sample], ticket: Ticket, receipts: Sequence[SteeringReceipt] | None
 ) -> list[CaptureHandle]:
-    """A handle for each sample, its claim cut down to what it holds."""
+    """Return a handle for each sample, and reduce its memory claim to the pages that it really holds."""
     assert job.plan is not None
     engine, plan = job.engine, job.plan
     tickets = engine.finish(ticket, [_pages_kept(job, plan, len(sample.token_ids)) for sample in samples])
@@ -322,13 +323,16 @@ def handles_of(
 
 
 def _source(job: Job, plan: Plan, sample: Sample, ticket: Ticket, expected: Expected) -> Source:
-    """Where the rows of a sample are."""
+    """Return the source that the rows of a sample are fetched from."""
     lost = None if job.recipe is None else job.recipe.lost(job, sample)
     return Source(job.engine, Owner(plan.key, sample.index), ticket, expected, lost)
 
 
 def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
-    """How the layers weigh keys of which a job captures queries and keys, as far as its rows are what they read."""
+    """Return the attention rules of the layers whose queries and keys a job captures.
+
+    A rule is marked `unknown` with the reason if the captured rows are not those that the layer itself reads.
+    """
     plan = job.plan.capture if job.plan else None
     sites: dict[int, set[str]] = {}
     for point in job.points:
@@ -347,8 +351,10 @@ def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
 
 
 def _pages_kept(job: Job, plan: Plan, generated: int) -> int:
-    """Pages a finished sample holds. The worker may have gone on past its end: any way past a stop string, which the
-    client alone sees, and otherwise as far as vLLM runs ahead.
+    """Return the number of pages that a finished sample holds.
+
+    The worker may have run past the sample's end: any distance past a stop string, which only the client sees, and
+    otherwise as far as vLLM runs ahead.
     """
     assert plan.capture is not None
     total = plan.prompt_len + generated - 1 + job.engine.vllm.overshoot

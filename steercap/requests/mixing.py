@@ -1,13 +1,13 @@
-"""What must hold of the rows of layers that carry several streams, beside what is in `proof`.
+"""Equations that must hold among rows of layers with several residual streams (mHC), in addition to those of `proof`.
 
-What the operators take and give is read one by one; these equations bind it together:
+The inputs and outputs of the stream operators are captured separately; these equations connect them:
 
-- behind a block each stream is the streams before it, mixed by the residual mix, and the block's output times its post
-  mix; behind a layer these are the streams before the next, behind the last the final ones;
-- the residual mix is from one stream to another, so that what is sent to each adds up to 1 (the last Sinkhorn step).
+- behind a block, each stream is the sum of the streams before it, mixed by the residual mix, and of the block's output
+  times its post mix; the streams behind a layer are those before the next, and behind the last the final ones;
+- the residual mix sends from one stream to another, so the weights into each stream add up to 1 (last Sinkhorn step).
 
-That a block reads what its operator makes of the streams is not among them: by what streams are collapsed is no point.
-An edit of the streams shows it, since the block adds another row then.
+They do not check that a block reads the collapsed streams, since the collapse weights are no point. An edit of the
+streams shows it, since the block then adds another row.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ import torch
 from steercap.core.spec import Point
 from steercap.requests.proof import Claim, relative
 
-#: By a layer's blocks: where streams are before them, by what they are mixed behind them, and what is added.
+#: Sites of a layer's two blocks: streams before the block, post mix, residual mix, block output.
 BLOCKS: Final = (
     ("mhc_streams_pre_attn", "mhc_attn_post_mix", "mhc_attn_res_mix", "attn_out"),
     ("mhc_streams_pre_mlp", "mhc_ffn_post_mix", "mhc_ffn_res_mix", "mlp_out"),
 )
-#: All of them, and where the streams end.
+#: All of these sites, and that of the final streams.
 STREAMS: Final = (*BLOCKS[0], *BLOCKS[1], "mhc_streams_final")
-#: Roundings to the rows' dtype in a mixed stream: of what a block adds, of the streams, and of their sum.
+#: Roundings to the rows' dtype in a mixed stream: of the block's output, of the streams, and of their sum.
 _MIXED: Final = 4.0
-#: By how much what is sent to a stream may miss 1: each Sinkhorn step adds an epsilon of 1e-6 to what it divides by.
+#: Allowed distance from 1 of the weights into a stream: each Sinkhorn step adds an epsilon of 1e-6 to its divisor.
 _STOCHASTIC: Final = 1e-4
 
 
 def mixes(
     rows: Mapping[Point, torch.Tensor], end: Point, edit: tuple[Point, torch.Tensor] | None = None
 ) -> Iterator[Claim]:
-    """What must hold among rows of the same pass, as far as the points are there.
+    """Yield the claims that must hold among rows of one forward pass, for the points that are present.
 
     Args:
-        rows: of each point, [n, *shape of the point].
-        end: where the streams end.
-        edit: where rows were edited, and what was added to each, [n, width]; None for nowhere.
+        rows: rows of each point, [n, *shape of the point].
+        end: the point of the final streams.
+        edit: the edited point and the vectors added to each of its rows, [n, width]; None without an edit.
     """
     named = f", with an edit at {edit[0]}" if edit else ""
     layers = sorted({point.layer for point in rows})

@@ -1,4 +1,4 @@
-"""Monitors of one request while it runs: rows are scored as they come, and a text ends where one says so."""
+"""Monitors of one running request: they score its rows as they arrive and may end or steer its text."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from steercap.requests.gauges import Gauge
 if TYPE_CHECKING:
     from steercap.adapters.types import RequestOutput
 
-#: Why a text ended that a monitor has ended, beside vLLM's own reasons.
+#: Finish reason of a text that a monitor has ended, beside vLLM's own reasons.
 STOPPED: Final = "steercap_probe"
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A token at which a monitor fired.
+    """Token at which a monitor fired.
 
     Args:
-        monitor: its name.
-        position: of the token in the sequence.
-        token: which of the generated tokens it is, from 0; None of a prompt's token.
-        score: of the row of this position.
+        monitor: the monitor's name.
+        position: position of the token in the sequence.
+        token: index among the generated tokens, from 0; None for a token of the prompt.
+        score: score of the row at this position.
     """
 
     monitor: str
@@ -42,15 +42,15 @@ class Crossing:
 
 @dataclass(frozen=True)
 class MonitorReport:
-    """What a monitor found in one sample.
+    """Findings of one monitor in one sample.
 
     Args:
         monitor: its name.
-        scored: rows that it scored. The last token of a text has no row.
-        crossings: where it fired, in the order of the tokens.
-        stopped: whether it ended the text.
-        steered_from: the first position whose row its steering edits; None where it edits none.
-        late: whether it fired to steer, and the text ended before there was a row to edit.
+        scored: number of rows that it scored. The last token of a text has no row.
+        crossings: tokens at which it fired, in order of position.
+        stopped: True if it ended the text.
+        steered_from: first position whose row its steering edits; None if it edits none.
+        late: True if it fired to steer, but the text ended before there was a row to edit.
     """
 
     monitor: str
@@ -63,19 +63,19 @@ class MonitorReport:
 
 @dataclass
 class _Sample:
-    """One sample so far.
+    """State of one sample while it runs.
 
     Args:
-        gauges: how many watch it.
-        tokens: generated.
-        text: of them.
-        before: how many tokens, and how much of the text, came before the newest output.
-        rows: how many have been scored.
-        scored: of these, by monitor.
-        crossings: where monitors fired.
-        stop: where its text ends.
-        ended: whether vLLM has ended it, or a monitor has.
-        steered: where steering that was held back began, None while it has not.
+        gauges: number of monitors.
+        tokens: tokens generated so far.
+        text: their text.
+        before: number of tokens and of characters that came before the newest output.
+        rows: number of rows fetched so far.
+        scored: number of rows scored, by monitor.
+        crossings: tokens at which monitors fired.
+        stop: crossing at which the text ends.
+        ended: True once vLLM or a monitor has ended it.
+        steered: position at which held-back steering began; None before that.
     """
 
     gauges: int
@@ -93,19 +93,19 @@ class _Sample:
         self.scored = [0] * self.gauges
 
 
-#: Gives the rows of samples since those that came before: by index, from their tokens and the number of those rows.
+#: Fetches new rows by sample index, given each sample's tokens and the number of rows fetched before.
 Rows = Callable[[Mapping[int, tuple[Sequence[int], int]]], Awaitable[Mapping[int, Arrived]]]
 
 
 class Watch:
-    """The monitors of one request.
+    """Monitors of one request.
 
     Args:
-        name: of the request, for messages.
-        gauges: what is asked of it.
-        prompt_len: prompt tokens.
-        limit: positions that can have rows.
-        samples: how many it gives.
+        name: name of the request, for messages.
+        gauges: its monitors, bound to the captured data.
+        prompt_len: number of prompt tokens.
+        limit: number of positions that can have rows.
+        samples: number of samples.
     """
 
     def __init__(self, name: str, gauges: Sequence[Gauge], *, prompt_len: int, limit: int, samples: int) -> None:
@@ -115,7 +115,7 @@ class Watch:
         self._samples = [_Sample(len(gauges)) for _ in range(samples)]
 
     def reports(self, index: int = 0) -> tuple[MonitorReport, ...]:
-        """What each monitor found in a sample so far."""
+        """Return the report of each monitor for a sample so far."""
         sample = self._samples[index]
         stopped = None if sample.stop is None else sample.stop.monitor
         reports = []
@@ -136,11 +136,11 @@ class Watch:
         return tuple(reports)
 
     def crossings(self, index: int = 0) -> tuple[Crossing, ...]:
-        """Where monitors fired in a sample so far, in the order of the tokens."""
+        """Return the tokens of a sample at which monitors fired so far, in order of position."""
         return tuple(self._samples[index].crossings)
 
     def steered(self, index: int) -> int | None:
-        """The first position of a sample at which steering applies that was held back; None while it is."""
+        """Return the first position of a sample at which held-back steering applies; None while it is held back."""
         return self._samples[index].steered
 
     async def outputs(
@@ -153,17 +153,17 @@ class Watch:
         new: bool,
         final: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a request, with nothing beyond a token at which it was stopped.
+        """Yield the outputs of a request, cut off after a token at which a monitor stopped it.
 
-        When all of its samples have ended, the engine's request has, too, before the last output is yielded.
+        Once all samples have ended, the engine's request is closed before the last output is yielded.
 
         Args:
-            outputs: of the engine, as they come.
-            rows: gives rows of its samples.
-            text: gives the text of generated tokens.
-            engage: lets the steering of samples begin, and says at which positions.
-            new: whether an output holds what is new of each sample; else all of it.
-            final: whether only the last is wanted, with all samples.
+            outputs: outputs of the engine, as they come.
+            rows: coroutine function that returns new rows of samples.
+            text: function that returns the text of generated tokens.
+            engage: coroutine function that starts the steering of samples and returns the positions where it begins.
+            new: True if an output holds only the new tokens of each sample; False if it holds all of them.
+            final: True if only the last output is wanted, with all samples.
 
         Raises:
             CaptureIncomplete, CaptureNotFinite: a row that was to be scored did not come, or has no score.
@@ -191,7 +191,7 @@ class Watch:
         yield last
 
     def _grow(self, output: Any, *, new: bool) -> None:
-        """Enter what an output says of a sample."""
+        """Add the tokens and text of an output to the state of its sample."""
         sample = self._samples[output.index]
         if not new:
             sample.tokens, sample.text = [], ""
@@ -200,7 +200,7 @@ class Watch:
         sample.text += output.text
 
     async def _score(self, rows: Rows, grown: Collection[int]) -> None:
-        """Score the rows that came since the last time."""
+        """Score the rows that came since the last call."""
         some = {index: self._samples[index] for index in grown if self._samples[index].tokens}
         found = await rows({index: (one.tokens, one.rows) for index, one in some.items()})
         for index, came in found.items():
@@ -209,7 +209,7 @@ class Watch:
     async def _engage(
         self, engage: Callable[[Sequence[int]], Awaitable[Sequence[int]]], grown: Collection[int]
     ) -> None:
-        """Let steering begin where a monitor first says so, of samples that go on."""
+        """Start the steering of running samples in which a steering monitor has fired for the first time."""
         steering = {gauge.label for gauge in self._gauges if gauge.monitor.do == "steer"}
         due = [
             index
@@ -218,12 +218,12 @@ class Watch:
             and not sample.ended
             and any(one.monitor in steering for one in sample.crossings)
         ]
-        # In one question: one each would let the engine run on, and the last begin when their texts have ended.
+        # One call for all samples: with a call each, the engine would run on, and the last texts might end before it.
         for index, start in zip(due, await engage(due) if due else (), strict=True):
             self._samples[index].steered = start
 
     def _enter(self, sample: _Sample, came: Arrived) -> None:
-        """Enter the scores of one sample's rows, up to the first at which it is to stop."""
+        """Record the scores of one sample's rows, up to the first token at which it must stop."""
         sample.rows += len(came.positions)
         crossings: list[Crossing] = []
         scored = []
@@ -240,7 +240,10 @@ class Watch:
             sample.scored[number] += int((positions <= end).sum())
 
     def _crossings(self, gauge: Gauge, positions: Ints, scores: torch.Tensor) -> list[Crossing]:
-        """Where a monitor fires."""
+        """Return the positions at which a monitor fires, as crossings.
+
+        Raises CaptureNotFinite for a score that is NaN or infinite.
+        """
         found = []
         for position, score in zip(positions.tolist(), scores.tolist(), strict=True):
             if not abs(score) < float("inf"):
@@ -254,9 +257,10 @@ class Watch:
         return found
 
     def _cut(self, output: Any, text: Callable[[Sequence[int]], str], *, new: bool) -> Any:
-        """What is handed on of an output: nothing beyond the token at which its sample was stopped.
+        """Return an output cut off after the token at which its sample was stopped.
 
-        Where an output holds all of a sample, its lists are vLLM's own, and have grown since it was made.
+        An output that holds all of a sample shares vLLM's own lists, which have grown since it was made, so it is
+        copied.
         """
         sample = self._samples[output.index]
         if sample.stop is None:
@@ -277,13 +281,13 @@ class Watch:
 
 
 def _shortened(output: Any, tokens: int) -> Any:
-    """An output with so many tokens, in lists of its own."""
+    """Return a copy of an output with only its first `tokens` tokens."""
     logprobs = None if output.logprobs is None else output.logprobs[:tokens]
     return replace(output, token_ids=list(output.token_ids[:tokens]), logprobs=logprobs)
 
 
 def _total(output: Any, tokens: int, *, new: bool) -> float | None:
-    """The log probability of a sample up to so many tokens of an output; None where there are none."""
+    """Return the cumulative log probability up to the given number of an output's tokens; None without logprobs."""
     if output.logprobs is None:
         return None
     counted = range(tokens, len(output.token_ids)) if new else range(tokens)

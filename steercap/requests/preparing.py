@@ -1,4 +1,4 @@
-"""One request checked and compiled into a job, before the engine hears of it."""
+"""Check of one request and its compilation into a job, before the engine gets it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Asked(NamedTuple):
-    """What vLLM is asked for beside a prompt, see `Job`."""
+    """Checked vLLM parameters of a request; fields as in `Job`."""
 
     params: SamplingParams | PoolingParams
     samples: int
@@ -38,11 +38,11 @@ class _Asked(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a prompt that ends in generated tokens was when they were not there yet.
+    """Original lengths of a sequence whose generated tokens are now part of the prompt.
 
     Args:
-        prompt_len: its tokens.
-        limit: positions that could be inputs of the model.
+        prompt_len: number of tokens of the original prompt.
+        limit: number of positions that could be inputs of the model.
     """
 
     prompt_len: int
@@ -50,7 +50,7 @@ class Known(NamedTuple):
 
 
 async def _asked(engine: Engine, params: Any, *, encoding: bool) -> _Asked:
-    """Parameters as vLLM's own.
+    """Return the user's parameters as vLLM's own.
 
     Raises:
         InvalidRequest: see `VllmEngine.sampling` and `VllmEngine.pooling`.
@@ -77,19 +77,19 @@ async def prepare(
     monitors: Any = None,
     known: Known | None = None,
 ) -> Job:
-    """Check one request and compile its plan, before the engine hears of it.
+    """Check one request and compile its plan, before the engine gets it.
 
     Args:
-        engine: where it is to run.
+        engine: the engine that is to run it.
         prompt, params, spec, steering: as the user gave them.
         options: further arguments of vLLM's `generate` or `encode`.
         spans, reading, sketches: see `Job`.
-        encoding: whether the model pools.
-        monitors: what watches it.
-        known: what token selections go by, where the prompt holds generated tokens; else the prompt itself.
+        encoding: True if the model pools.
+        monitors: the monitors that watch it.
+        known: original lengths that token selections refer to, if the prompt holds generated tokens; else the prompt's.
 
     Raises:
-        InvalidRequest: of the kind that says what is wrong.
+        InvalidRequest: an argument is invalid; a subclass names the kind.
     """
     vllm = engine.vllm
     watching = monitors_of(monitors)
@@ -114,7 +114,7 @@ async def prepare(
             kept.coding,
             prompt_len=known.prompt_len,
             limit=limit,
-            # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
+            # Workers may run far past a stop string; else only as far as vLLM runs ahead, which they leave out.
             accumulates=not stops and asked.samples <= engine.reductions,
             vectors=None if needed is None else needed.plan,
         )
@@ -157,13 +157,13 @@ async def prepare(
 
 
 class _Kept(NamedTuple):
-    """What a request keeps, compiled for one engine; see `Job`.
+    """Capture of a request, compiled for one engine; see `Job`.
 
     Args:
-        spec: what says which tokens, None if nothing is kept.
-        indices: of the points among the armed, ascending.
-        coding: how rows are stored.
-        gauged: of each monitor, its point, and which of the products that are kept there is its own.
+        spec: the spec that selects tokens, None if nothing is kept.
+        indices: indices of the points among the armed ones, ascending.
+        coding: encoding of the rows.
+        gauged: for each monitor, its point, and the index of its projection among those kept there.
     """
 
     spec: CaptureSpec | None = None
@@ -177,10 +177,10 @@ class _Kept(NamedTuple):
 
 
 def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors: Sequence[Monitor]) -> _Kept:
-    """What a request keeps: for its user, else for the sketches that it joins, or for its monitors.
+    """Return the capture of a request: the user's own, else the one that its sketches or its monitors need.
 
     Raises:
-        InvalidSpec: of the kind that says what cannot be kept, or not together.
+        InvalidSpec: something cannot be kept, or not together; a subclass names the kind.
     """
     if own is not None and not isinstance(own, CaptureSpec):
         raise InvalidSpec(f"capture={own!r}; give a CaptureSpec, or capture_layers= for layers alone")
@@ -218,10 +218,10 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
 
 
 def _check_biases(asked: _Asked, change: Change, prompt_len: int) -> None:
-    """Check that vLLM makes logits where they are to be biased, and none beside them that are handed over.
+    """Check that logit biases can be applied: the model makes logits, and returns no unbiased ones at biased positions.
 
     Raises:
-        InvalidSpec: it does not, or they are.
+        InvalidSpec: a pooling model, or `prompt_logprobs` at biased positions.
     """
     from steercap.adapters.sampling import wants_prompt_logprobs
 

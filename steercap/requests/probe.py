@@ -1,8 +1,8 @@
-"""The start-up probe: short requests that read and change every point, before the first user does.
+"""Start-up probe: short requests that capture and edit every armed point before the first user request.
 
 It runs once, when the engine starts. A compiled artifact without taps, a layer that is never called, a model that skips
-its modules, an edit that a compiler takes for dead: all would give plausible texts, and no rows or no steering. What
-the rows that it reads must be is in `proof`.
+its modules, an edit that a compiler removes as dead code: all would give plausible texts, and no rows or no steering.
+The equations that its rows must satisfy are in `proof`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 #: Prompt tokens and generated tokens: a prefill pass, then a decode pass.
 _PROMPT, _GENERATED = 3, 2
-#: Most probable tokens whose logits are compared.
+#: Number of most probable tokens whose logits are compared.
 _COMPARED = 20
 
 
 @dataclass(frozen=True)
 class _Probed:
-    """One request of the probe.
+    """Result of one request of the probe.
 
     Args:
-        rows: of each point, [n, *shape of the point].
-        output: vLLM's.
+        rows: rows of each point, [n, *shape of the point].
+        output: vLLM's output.
     """
 
     rows: Mapping[Point, torch.Tensor]
@@ -58,11 +58,10 @@ class _Probed:
 
 
 async def probe(engine: Engine) -> tuple[Claim, ...]:
-    """Check that every armed tap fires, in prefill and in decode, that its rows are what their names say, and that what
-    it changes reaches the model's output.
+    """Check that every armed tap fires in prefill and decode, reads the rows that its name says, and edits the output.
 
     Returns:
-        What was proved, and how exactly.
+        The claims that were proved, with their errors.
 
     Raises:
         InvalidSetting: the engine takes no sequence as long as the probe's.
@@ -90,7 +89,7 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
 
 
 def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> None:
-    """Warn that a row is not finite, as rows of 16 bits can be.
+    """Warn that a row is not finite, as 16-bit rows can be.
 
     Raises:
         TapsNotInstalled: what the model computed from it is finite, so the model had another row there.
@@ -107,7 +106,7 @@ def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> No
 
 
 def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
-    """The claims.
+    """Return the claims after checking that each holds.
 
     Raises:
         ModelNotProved: one of them does not hold.
@@ -120,7 +119,11 @@ def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
 
 
 async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[int, int] | None]:
-    """One request that captures everything; and the position and point of a row that is not finite, if there is one."""
+    """Run one request that captures every armed point.
+
+    Returns:
+        The request, and the position and point index of its first row that is not finite, if there is one.
+    """
     prompt = await engine.vllm.render({"prompt_token_ids": list(range(1, _PROMPT + 1))})
     rows = _PROMPT if engine.vllm.pools else _PROMPT + _GENERATED - 1
     capture = _all_rows(tuple(engine.armed.values()))
@@ -176,14 +179,15 @@ def _check(engine: Engine, delivery: Delivery) -> None:
 
 
 async def _lens(engine: Engine, number: int, probed: _Probed, edit: Point | None = None) -> list[Claim]:
-    """Whether the last rows of the stream, and those behind the final norm, give the logits that the engine reported:
-    of each token that was sampled.
+    """Return claims that the last rows, before and behind the final norm, give the logits that the engine reported.
+
+    There is one claim for each sampled token.
 
     Args:
         engine: the engine.
-        number: which of its engines.
+        number: index of the data-parallel engine.
         probed: a request.
-        edit: where its rows were edited; those before cannot know of it.
+        edit: the point of its edited rows, if any; rows before that point are not compared.
     """
     last, behind = _ends(engine)
     claims = []
@@ -206,8 +210,9 @@ async def _lens(engine: Engine, number: int, probed: _Probed, edit: Point | None
 
 
 async def _pooled(engine: Engine, number: int, probed: _Probed, point: Point, named: str) -> list[Claim]:
-    """Whether rows, behind the model's own norm and pooler, are what the engine pooled: of each token, where it says
-    that of each.
+    """Return the claim that rows, passed through the model's own norm and pooler, give the engine's pooled outputs.
+
+    It is made only for models that pool each token by itself.
     """
     said = probed.output.outputs.data
     if said.shape[:1] != (_PROMPT,) or said.dim() != 2:
@@ -220,27 +225,26 @@ async def _pooled(engine: Engine, number: int, probed: _Probed, point: Point, na
 
 
 def _ends(engine: Engine) -> tuple[Point, Point]:
-    """Where logits are made of rows: before the final norm, and behind it, where that may be armed."""
+    """Return the points from which logits are made: the end of the stream, and behind the final norm."""
     return engine.end, Point(engine.vllm.num_layers - 1, "final_norm")
 
 
 async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Claim]:
-    """One request per point that adds a random vector at that point alone: the next token's probability must change,
-    and rows by what was added.
+    """Run one request per point that adds a random vector there: the output must change, and the rows by that vector.
 
     The vector's elements are as large as the rows' are. Rows of random weights can be so small that nothing of them
-    reaches the stream: where nothing changed, they are 1.
+    reaches the stream; where the output did not change, the request is repeated with elements of about 1.
     """
     generator = torch.Generator().manual_seed(0)
     vectors, sizes = {}, {}
     for point, schema in engine.schemas.items():
         if schema.writable:
-            # Of whole rows, which a rank that has a part of each cannot know.
+            # The size is that of whole rows, which a rank that has a part of each cannot know.
             sizes[point] = float(clean.rows[point].flatten(1).norm(dim=1).mean()) / schema.width**0.5
             vectors[point] = torch.randn(schema.width, generator=generator)
 
     def add(point: Point, scale: float) -> Add:
-        # What is added to every key alike leaves the softmax over them what it is.
+        # Adding the same vector to every key leaves the softmax over them unchanged.
         tokens: Tokens = 0 if SITES[point.site].per_key_head else "all"
         return Add(vectors[point], scale, layer=point.layer, site=point.site, tokens=tokens)
 
@@ -264,8 +268,10 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
 async def _try(
     engine: Engine, number: int, edits: Mapping[Point, Add], clean: _Probed
 ) -> tuple[list[Point], list[Claim]]:
-    """The points whose edit, each made in a request of its own, leaves the model's output what it is; and what must
-    hold of the rows of these requests.
+    """Run each edit in a request of its own.
+
+    Returns:
+        The points whose edit leaves the model's output unchanged, and the claims on the rows of these requests.
     """
     (_, plain), *others = await _run(engine, number, [(None, None), *edits.items()])
     claims: list[Claim] = []
@@ -282,7 +288,7 @@ async def _try(
 
 
 def _added(edit: Add) -> torch.Tensor:
-    """What an edit adds to each row of the prompt: [tokens, width]."""
+    """Return the vectors that an edit adds to the rows of the prompt: [tokens, width]."""
     assert isinstance(edit.vector, torch.Tensor), "an edit keeps its vector as a tensor"
     added = torch.zeros(_PROMPT, edit.vector.numel())
     added[: 1 if SITES[edit.site].per_key_head else None] = edit.scale * edit.vector
@@ -292,7 +298,7 @@ def _added(edit: Add) -> torch.Tensor:
 async def _run(
     engine: Engine, number: int, wanted: Sequence[tuple[Point | None, Add | None]]
 ) -> list[tuple[Point | None, _Probed]]:
-    """Requests with an edit each, and the rows of the stream beside it."""
+    """Run requests with one edit each, and capture the residual stream around that edit."""
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}
 
@@ -323,7 +329,7 @@ async def _run(
 
 
 async def _taken(done: Done) -> _Probed:
-    """What came of a request, its rows fetched and given back."""
+    """Return a request's output and rows; the rows are fetched and released."""
     if not done.handles:
         return _Probed({}, done.output)
     (handle,) = done.handles
@@ -334,7 +340,7 @@ async def _taken(done: Done) -> _Probed:
 
 
 def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
-    """A point, the stream of its layer and of the next, and its layer's attention, as far as it is armed."""
+    """Return the armed points among: a point, the stream of its layer and the next, and its layer's attention."""
     sites = (*STREAM, *STREAMS, "embed", "final_norm")
     stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in sites}
     near = stream | {Point(point.layer, site) for site in ATTENTION} | {point}
@@ -342,8 +348,9 @@ def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
 
 
 def _said(probed: _Probed) -> object:
-    """What the model makes of a prompt: log probabilities of the most probable next tokens, by their ids, or what was
-    pooled.
+    """Return the model's output for a prompt, in comparable form.
+
+    That is the log probabilities of the most probable next tokens, by their ids, or the pooled values.
     """
     outputs = probed.output.outputs
     if not isinstance(outputs, list):

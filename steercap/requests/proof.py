@@ -1,19 +1,19 @@
-"""What must hold of the rows of a model whose layers are read rightly, whatever the model is.
+"""Equations that the rows of any correctly tapped model must satisfy.
 
-A tap that fires once a pass and reads finite rows may still read something else than its name says: a stream counted
+A tap that fires once a pass and reads finite rows may still read something other than its name says: a stream counted
 twice, a part of a sum, a norm's input for its output. These equations need no second implementation of the model:
 
 - the end of a layer is the beginning of the next;
-- what a layer's blocks add is what the stream grows by, times the family's factor if it has one, each by itself where
-  there is a row between them;
-- in layers that norm their sums, what stands behind a norm is what the model's own norm makes of the sum;
-- what the heads give is the values weighed by attention, of the queries and keys that were read;
-- what a block adds is what its last projection makes of what the heads, or the neurons, give it;
+- the stream grows by the outputs of the layer's blocks, times the family's factor if it has one; each block is checked
+  by itself where there is a row between them;
+- in layers that norm their sums, the row behind a norm is the model's own norm of the sum;
+- the heads' outputs are the values weighed by attention, from the queries and keys that were read;
+- a block's output is its last projection of the heads' outputs, or of the neurons;
 - an edit changes the row of its own point by exactly what was added, and both equations hold of the edited rows;
 - the lens closes: the model's own final norm and unembedding, given the last row of the stream, give the logits that
-  the engine reports, with an edit of that row as well as without. Without, a norm would hide any factor. So does the
-  unembedding alone, given the row behind the norm. Of a pooling model, the pooler stands for the unembedding, and what
-  the engine pools of each token for the logits.
+  the engine reports, with an edit of that row as well as without. Without an edit, a norm would hide any factor. So
+  does the unembedding alone, given the row behind the norm. For a pooling model, the pooler stands for the unembedding,
+  and the engine's pooled output for each token for the logits.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from steercap.captures.attention import Attending, weights_of
 from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
 
-#: Where blocks read the stream and add to it.
+#: Sites of the residual stream and of the blocks' outputs.
 STREAM: Final = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
-#: What attention reads, and what it gives.
+#: Sites of attention's inputs, and of its output.
 ATTENTION: Final = ("q", "k", "v", "z")
-#: Where what the last projection of a block reads is read, and where what it adds.
+#: Site of each block's last projection's input, and the site of its output.
 PROJECTED: Final = {"z": "attn_out", "neurons": "mlp_out"}
-#: Roundings to the rows' dtype, each of half an epsilon at most, in a row and in what is written of an edit; and in a
-#: sum of rows of which each was rounded, and the stream between the blocks too.
+#: Roundings to the rows' dtype, of half an epsilon each: in an edited row, and in a sum of rounded rows with the stream
+#: between the blocks.
 _ROW: Final = 2.0
 _SUM: Final = 4.0
 #: The same for logits.
 _LOGIT: Final = 2.0
-#: What attention may make of a product of a query and a key, relative to it: on CUDA, Triton rounds both to TF32.
+#: Relative error of attention's product of a query and a key: on CUDA, Triton rounds both to TF32.
 _PRODUCT: Final = 2.0**-9
-#: How far rows and logits may differ that were computed in batches of other sizes: in float32, and in 16 bits.
+#: Allowed relative difference of rows and logits computed in batches of other sizes: in float32, and in 16 bits.
 _COMPUTED: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _COMPUTED_16: Final = 0.1
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One equation of the proof at start.
+    """One checked equation of the proof at start.
 
     Args:
-        name: what must be what.
-        error: by how much it is not, relative to the size of what is compared.
-        allowed: how much may come of rounding.
+        name: the equation in words.
+        error: difference of its sides, relative to the size of what is compared.
+        allowed: largest error that rounding explains.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether it is so."""
+        """True if the error is at most what rounding allows; False for NaN."""
         return self.error <= self.allowed  # and not for NaN
 
     def __str__(self) -> str:
@@ -79,14 +79,14 @@ def equations(
     *,
     normed: bool = False,
 ) -> Iterator[Claim]:
-    """What must hold among rows of the same pass, as far as the points are there.
+    """Yield the claims on the residual stream that must hold among rows of one forward pass, for the points present.
 
     Args:
-        rows: of each point, [n, hidden].
-        factor: what blocks' outputs are multiplied by before they are added; None where layers do more than add them.
-        edit: where rows were edited, and what was added to each, [n, hidden]; None for nowhere.
-        absent: what blocks would add in layers that are one block, and have no other.
-        normed: whether layers norm their sums, so that `resid_post` is none; see `norm_of`.
+        rows: rows of each point, [n, hidden].
+        factor: factor of the blocks' outputs before they are added; None if layers do more than add them.
+        edit: the edited point and the vectors added to each of its rows, [n, hidden]; None without an edit.
+        absent: block outputs that layers with a single block do not have.
+        normed: True if layers norm their sums, so that `resid_post` is no plain sum; see `norm_of`.
     """
     named = _named(edit)
 
@@ -129,12 +129,14 @@ def attends(
     rule: AttentionRule,
     edit: tuple[Point, torch.Tensor] | None = None,
 ) -> Iterator[Claim]:
-    """What must hold among what attention reads and gives, if all of it is there, and its rule is understood.
+    """Yield the claim that attention's output follows from its queries, keys and values.
+
+    Nothing is yielded if one of these points is missing or the attention rule is not understood.
 
     Args:
-        layer: whose.
-        rows: of each point, those of a sequence's first tokens: [n, heads, head_dim].
-        rule: how the layer weighs keys.
+        layer: index of the layer.
+        rows: rows of each point for a sequence's first tokens: [n, heads, head_dim].
+        rule: the layer's attention rule.
         edit: as for `equations`.
     """
     q, k, v, z = (rows.get(Point(layer, site)) for site in ATTENTION)
@@ -155,38 +157,38 @@ def attends(
 
 
 def projected(point: Point, block: Point, found: torch.Tensor, made: torch.Tensor) -> Claim:
-    """What a block adds is what its last projection makes of what it reads.
+    """Return the claim that a block's output is its last projection of the rows that the projection reads.
 
     Args:
-        point: where that is read.
-        block: where what the block adds is read.
-        found: its rows, [n, hidden].
-        made: what the model makes of the rows at `point`, [n, hidden].
+        point: point of the projection's input.
+        block: point of the block's output.
+        found: captured rows of the block's output, [n, hidden].
+        made: the model's projection of the rows at `point`, [n, hidden].
     """
     return Claim(f"{block} is what is projected of {point}", relative([found], [made]), computed(found.dtype))
 
 
 def norm_of(point: Point, named: str, found: torch.Tensor, made: torch.Tensor) -> Claim:
-    """What stands behind a norm is what the norm makes of a sum.
+    """Return the claim that the rows behind a norm are that norm of a sum.
 
     Args:
-        point: behind the norm.
-        named: the sum.
-        found: the rows at the point, [n, hidden].
-        made: what the model's own norm makes of the sum, [n, hidden].
+        point: point behind the norm.
+        named: name of the sum.
+        found: captured rows at the point, [n, hidden].
+        made: the model's own norm of the sum, [n, hidden].
     """
     return Claim(f"{point} is the norm of {named}", relative([found], [made]), computed(found.dtype))
 
 
 def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> Claim:
-    """An edit changes the row of its point by what was added, [n, width] each.
+    """Return the claim that an edit changes the rows of its point by exactly the added vectors, [n, width] each.
 
     Args:
-        point: where.
+        point: the edited point.
         clean: its rows without the edit.
-        found: those with it.
-        added: what was added to each.
-        dtype: the model's, in which rows of a router are computed too, though they are float32.
+        found: its rows with the edit.
+        added: vector added to each row.
+        dtype: the model's dtype; rows of a router are computed in it too, though they are float32.
     """
     return Claim(f"{point} grows by what is added there", relative([found], [clean, added]), computed(dtype))
 
@@ -202,20 +204,20 @@ def closes(
     size: float,
     dtype: torch.dtype,
 ) -> Claim:
-    """The lens closes at one row.
+    """Return the claim that the lens closes at one row: it gives the logits that the engine reports.
 
     Args:
-        named: where the row is read.
-        reported: what the engine says of the most probable tokens: logits, or log probabilities.
+        named: the place of the row, for the claim's name.
+        reported: the engine's values for the most probable tokens: logits, or log probabilities.
         found: logits that the row gives for them.
-        most: the greatest logit of all tokens that the row gives.
+        most: greatest logit of all tokens that the row gives.
         spread: standard deviation of the logits of all tokens.
-        total: the logarithm of the sum of their exponentials.
-        size: the greatest magnitude among them.
-        dtype: of the rows.
+        total: logarithm of the sum of their exponentials.
+        size: greatest magnitude among them.
+        dtype: dtype of the rows.
     """
     ours, theirs = torch.tensor(found).double(), torch.tensor(reported).double()
-    # Logarithms of probabilities are logits less their total; a row's greatest logit must be among those of the best.
+    # Log probabilities are logits less their total; the row's greatest logit must belong to one of the reported tokens.
     error = min(float((ours - less - theirs).abs().max()) for less in (0.0, total))
     error = max(error, most - float(ours.max()))
     unit = max(spread, 1e-30)
@@ -224,24 +226,24 @@ def closes(
 
 
 def pools(named: str, reported: torch.Tensor, found: torch.Tensor, dtype: torch.dtype) -> Claim:
-    """What a pooling model gives for each token is what it makes of the token's row.
+    """Return the claim that a pooling model's output for each token is its norm and pooler applied to the token's row.
 
     Args:
-        named: where the rows are read.
-        reported: what the engine pooled, [n, width].
-        found: what rows give, through the model's own norm and pooler, [n, width].
-        dtype: of the rows.
+        named: the place of the rows, for the claim's name.
+        reported: the engine's pooled output, [n, width].
+        found: pooled output computed from the rows through the model's own norm and pooler, [n, width].
+        dtype: dtype of the rows.
     """
     return Claim(f"the pooler closes {named}", relative([reported], [found]), computed(dtype))
 
 
 def computed(dtype: torch.dtype) -> float:
-    """How far rows may differ, relative to their size, that were computed in batches of other sizes."""
+    """Return the largest relative difference expected between rows computed in batches of different sizes."""
     return _COMPUTED.get(dtype, _COMPUTED_16)
 
 
 def worst(claims: Iterable[Claim]) -> Claim | None:
-    """The claim that is furthest from holding, of those that do not."""
+    """Return the failed claim with the largest error relative to what it allows; None if all hold."""
     wrong = [claim for claim in claims if not claim.holds]
     return max(wrong, key=lambda claim: claim.error / max(claim.allowed, 1e-30), default=None)
 
@@ -251,7 +253,7 @@ def _named(edit: tuple[Point, torch.Tensor] | None) -> str:
 
 
 def relative(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
-    """How far the sums of terms, [n, width] each, are apart: the worst row, relative to its greatest term."""
+    """Return the largest difference of two sums of terms, [n, width] each, over rows, relative to the largest term."""
     terms = torch.stack([term.double().flatten(1) for term in (*left, *right)])
     apart = terms[: len(left)].sum(0) - terms[len(left) :].sum(0)
     return float((apart.norm(dim=1) / terms.norm(dim=2).amax(0).clamp(min=1e-30)).max())

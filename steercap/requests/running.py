@@ -1,4 +1,4 @@
-"""Jobs run at once, each to its text and its handles."""
+"""Concurrent execution of jobs, each up to its output and handles."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from steercap.requests.monitoring import MonitorReport
 
 
 class Done(NamedTuple):
-    """What one prompt gives.
+    """Result of one prompt.
 
     Args:
         output: vLLM's output.
         handles: a handle for each sample, None if nothing is kept.
-        receipts: what was edited of each sample, None if nothing was to be.
-        task: what a pooling model did; None of one that generates.
-        monitors: what its monitors found in each sample, None if there were none.
+        receipts: a steering receipt for each sample, None without steering.
+        task: task of a pooling model; None for a model that generates.
+        monitors: the monitors' reports for each sample, None without monitors.
     """
 
     output: Any
@@ -32,11 +32,11 @@ class Done(NamedTuple):
 
 
 async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
-    """Run jobs at once, each from the moment it is prepared; the first error cancels the others.
+    """Run jobs concurrently, each as soon as it is prepared; the first error cancels the others.
 
     Args:
-        jobs: what to run, in the order in which memory is claimed.
-        running: where the tasks are entered while they run; to cancel them there is to close the model.
+        jobs: the jobs, in the order in which memory is claimed.
+        running: set that holds the tasks while they run; closing the model cancels the tasks in it.
 
     Raises:
         ModelClosed: the tasks were cancelled through `running`.
@@ -61,11 +61,11 @@ async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> 
 
 
 async def run_one(job: Job, call: object) -> Done:
-    """Run one job; if its engine dies meanwhile, with the one that takes its place, where there is to be one.
+    """Run one job; if its engine dies meanwhile and is restarted, run it on the new engine.
 
     Args:
-        job: what to run.
-        call: the call that it is part of.
+        job: the job.
+        call: identity of the call that it is part of.
     """
     if job.recipe is None:
         return await _run(job, call)
@@ -104,7 +104,7 @@ async def _last(outputs: AsyncIterator[Any]) -> Any:
 
 
 def _release_done(tasks: Sequence[asyncio.Task[Done]]) -> None:
-    """Free what the finished part of a failed call holds: nobody will ever get these handles."""
+    """Release the handles of the finished jobs of a failed call, which nobody will get."""
     for task in tasks:
         if task.done() and not task.cancelled() and task.exception() is None:
             for handle in task.result().handles or ():

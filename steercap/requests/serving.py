@@ -1,6 +1,6 @@
-"""One model's engine from its start to its end, and the calls that run on it.
+"""Lifecycle of one model's engine, from start to close, and the calls that run on it.
 
-An engine that has died is started again if that was asked for, when it is next needed; see "Life of an engine" in
+A dead engine is restarted when it is next needed, if the settings ask for restarts; see "Life of an engine" in
 docs/architecture.md.
 """
 
@@ -29,26 +29,26 @@ Value = TypeVar("Value")
 #: Seconds before each try to start an engine that has died: its memory, on a device above all, may take a moment to be
 #: free, and what killed it may still be at it.
 BACKOFF: Final = (0.0, 2.0, 10.0)
-#: Engines that one piece of work may run on. One that kills each of them must not go on for ever.
+#: Engines that one piece of work may run on, so that work that kills its engine is not repeated for ever.
 LIVES: Final = 3
 
 
 class Serving:
-    """An engine that is started once, again if it dies and that was asked for, and closed once, in one event loop.
+    """Owner of one model's engine in one event loop: starts it, restarts it after death if so set, and closes it once.
 
     Args:
         model: path or name of the model.
         settings: steercap's own settings.
-        engine_args: vLLM's.
-        cut: whether `max_model_len` may be cut down to what the model can do: it is a preset's, not the user's.
+        engine_args: vLLM's engine arguments.
+        cut: True if `max_model_len` may be reduced to the model's context length, since a preset gave it, not the user.
 
     Attributes:
         cut: as given.
         engine: the engine, while it runs.
-        running: what runs on it; cancelled when it is closed.
-        idiom: how messages show code.
-        proof: what was proved of the engine when it started.
-        restarts: how often it was started again.
+        running: tasks that run on it; cancelled when it is closed.
+        idiom: style in which messages show code.
+        proof: claims that were proved of the engine when it started.
+        restarts: number of restarts.
     """
 
     def __init__(self, model: str, settings: Settings, engine_args: Mapping[str, Any], *, cut: bool) -> None:
@@ -112,7 +112,7 @@ class Serving:
         return engine
 
     async def alive(self) -> Engine:
-        """The engine. One that has died is started again, if that was asked for; all who ask wait for the same start.
+        """Return a live engine; a dead one is restarted first, if so set. Concurrent callers wait for the same start.
 
         Raises:
             EngineDied: it cannot be started again.
@@ -134,11 +134,11 @@ class Serving:
         return engine
 
     async def surviving(self, work: Callable[[Engine], Awaitable[Value]], engine: Engine | None = None) -> Value:
-        """Await something of the engine; if that dies meanwhile, and is to be started again, the same of the next one.
+        """Await `work` on the engine; if the engine dies meanwhile and restarts are on, await it again on the next one.
 
         Args:
-            work: what to await; it leaves nothing behind if it fails.
-            engine: the first that it is asked of, if not the one that lives.
+            work: coroutine function of the engine; it must leave nothing behind if it fails.
+            engine: the engine of the first try; left out, the live one.
 
         Raises:
             EngineDied: the engine has died, and is not to be started again or cannot be, or this is the third that
@@ -158,11 +158,11 @@ class Serving:
         raise AssertionError
 
     def outlives(self, engine: Engine) -> bool:
-        """Whether an engine has died, and another is there or is to be started."""
+        """Return True if an engine has died and another one replaces it or will."""
         return self.settings.restart and not self._closed and engine.died
 
     async def _start_again(self, dead: Engine) -> Engine:
-        """Put another engine in the place of one that has died; a few tries."""
+        """Replace a dead engine by a new one, in a few tries."""
         async with self._life:
             await dead.aclose()
             for tries, seconds in enumerate(BACKOFF, 1):
@@ -181,7 +181,7 @@ class Serving:
         raise AssertionError
 
     async def aclose(self) -> None:
-        """Cancel what runs or starts, free what is held, stop the engine; see `SteerModel.aclose`."""
+        """Cancel running tasks and a start, free what is held, and stop the engine; see `SteerModel.aclose`."""
         self._closed = True
         home, launch = self._home, self._launch
         if home is not None and home.is_here:
@@ -203,7 +203,7 @@ class Serving:
             self._starting.cancel()
 
     def opened(self) -> Engine:
-        """The engine, to read something of it.
+        """Return the engine for reading its attributes, from any event loop.
 
         Raises:
             ModelClosed: it was never started, or is closed.
@@ -216,7 +216,7 @@ class Serving:
         return self.engine
 
     def here(self) -> Engine:
-        """The engine, to await something of it.
+        """Return the engine for awaiting its methods, in its own event loop.
 
         Raises:
             ModelClosed: it was never started, or is closed.
@@ -227,7 +227,7 @@ class Serving:
         return engine
 
     async def run(self, work: Callable[[], Awaitable[Value]]) -> Value:
-        """Await something of the engine; closing the model ends the wait.
+        """Await `work` on the engine; closing the model ends the wait.
 
         Raises:
             ModelClosed: the model was closed, before or meanwhile.
@@ -249,6 +249,6 @@ class Serving:
 
 
 def _retrieve(starting: asyncio.Task[Any]) -> None:
-    """Retrieve how a start ended, in case all who waited for it have left."""
+    """Retrieve the exception of a start, so that Python does not warn when no caller waits for it any more."""
     if not starting.cancelled():
         starting.exception()

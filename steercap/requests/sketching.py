@@ -1,4 +1,4 @@
-"""A sketch while requests join it: what the user holds of it, and how the rows of a finished request enter."""
+"""Running sketches: the user's object, and the entry of finished requests into their statistics."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-#: What to do instead of a copy.
+#: Advice in the error of an attempted copy.
 INSTEAD: Final = "its statistics lie in the workers; fetch() gives a Sketch, which can be saved and merged"
 
 
 class RunningSketch(Unshared, instead=INSTEAD):
-    """Statistics of the rows of every request that is made in the context; what `SteerModel.sketch` yields.
+    """Statistics of the rows of every request made inside `SteerModel.sketch`, which yields this object.
 
-    The rows never leave the workers. A request enters when it has ended and its labels were checked, all of it or
-    nothing; of one that fails or is cancelled nothing does. Each sample of `n` is a request of its own, the rows of its
-    prompt included.
+    The rows never leave the workers. A request enters as a whole, once it has ended and its labels were checked; one
+    that fails or is cancelled does not enter. Each sample of `n` counts as a request of its own, the rows of its prompt
+    included.
 
     Attributes:
-        kind, size: what it is; see `Sketch`.
-        points: the points that are sketched, layer by layer.
-        spec: what a request keeps that joins it, until it has entered.
-        book: what is counted of it.
+        kind, size: kind and size of the statistics; see `Sketch`.
+        points: the sketched points, layer by layer.
+        spec: capture of each joining request until it has entered.
+        book: record of what has entered.
     """
 
     def __init__(self, engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> None:
@@ -57,39 +57,39 @@ class RunningSketch(Unshared, instead=INSTEAD):
 
     @property
     def tokens(self) -> TokenSelection:
-        """Which tokens' rows are sketched."""
+        """Selection of the tokens whose rows are sketched."""
         return self.spec.selection
 
     @property
     def requests(self) -> int:
-        """Requests that are in it."""
+        """Number of requests that have entered."""
         return self.book.requests
 
     @property
     def rows(self) -> int:
-        """Rows of each point that are in it."""
+        """Number of rows per point that have entered."""
         return self.book.rows
 
     async def mean(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """The mean of the rows of a point so far; see `Sketch.mean`."""
+        """Return the mean of the rows of a point so far; see `Sketch.mean`."""
         return await self._of([self._point(layer, site)], lambda found: found.mean(layer, site))
 
     async def variance(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """The variance of each element so far; see `Sketch.variance`."""
+        """Return the variance of each element so far; see `Sketch.variance`."""
         return await self._of([self._point(layer, site)], lambda found: found.variance(layer, site))
 
     async def covariance(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """The covariance of the elements so far; see `Sketch.covariance`."""
+        """Return the covariance of the elements so far; see `Sketch.covariance`."""
         return await self._of([self._point(layer, site)], lambda found: found.covariance(layer, site))
 
     async def principal_directions(self, layers: Layers, k: int, site: str | None = None) -> DirectionSet:
-        """The first k principal directions so far, of one layer or several; see `Sketch.principal_directions`."""
+        """Return the first k principal directions so far, of one or more layers; see `Sketch.principal_directions`."""
         wanted = resolve_layers(layers, self._engine.vllm.num_layers)
         points = [self._point(layer, site) for layer in wanted]
         return await self._of(points, lambda found: found.principal_directions(wanted, k, points[0].site))
 
     async def fetch(self) -> Sketch:
-        """What is known so far of all points, at one moment, as an object that can be read, saved, loaded and merged.
+        """Return a snapshot of the statistics of all points, which can be read, saved, loaded and merged.
 
         The sketch goes on.
 
@@ -101,12 +101,12 @@ class RunningSketch(Unshared, instead=INSTEAD):
         return await self._fetch(self.points)
 
     async def aclose(self) -> None:
-        """Free it in the workers; requests that still run in it fail. Idempotent."""
+        """Free the sketch in the workers; requests that still run in it fail. Idempotent."""
         with contextlib.suppress(EngineFailure):  # a dead engine holds nothing
             await asyncio.shield(self._engine.sketching.close(self.book))
 
     async def _of(self, points: Sequence[Point], work: Callable[[Sketch], Value]) -> Value:
-        """Something of what is known of some points, computed on a thread: a covariance is large."""
+        """Return `work` of a snapshot of some points, computed on a thread, since a covariance is large."""
         found = await self._fetch(points)
         return await asyncio.to_thread(work, found)
 
@@ -137,10 +137,10 @@ class RunningSketch(Unshared, instead=INSTEAD):
 
 
 async def begun(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
-    """A sketch that has room in the workers.
+    """Open a sketch and reserve its memory in the workers.
 
     Raises:
-        UnknownName, InvalidSpec, PointNotArmed: it is asked for wrongly.
+        UnknownName, InvalidSpec, PointNotArmed: an argument is wrong.
         PointSplit, SketchMemoryFull: see `Sketching.open`.
     """
     running = RunningSketch(engine, kind, size, spec)
@@ -151,7 +151,7 @@ async def begun(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> Runn
 def joint_capture(
     engine: Engine, own: CaptureSpec | None, sketches: Sequence[RunningSketch]
 ) -> tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]]:
-    """What a request keeps that joins sketches: its own capture if that has all their rows, else what they need.
+    """Return the capture of a request in sketches: its own if that has all their rows, else what they need.
 
     Returns:
         The capture, its points, and their indices among the armed, ascending.
@@ -180,12 +180,12 @@ def joint_capture(
 
 
 async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequence[tuple[Wanted, Expected]]) -> None:
-    """Let the samples of a finished request enter sketches: all of them, once each is known to be right.
+    """Add the samples of a finished request to sketches: all of them, after each was checked.
 
     Args:
-        engine: that ran it.
-        sketches: which it joins.
-        samples: what the workers are asked for, and what must be there.
+        engine: the engine that ran the request.
+        sketches: the sketches that it joins.
+        samples: for each sample, the rows to ask the workers for, and what must be there.
 
     Raises:
         CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
@@ -213,7 +213,7 @@ async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequ
 
 
 def _check(engine: Engine, expected: Expected, points: Sequence[Point], found: Any) -> None:
-    """Check what the workers have of a request against what must enter."""
+    """Check the rows that the workers hold of a request against those that must enter."""
     parcels, failure = parcels_of(found)
     if failure:
         raise CaptureIncomplete(f"{expected.name}: {failure}")

@@ -1,4 +1,4 @@
-"""A stream: text and rows of one request as they come."""
+"""Streams: text and rows of one request as they come."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from steercap.requests.monitoring import Crossing, MonitorReport
 
 @dataclass(frozen=True)
 class Chunk:
-    """What came since the last chunk of a stream.
+    """New text and rows since the last chunk of a stream.
 
     Args:
         text: new text.
         token_ids: new generated token ids.
-        captures: new rows by point, [rows, hidden]; None where nothing is captured.
-        positions: position of each new row, int64 [rows]; None where nothing is captured.
-        finished: whether this is the last chunk.
-        steering: with the last chunk, what was edited; None where nothing was to be.
-        token_types: what the model read at each new row, str [rows], see `CaptureHandle.token_types`; None where
+        captures: new rows by point, [rows, hidden]; None if nothing is captured.
+        positions: position of each new row, int64 [rows]; None if nothing is captured.
+        finished: True for the last chunk.
+        steering: in the last chunk, the receipt of the edits; None without steering.
+        token_types: type of the token at each new row, str [rows], see `CaptureHandle.token_types`; None if
             nothing is captured.
-        crossings: where monitors fired since the last chunk.
-        monitors: with the last chunk, what each monitor found.
-        finish_reason: with the last chunk, why the text ended: vLLM's word, or "steercap_probe".
+        crossings: tokens at which monitors fired since the last chunk.
+        monitors: in the last chunk, the report of each monitor.
+        finish_reason: in the last chunk, the reason why the text ended: vLLM's word, or "steercap_probe".
     """
 
     text: str
@@ -51,16 +51,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Grown:
-    """A sample of a stream, so far.
+    """State of a stream's sample so far.
 
     Args:
         text: its text.
         token_ids: generated token ids, a copy: vLLM's own list goes on growing.
-        finished: whether it has ended.
-        receipt: what was edited so far, None where nothing was to be.
-        crossings: where monitors fired.
-        monitors: what each monitor found.
-        finish_reason: why it has ended, None where it has not.
+        finished: True if it has ended.
+        receipt: receipt of the edits so far, None without steering.
+        crossings: tokens at which monitors fired.
+        monitors: the report of each monitor.
+        finish_reason: the reason why it has ended, None while it runs.
     """
 
     text: str
@@ -73,7 +73,7 @@ class Grown:
 
 
 async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
-    """Run one job of one sample; yields text and rows as they come, once every edit is known to have been made.
+    """Run one job of one sample; yield text and rows as they come, after checking their edits.
 
     The request runs on whether or not its chunks are taken, and gives its slot back when it ends.
 
@@ -97,7 +97,7 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
         free()
 
     def free() -> None:
-        """Free what it holds, once it has ended and its reader has left; a reader may be cancelled again in leaving."""
+        """Free the request's memory, once it has ended and its reader has left, which may be cancelled in leaving."""
         if over and left and job.plan is not None:
             job.engine.abandon(job.plan, ticket)
 
@@ -133,7 +133,7 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
 
 
 async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown | None]) -> None:
-    """Run a job of one sample, and check its edits whenever it has grown."""
+    """Run a job of one sample, and check its edits with every output."""
     async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=True)) as found:
         async for output in found:
             (sample,) = job.samples_of(output)
@@ -146,7 +146,7 @@ async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown 
 
 
 async def _new_rows(job: Job, generated: Sequence[int], first: int) -> tuple[Captures | None, torch.Tensor | None]:
-    """The rows from number `first` on of a sequence that has come so far."""
+    """Return the rows that came so far of a sequence, from row number `first` on, and their positions."""
     if job.plan is None or job.plan.capture is None or not job.hands_over:
         return None, None
     came = (await rows_so_far(job, {0: (generated, first)}))[0]

@@ -1,4 +1,4 @@
-"""Sparse autoencoders and transcoders: their files, what they read in rows, and what their features write."""
+"""Sparse autoencoders and transcoders: their files, the features that they read in rows, and edits of features."""
 
 from steercap.saes.features import Features
 from steercap.saes.sae import SAE

@@ -1,4 +1,4 @@
-"""What SAEs read of a request's rows, checked against the model before anything runs."""
+"""Compilation of the SAEs that read a request's rows, checked against the model before anything runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Readers:
     """SAEs compiled for one engine.
 
     Args:
-        points: whose rows they read, and their indices among the armed, ascending.
-        encoders: of each point, in this order.
-        coding: how features are stored.
+        points: the points whose rows they read, with their indices among the armed, ascending.
+        encoders: encoder of each point, in this order.
+        coding: encoding of the stored features.
     """
 
     points: Mapping[Point, int]
@@ -32,13 +32,13 @@ class Readers:
 
     @property
     def schemas(self) -> dict[Point, PointSchema]:
-        """What comes of each point: the activations of its features."""
+        """Schema of each point's delivered values: the activations of its features."""
         found = zip(self.points, self.encoders, strict=True)
         return {point: PointSchema((encoder.d_sae,), "float32", writable=False) for point, encoder in found}
 
 
 def saes_of(spec: CaptureSpec) -> tuple[SAE, ...]:
-    """What a user gave, if anything.
+    """Return the SAEs of a spec, checked.
 
     Raises:
         InvalidSpec: something other than SAEs, or two of one point.
@@ -54,7 +54,7 @@ def saes_of(spec: CaptureSpec) -> tuple[SAE, ...]:
 
 
 def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
-    """The points that the SAEs of a spec read, layer by layer.
+    """Return the points that the SAEs of a spec read, layer by layer.
 
     Raises:
         InvalidSpec: see `saes_of`.
@@ -76,9 +76,9 @@ def compile_readers(
 
     Args:
         spec: a spec with `sae`.
-        points: what they read, armed.
+        points: the points that they read, armed.
         armed: index of every armed point.
-        schemas: what the tensor at each of them is.
+        schemas: shape and dtype of the rows at each armed point.
 
     Raises:
         InvalidSpec: an SAE of rows of another width, or with fewer features than are asked for.

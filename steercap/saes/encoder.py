@@ -1,6 +1,6 @@
-"""From a row to the activations of an SAE's features: the one arithmetic of workers, clients and attributions.
+"""Encoder of an SAE, from rows to feature activations, shared by workers, clients and attributions.
 
-Every architecture comes down to `pre = (normalised(row) - shift) @ weight + bias` and one of three responses, float32
+Every architecture reduces to `pre = (normalised(row) - shift) @ weight + bias` and one of three responses, float32
 throughout:
 
     relu        pre where pre > 0
@@ -24,10 +24,10 @@ from jaxtyping import Float
 from steercap.core.messages import EncoderShape
 from steercap.kernels.exact import exact_products
 
-#: What is done to a row before it is encoded, by SAELens's names.
+#: Normalisation of a row before it is encoded, by SAELens's names.
 Normalisation: TypeAlias = Literal["none", "layer_norm", "constant_norm_rescale"]
 NORMALISATIONS: Final[tuple[Normalisation, ...]] = get_args(Normalisation)
-#: What SAELens adds to the standard deviation.
+#: Constant that SAELens adds to the standard deviation.
 EPSILON: Final = 1e-5
 #: Tensors begin at multiples of this in an image, in bytes.
 ALIGN: Final = 64
@@ -35,16 +35,16 @@ ALIGN: Final = 64
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
-    """The half of an SAE that reads.
+    """Encoder half of an SAE.
 
     Args:
         weight: float32 [d_in, d_sae].
         bias: float32 [d_sae].
         threshold: float32 [d_sae], none below 0; None for one of 0 everywhere.
         shift: float32 [d_in], subtracted from a row once it is normalised; None for nothing.
-        k: the most features of a row that are active, 0 for any number.
-        normalisation: what is done to a row first.
-        centred: whether its mean is subtracted before all else, as of models whose weights TransformerLens centred.
+        k: maximum number of active features of a row, 0 for any number.
+        normalisation: normalisation of a row before encoding.
+        centred: True if the row's mean is subtracted before all else, for models whose weights TransformerLens centred.
     """
 
     weight: Float[torch.Tensor, "d_in d_sae"]
@@ -57,26 +57,29 @@ class Encoder:
 
     @property
     def d_in(self) -> int:
-        """Elements of a row."""
+        """Number of elements of a row."""
         return self.weight.shape[0]
 
     @property
     def d_sae(self) -> int:
-        """Features."""
+        """Number of features."""
         return self.weight.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What there is of weight, bias, threshold and shift, in this order."""
+        """Weight, bias, threshold and shift, in this order, without those that are None."""
         return tuple(one for one in (self.weight, self.bias, self.threshold, self.shift) if one is not None)
 
     def activations(self, rows: Float[torch.Tensor, "rows d_in"]) -> Float[torch.Tensor, "rows d_sae"]:
-        """What each feature has of each row, float32; of a row that is not finite, NaN or infinity somewhere."""
+        """Return each feature's activation in each row, float32 [rows, d_sae].
+
+        A row that is not finite has NaN or infinity somewhere.
+        """
         with exact_products():
             pre = self._read(rows) @ self.weight
         pre += self.bias
@@ -88,7 +91,7 @@ class Encoder:
         return pre.relu_()
 
     def scales(self, rows: Float[torch.Tensor, "rows d_in"]) -> Float[torch.Tensor, " rows"]:
-        """By what a row's reconstruction is multiplied at the end, which undoes its normalisation: float32 [rows]."""
+        """Return the factors that undo the rows' normalisation after reconstruction: float32 [rows]."""
         rows = self._centred(rows.float())
         match self.normalisation:
             case "layer_norm":
@@ -114,11 +117,11 @@ class Encoder:
     def _centred(self, rows: torch.Tensor) -> torch.Tensor:
         return rows - rows.mean(dim=1, keepdim=True) if self.centred else rows
 
-    # How it travels
+    # Transfer to other processes
 
     @property
     def shape(self) -> EncoderShape:
-        """All of it but the numbers."""
+        """Sizes and options of the encoder, without its numbers."""
         return EncoderShape(
             self.d_in,
             self.d_sae,
@@ -130,20 +133,20 @@ class Encoder:
         )
 
     def digest(self) -> bytes:
-        """What it is known by: the SHA-256 of its shape and its numbers."""
+        """Return the SHA-256 of its shape and numbers, which identifies it."""
         found = hashlib.sha256(msgspec.msgpack.encode(self.shape))
         for tensor in self.tensors:
             found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         return found.digest()
 
     def write(self, image: torch.Tensor) -> None:
-        """Put its numbers where another process reads them: uint8 [`image_bytes(shape)`]."""
+        """Write its numbers into an image for another process: uint8 [`image_bytes(shape)`]."""
         for tensor, (start, _) in zip(self.tensors, layout(self.shape), strict=True):
             image[start : start + tensor.nbytes].view(torch.float32).view(tensor.shape).copy_(tensor)
 
     @staticmethod
     def read(shape: EncoderShape, image: torch.Tensor) -> Encoder:
-        """What `write` wrote, in place."""
+        """Return the encoder that `write` wrote, as views of the image."""
         found = (image[start : start + size].view(torch.float32) for start, size in layout(shape))
         weight, bias = next(found).view(shape.d_in, shape.d_sae), next(found)
         threshold = next(found) if shape.thresholds else None
@@ -152,7 +155,7 @@ class Encoder:
         return Encoder(weight, bias, threshold, shift, shape.k, normalisation, shape.centred)
 
     def on(self, device: torch.device) -> Encoder:
-        """The same on a device."""
+        """Return the encoder with its tensors on a device."""
         weight, bias = self.weight.to(device), self.bias.to(device)
         threshold = None if self.threshold is None else self.threshold.to(device)
         shift = None if self.shift is None else self.shift.to(device)
@@ -160,7 +163,7 @@ class Encoder:
 
 
 def layout(shape: EncoderShape) -> Iterator[tuple[int, int]]:
-    """Where each tensor begins in an image, and how many bytes it has."""
+    """Yield the start and size of each tensor in an image, in bytes."""
     start = 0
     for elements in (
         shape.d_in * shape.d_sae,
@@ -175,5 +178,5 @@ def layout(shape: EncoderShape) -> Iterator[tuple[int, int]]:
 
 
 def image_bytes(shape: EncoderShape) -> int:
-    """Bytes of an image."""
+    """Return the size of an image in bytes."""
     return sum(list(layout(shape))[-1])

@@ -1,4 +1,4 @@
-"""The most active features of tokens, as a handle gives them: sparse, with what is known of those left out."""
+"""Most active SAE features of tokens, sparse, with bounds on the features left out."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from steercap.kernels.codecs.coded import CodedRows
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Features:
-    """For each row the k features of greatest activation, greatest first.
+    """Most active features of each row: the k of greatest activation, greatest first.
 
     Args:
-        ids: of these features, int32 [rows, k]; -1 where fewer are active.
+        ids: ids of these features, int32 [rows, k]; -1 where fewer are active.
         values: their activations, float32 [rows, k]; 0 where there is none, NaN throughout a row that was not finite.
-        active: how many features of each row are active, int32 [rows]; -1 for a row that was not finite.
+        active: number of active features of each row, int32 [rows]; -1 for a row that was not finite.
         rest: the greatest activation of each row that is not among `values`, float32 [rows]; 0 where all are.
-        width: features of the SAE.
+        width: number of features of the SAE.
     """
 
     ids: Int[torch.Tensor, "rows k"]
@@ -32,7 +32,7 @@ class Features:
 
     @staticmethod
     def of(rows: CodedRows) -> Features:
-        """What rows hold that came as features.
+        """Return the features of coded rows.
 
         Raises:
             InvalidSpec: they came as something else.
@@ -46,7 +46,7 @@ class Features:
         return len(self.ids)
 
     def __getitem__(self, rows: slice | torch.Tensor) -> Features:
-        """Some of the rows: a slice, or indices or a mask as a tensor."""
+        """Return the features of some rows: a slice, or indices or a mask as a tensor."""
         return Features(self.ids[rows], self.values[rows], self.active[rows], self.rest[rows], self.width)
 
     def __repr__(self) -> str:
@@ -55,17 +55,17 @@ class Features:
 
     @property
     def complete(self) -> torch.Tensor:
-        """Which rows have all their active features here: bool [rows]. The others are off by `rest` at most."""
+        """Mask of rows that have all their active features here, bool [rows]; the others are off by at most `rest`."""
         return (self.active >= 0) & (self.active <= self.ids.shape[1])
 
     def dense(self) -> Float[torch.Tensor, "rows width"]:
-        """All features of each row, those that are not here as 0: float32 [rows, width]."""
+        """Return all features of each row, with 0 for those that are not here: float32 [rows, width]."""
         rows = self.values.new_zeros(len(self), self.width)
         rows.scatter_add_(1, self.ids.clamp(min=0).long(), self.values.where(self.ids >= 0, 0.0))
         return rows.masked_fill_((self.active < 0)[:, None], torch.nan)
 
     def of_feature(self, feature: int) -> Float[torch.Tensor, " rows"]:
-        """One feature's activation in each row, float32 [rows]; 0 where it is not here, see `rest`.
+        """Return one feature's activation in each row, float32 [rows]; 0 where it is not here, see `rest`.
 
         Raises:
             InvalidSpec: the SAE has no such feature.

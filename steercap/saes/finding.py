@@ -1,4 +1,4 @@
-"""The files of an SAE, in a folder or from the hub."""
+"""Search for the files of an SAE, in a folder or on the hub, and recognition of their format."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from steercap.saes.reading import Recipe
 
 
 class Layout(NamedTuple):
-    """A format.
+    """File format of an SAE.
 
     Args:
-        name: of it, for messages.
-        weights: the name of the file of its tensors; a pattern where a folder has many and a user names one.
-        configuration: the name of the file beside it, "" for none; `{}` is the name of the weights without ending.
-        recipe: what is known of it; None of a format that is known and not read, whose `name` says why.
-        turned: tensors that lie the other way, besides the weights of linear layers.
-        optional: whether the configuration may be missing.
+        name: name of the format, for messages.
+        weights: name of the weights file; a pattern if a folder has many and the user names one.
+        configuration: name of the configuration file, "" for none; `{}` is the name of the weights without ending.
+        recipe: function that reads the recipe; None for a format that is known and not read, whose `name` says why.
+        turned: tensors that are transposed, besides the weights of linear layers.
+        optional: True if the configuration may be missing.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
 
 
 SAE_LENS: Final = Layout("SAELens", "sae_weights.safetensors", "cfg.json", sae_lens.read_recipe)
-#: In the order in which they are looked for.
+#: Formats in the order in which they are looked for.
 LAYOUTS: Final = (
     SAE_LENS,
     Layout("Gemma Scope 2", "params.safetensors", "config.json", gemma_scope.read_recipe, optional=True),
@@ -47,7 +47,7 @@ LAYOUTS: Final = (
     Layout("a temporal SAE, whose features depend on earlier tokens too", "latest_ckpt.safetensors", "", None),
     Layout("sparsify's, whose published descriptions disagree", "sae.safetensors", "", None),
 )
-#: Of which a folder has many.
+#: Formats of which a folder has many files.
 NAMED: Final = (
     Layout("Qwen Scope", re.compile(r"layer\d+\.sae\.pt"), "", layouts.qwen_scope, frozenset({"W_enc", "W_dec"})),
     Layout("mwhanna's", re.compile(r"layer_\d+\.safetensors"), "", layouts.mwhanna, frozenset({"W_enc"})),
@@ -60,18 +60,18 @@ NAMED: Final = (
         None,
     ),
 )
-#: Repositories whose folders tell nothing, of formats that are not read.
+#: Repositories of cross-layer transcoders, recognised by name alone; the format is not read.
 _CROSS_LAYER: Final = re.compile(r"(?:^|/)clt(?:-|/|$)")
 _FILE: Final = re.compile(r".+\.(?:pth?|safetensors|npz)")
 
 
 class Found(NamedTuple):
-    """Where an SAE lies.
+    """Files of an SAE.
 
     Args:
         layout: its format.
         weights: the file of its tensors.
-        configuration: the file beside it; None where there is none.
+        configuration: the configuration file; None if there is none.
     """
 
     layout: Layout
@@ -80,12 +80,12 @@ class Found(NamedTuple):
 
 
 def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> Found:
-    """The files of an SAE.
+    """Find the files of an SAE.
 
     Args:
         source: a folder, or the name of a repository on the hub.
-        folder: within it, or one file of it.
-        revision: of the repository.
+        folder: a folder within it, or one file of it.
+        revision: revision of the repository.
 
     Raises:
         InvalidFile: there are none.
@@ -104,12 +104,12 @@ def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> F
 
 
 def _first(file: Callable[[str], Path | None], folder: str, where: str) -> Found:
-    """The first layout whose files are there.
+    """Return the first layout whose files exist.
 
     Args:
-        file: a file of the source by its path, None where there is none.
-        folder: within the source, or one file in it.
-        where: both, for messages.
+        file: function that returns a file of the source by its path, None if there is none.
+        folder: a folder within the source, or one file in it.
+        where: source and folder, for messages.
 
     Raises:
         InvalidFile: none is, or one that is not read.
@@ -138,13 +138,13 @@ def _first(file: Callable[[str], Path | None], folder: str, where: str) -> Found
 
 
 def _candidates(name: str) -> Iterator[Layout]:
-    """The layouts that a file of this name may be of; of any that a folder alone tells where it is ""."""
+    """Yield the layouts that a weights file of this name may have; for "" those with a fixed file name."""
     yield from (one for one in LAYOUTS if name in ("", one.weights))
     yield from (one for one in NAMED if isinstance(one.weights, re.Pattern) and one.weights.fullmatch(name))
 
 
 def _from_hub(repository: str, name: str, revision: str | None) -> Path | None:
-    """A file of a repository, out of the cache where it is there; None where the repository has none of the name.
+    """Return a file of a repository, from the cache if it is there; None if the repository has no such file.
 
     Raises:
         InvalidFile: it is not in the cache, and cannot be fetched.

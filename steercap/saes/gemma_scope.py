@@ -1,7 +1,7 @@
-"""SAEs and transcoders of Gemma Scope: `params.npz` of the first, `config.json` and `params.safetensors` of the second.
+"""SAEs and transcoders of Gemma Scope 1 (`params.npz`) and 2 (`config.json` and `params.safetensors`).
 
-All of them are jumprelu, and subtract nothing from what they read. The first names its point in the path alone:
-`gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`.
+All of them are jumprelu, and subtract nothing from the rows that they read. The first names its point in the path
+alone: `gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from steercap.saes.hooks import point_of
 from steercap.saes.layouts import Place
 from steercap.saes.reading import Recipe
 
-#: The point of each part of the second, and of what its parts are called in paths.
+#: Input and output hook of each part of Gemma Scope 2, by the part's name in paths.
 SECOND: Final = {
     "resid_post": ("output", ""),
     "attn_out": ("self_attn.o_proj.input", ""),
     "mlp_out": ("post_feedforward_layernorm.output", ""),
     "transcoder": ("pre_feedforward_layernorm.output", "post_feedforward_layernorm.output"),
 }
-#: The point that each repository of the first is of, and what a transcoder reconstructs. What transcoders read is the
-#: row behind the norm and before its gain, which is at no point.
+#: Site of each repository of Gemma Scope 1, for transcoders that of the output. Their input, the row behind the norm
+#: and before its gain, is at no point.
 SITES: Final = {"res": "resid_post", "mlp": "mlp_out", "att": "z", "transcoders": "mlp_out"}
 _REPOSITORY: Final = re.compile(r"gemma-scope-([0-9a-z]+-(?:pt|it))-(res|mlp|att|transcoders)(?![0-9a-z])")
 _SECOND: Final = re.compile(rf"(?:^|/)({'|'.join(SECOND)})(?:_all)?/layer_(\d{{1,4}})(_[^/]*)/")
@@ -33,7 +33,7 @@ _LAYER: Final = re.compile(r"(?<![0-9a-z])layer_(\d{1,4})(?!\d)")
 
 
 def recipe_of_arrays(place: Place) -> Recipe:
-    """What is known of a `params.npz`, of its path and its arrays.
+    """Return the recipe of a `params.npz`, from its path and its arrays.
 
     SAEs of the embeddings were trained before these are multiplied by √d_in, as Gemma does before its first layer.
     """
@@ -59,7 +59,7 @@ def recipe_of_arrays(place: Place) -> Recipe:
 
 
 def read_recipe(place: Place) -> Recipe:
-    """What the `config.json` of Gemma Scope 2 says, or the path where there is none.
+    """Return the recipe of a Gemma Scope 2 SAE, from its `config.json`, or from the path if there is none.
 
     Raises:
         InvalidFile: it cannot be read, or is of another architecture.
@@ -83,7 +83,7 @@ def read_recipe(place: Place) -> Recipe:
 
 
 def _inferred(where: str) -> dict[str, object]:
-    """Read of the path what a `config.json` would say: `transcoder_all/layer_3_width_16k_l0_big_affine/`.
+    """Infer the fields of a `config.json` from the path: `transcoder_all/layer_3_width_16k_l0_big_affine/`.
 
     Raises:
         InvalidFile: it names no layer, or no part.

@@ -1,6 +1,6 @@
-"""Points by the names that other libraries have for them: TransformerLens's hooks, and paths of modules.
+"""Points by the names of other libraries: TransformerLens's hooks, and paths of transformers' modules.
 
-A name whose rows differ from those of every point is not guessed at: it has none.
+A name whose rows differ from those of every point is not guessed at: it has no point.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 from steercap.core.names import TRANSFORMER_LENS
 from steercap.core.spec import Point
 
-#: What transformers' modules of a layer take and give, behind `model.layers.<layer>.`.
+#: Sites of the inputs and outputs of a layer's modules in transformers, by the name behind `model.layers.<layer>.`.
 MODULES: Final = {
     "output": "resid_post",
     "self_attn.o_proj.input": "z",
@@ -24,7 +24,7 @@ _LAYER: Final = re.compile(r"model\.(?:language_model\.)?layers\.(\d{1,4})\.(.+)
 
 
 def point_of(name: object) -> Point | None:
-    """The point of a hook, or of a module's input or output; None where no point has its rows."""
+    """Return the point of a hook, or of a module's input or output; None if no point has its rows."""
     if not isinstance(name, str):
         return None
     for pattern, sites in ((_BLOCK, TRANSFORMER_LENS), (_LAYER, MODULES)):

@@ -1,7 +1,7 @@
-"""Published SAEs of other programs, format by format: how each lies on disk, and what is known of it.
+"""Published SAEs of other programs: one function per format that returns the recipe of its files.
 
-Tensors get SAELens's names as they are read. The weights of a linear layer (`*.weight`) lie the other way, [d_sae,
-d_in] and [d_out, d_sae]; which of the others do, the table of layouts says.
+Tensors get SAELens's names as they are read. The weights of a linear layer (`*.weight`) are transposed, [d_sae,
+d_in] and [d_out, d_sae]; the table of layouts lists the other transposed ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAMES: Final[Mapping[str, str]] = {
 }
 #: Prefix of the tensors of Llama Scope that hold the average norm of rows, by point.
 NORMS: Final = "dataset_average_activation_norm."
-#: Architecture of each class of dictionary_learning, and whether it subtracts the decoder's bias from what it reads.
+#: Architecture of each class of dictionary_learning, and True if it subtracts the decoder's bias from rows it reads.
 CLASSES: Final[Mapping[str, tuple[str, bool]]] = {
     "AutoEncoder": ("standard", True),
     "AutoEncoderNew": ("standard", False),
@@ -56,15 +56,15 @@ _OF_MODEL: Final = re.compile(r"([\w.-]+)-SAE-l(\d{1,4})\.pth?")
 
 
 class Place(NamedTuple):
-    """An SAE's files, as they were found.
+    """Files of an SAE, as found, and the user's options.
 
     Args:
         weights: the file of its tensors.
-        configuration: the file beside it, if there is one.
-        source: what the user named, a repository perhaps.
-        tensors: those of the file, by SAELens's names.
-        scale: what rows are multiplied by first, if the user said so.
-        centred: whether rows are centred first, if the user said so.
+        configuration: the configuration file, if there is one.
+        source: folder or repository that the user named.
+        tensors: tensors of the file, by SAELens's names.
+        scale: factor that rows are multiplied by first, if the user gave it.
+        centred: True if rows are centred first, None if the user did not say.
     """
 
     weights: Path
@@ -75,7 +75,7 @@ class Place(NamedTuple):
     centred: bool | None = None
 
     def said(self) -> dict[str, object]:
-        """The configuration.
+        """Return the fields of the configuration.
 
         Raises:
             InvalidFile: it cannot be read, or is missing.
@@ -86,11 +86,11 @@ class Place(NamedTuple):
 
 
 def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
-    """Tensors by SAELens's names and in its orientation, less factors that are 1.
+    """Return tensors by SAELens's names and in its orientation, without factors that are 1.
 
     Args:
-        tensors: of the file.
-        turned: names of those that lie the other way, besides the weights of linear layers.
+        tensors: tensors of the file.
+        turned: names of those that are transposed, besides the weights of linear layers.
 
     Raises:
         InvalidFile: two of one name, or a `scaling_factor` other than 1.
@@ -126,9 +126,10 @@ def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
 
 
 def llama_scope(place: Place) -> Recipe:
-    """Llama Scope: `hyperparams.json` with one threshold for all features, or `config.json` with one for each.
+    """Return the recipe of Llama Scope files.
 
-    Rows are scaled to an average norm of √d_in. The one threshold is in the rows' own units: the authors scale it too.
+    `hyperparams.json` has one threshold for all features; files beside a `config.json` have one for each. Rows are
+    scaled to an average norm of √d_in. The one threshold is in the rows' own units: the authors scale it too.
     """
     said, path = place.said(), place.configuration
     hook, target, width = said.get("hook_point_in"), said.get("hook_point_out"), index_of(said.get("d_model"))
@@ -173,7 +174,7 @@ def llama_scope(place: Place) -> Recipe:
 
 
 def scalar(tensors: Tensors, name: str) -> float:
-    """One number of a file.
+    """Return one number of a file.
 
     Raises:
         InvalidFile: it is an array of several.
@@ -184,7 +185,7 @@ def scalar(tensors: Tensors, name: str) -> float:
 
 
 def dictionary_learning(place: Place) -> Recipe:
-    """dictionary_learning: `ae.pt`, beside a `config.json` whose `trainer` says what it is."""
+    """Return the recipe of dictionary_learning files: `ae.pt`, beside a `config.json` whose `trainer` describes it."""
     said, path = place.said(), place.configuration
     trainer = said.get("trainer")
     if not isinstance(trainer, Mapping):
@@ -222,25 +223,25 @@ def dictionary_learning(place: Place) -> Recipe:
 
 
 def kissane(place: Place) -> Recipe:
-    """SAEs of GPT-2's attention by Kissane and others: a `.pt`, beside a `_cfg.json`."""
+    """Return the recipe of SAEs of GPT-2's attention by Kissane and others: a `.pt`, beside a `_cfg.json`."""
     said = place.said()
     hook, size = said.get("act_name"), (index_of(said.get("act_size")), index_of(said.get("dict_size")))
     point = point_of(hook)
     return Recipe("standard", point, point, shifted=True, model="gpt2-small", size=size, hooks=(hook, hook))
 
 
-# Formats that say nothing but their names
+# Formats without a configuration, described by their file names
 
 
 def of_model(place: Place) -> Recipe:
-    """Goodfire's and qresearch's: one file, whose name says model and layer."""
+    """Return the recipe of Goodfire's and qresearch's SAEs: one file, whose name has model and layer."""
     model, layer = _fields(place, _OF_MODEL, place.weights.name)
     point = Point(int(layer), "resid_post")
     return Recipe("standard", point, point, name=place.weights.stem, model=model)
 
 
 def qwen_scope(place: Place) -> Recipe:
-    """Qwen Scope: `layer<N>.sae.pt` in a repository whose name says model, width and k."""
+    """Return the recipe of Qwen Scope: `layer<N>.sae.pt` in a repository whose name has model, width and k."""
     (layer,) = _fields(place, re.compile(r"layer(\d{1,4})\.sae\.pt"), place.weights.name)
     model, width, k = _fields(place, _QWEN, f"{place.source}/{place.weights}")
     point = Point(int(layer), "resid_post")
@@ -249,7 +250,7 @@ def qwen_scope(place: Place) -> Recipe:
 
 
 def mwhanna(place: Place) -> Recipe:
-    """Transcoders of Qwen 3 by mwhanna: `layer_<N>.safetensors`, from what the MLP reads to what it writes."""
+    """Return the recipe of transcoders of Qwen 3 by mwhanna: `layer_<N>.safetensors`, from `mlp_in` to `mlp_out`."""
     (layer,) = _fields(place, re.compile(r"layer_(\d{1,4})\.safetensors"), place.weights.name)
     sizes = re.findall(r"qwen3-([\d.]+b)", f"{place.source}/{place.weights}".lower())
     model = f"Qwen/Qwen3-{sizes[-1].upper()}" if sizes else ""
@@ -258,7 +259,7 @@ def mwhanna(place: Place) -> Recipe:
 
 
 def _fields(place: Place, pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
-    """The groups of what a name or a path must have.
+    """Return the groups of a pattern that a name or a path must match once.
 
     Raises:
         InvalidFile: it has not.

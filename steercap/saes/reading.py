@@ -1,4 +1,4 @@
-"""From the tensors of a file to an SAE: every architecture by its name, as one encoder and one decoder."""
+"""Construction of an SAE from a file's tensors: every architecture, by its name, as one encoder and one decoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steercap.errors import InvalidFile
 from steercap.saes.encoder import Encoder, Normalisation
 from steercap.saes.tensors import Tensors
 
-#: Names of the tensors of each architecture: weights, biases, and what else there is of one number a feature.
+#: Names of the tensors of each architecture: weights, biases, and others with one number a feature.
 STANDARD: Final = ("W_enc", "b_enc", "W_dec", "b_dec")
 ARCHITECTURES: Final[Mapping[str, tuple[str, ...]]] = {
     "standard": STANDARD,
@@ -26,30 +26,30 @@ ARCHITECTURES: Final[Mapping[str, tuple[str, ...]]] = {
     "jumprelu_transcoder": (*STANDARD, "threshold"),
     "jumprelu_skip_transcoder": (*STANDARD, "threshold", "W_skip"),
 }
-#: Most features, and most elements of a row: beyond any that are.
+#: Maximum number of features, and of elements of a row: beyond any published SAE.
 MOST_FEATURES: Final = 1 << 26
 MOST_WIDTH: Final = 1 << 20
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a file's configuration says.
+    """Settings of an SAE, read from its file's configuration.
 
     Args:
         architecture: a name in `ARCHITECTURES`.
-        input, output: where it reads, and where what it reconstructs is; None where the file names no point.
-        k: of "topk".
-        rescaled: whether activations are multiplied by the norms of the decoder's rows.
-        shifted: whether the decoder's bias is subtracted from what is read.
-        normalisation: what is done to a row first.
-        scale: what rows are multiplied by first, on average to a norm of √d_in.
-        threshold: of all features alike, where the file has none of each.
-        by_norm: whether a feature is active where its pre-activation times the norm of its decoder row is above.
+        input, output: points of the rows that it reads and reconstructs; None if the file names none.
+        k: number of active features of a "topk" SAE.
+        rescaled: True if activations are multiplied by the norms of the decoder's rows.
+        shifted: True if the decoder's bias is subtracted from the rows that are read.
+        normalisation: normalisation of a row before encoding.
+        scale: factor that rows are multiplied by first, on average to a norm of √d_in.
+        threshold: one threshold for all features, if the file has none of each.
+        by_norm: True if the threshold applies to a feature's pre-activation times the norm of its decoder row.
         unused: tensors of the file that change nothing.
-        centred: whether the model's rows were centred on their mean.
+        centred: True if the model's rows were centred on their mean.
         name, model: labels.
-        size: d_in and d_sae, as far as it is said.
-        hooks: what the file calls its points, for messages.
+        size: d_in and d_sae, None where the file does not give them.
+        hooks: the file's names of its points, for messages.
     """
 
     architecture: str
@@ -71,15 +71,15 @@ class Recipe:
 
     @property
     def transcodes(self) -> bool:
-        """Whether it reconstructs something other than what it reads."""
+        """True if it reconstructs rows other than those it reads."""
         return "transcoder" in self.architecture
 
 
 class Parts(NamedTuple):
-    """What an SAE consists of.
+    """Parts of an SAE.
 
     Args:
-        encoder: the half that reads.
+        encoder: the encoder half.
         decoder: float32 [d_sae, d_out].
         decoder_bias: float32 [d_out].
         skip: float32 [d_out, d_in] of a skip transcoder, else None.
@@ -95,8 +95,8 @@ def parts_of(tensors: Tensors, recipe: Recipe) -> Parts:
     """Read and check the tensors of an SAE.
 
     Args:
-        tensors: of the file, by the names in `ARCHITECTURES`.
-        recipe: what its configuration says.
+        tensors: tensors of the file, by the names in `ARCHITECTURES`.
+        recipe: its settings.
 
     Raises:
         InvalidFile: a tensor is missing, is one too many, has another shape, or holds what is not finite.
@@ -130,7 +130,7 @@ def parts_of(tensors: Tensors, recipe: Recipe) -> Parts:
 
 
 def _check_shapes(tensors: Tensors, recipe: Recipe) -> tuple[str, ...]:
-    """Check that the tensors are those of the architecture, before any is read; returns their names.
+    """Check that the tensors are those of the architecture, before any is read, and return their names.
 
     Raises:
         InvalidFile: they are not.
@@ -159,10 +159,10 @@ def _check_shapes(tensors: Tensors, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _sizes(path: Path, encoder: tuple[int, ...], decoder: tuple[int, ...], *, transcodes: bool) -> tuple[int, int, int]:
-    """d_in, d_sae and d_out.
+    """Return d_in, d_sae and d_out, checked.
 
     Raises:
-        InvalidFile: there are none.
+        InvalidFile: the shapes of the weights are not those of an SAE.
     """
     if len(encoder) != 2 or len(decoder) != 2:
         raise InvalidFile(f"{path}: weights of shapes {encoder} and {decoder}; they are matrices")

@@ -1,4 +1,4 @@
-"""SAE: a sparse autoencoder or transcoder, as files have it, checked when it is read."""
+"""The class `SAE`: a sparse autoencoder or transcoder, checked when it is read from a file."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from steercap.steering.edits.sae_feature import SAEFeature
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SAE:
-    """A sparse autoencoder, or a transcoder: a dictionary of features that rows at a point are made of.
+    """Sparse autoencoder or transcoder: a dictionary of features that rows at a point are made of.
 
     Made by `load`. `CaptureSpec(sae=)` has the workers read rows with it. Its tensors are float32 and its own: they
     must not be written to.
 
     Attributes:
-        encoder: the half that reads; see `steercap.saes.encoder`.
-        decoder: what each feature adds to the reconstruction, float32 [d_sae, d_out].
+        encoder: the encoder half; see `steercap.saes.encoder`.
+        decoder: vector that each feature adds to the reconstruction, float32 [d_sae, d_out].
         decoder_bias: float32 [d_out].
         input: the point whose rows it reads.
-        output: the point whose rows it reconstructs; of anything but a transcoder, `input`.
+        output: the point whose rows it reconstructs; `input` for anything but a transcoder.
         architecture: "standard", "topk", "jumprelu", "gated", or one of transcoders.
-        skip: of a skip transcoder, what of the row itself is added, float32 [d_out, d_in]; else None.
+        skip: matrix from the row to its direct part of a skip transcoder's output, float32 [d_out, d_in]; else None.
         name, model: labels, "" where the file has none.
     """
 
@@ -63,22 +63,21 @@ class SAE:
         activation_scale: float | None = None,
         centred: bool | None = None,
     ) -> SAE:
-        """Read an SAE of SAELens (`cfg.json`, `sae_weights.safetensors`), or of another format in the table of
-        docs/saes.md.
+        """Read an SAE of SAELens, or of another format in the table of docs/saes.md.
 
-        No code in a file is run, and everything is checked: names, shapes before anything is read, and that numbers are
-        finite.
+        SAELens's files are `cfg.json` and `sae_weights.safetensors`. No code in a file is run, and everything is
+        checked: names, shapes before anything is read, and that numbers are finite.
 
         Args:
-            source: a folder, or the name of a repository on the hub, from which huggingface_hub takes the files, out of
-                its cache where they are there.
-            folder: within the source; or one file, of formats with a file for each layer.
-            revision: of the repository.
-            input, output: points as (layer, site), where the file names none that steercap has, or another is meant.
-            activation_scale: what rows are multiplied by first, for files with `normalize_activations`
-                "expected_average_only_in" that do not say it: SAELens's norm_scaling_factor.
-            centred: whether rows are centred on their mean first; None for what the file says, or SAELens knows of the
-                repository. They are for models with layer norm that TransformerLens loaded with
+            source: a folder, or the name of a repository on the hub, from which huggingface_hub takes the files, or
+                from its cache.
+            folder: folder within the source; or one file, for formats with a file for each layer.
+            revision: revision of the repository.
+            input, output: points as (layer, site), if the file names none that steercap has, or to override it.
+            activation_scale: factor that rows are multiplied by first, for files with `normalize_activations`
+                "expected_average_only_in" that do not hold it: SAELens's norm_scaling_factor.
+            centred: True to centre rows on their mean first; None to follow the file, or SAELens's data on the
+                repository. Centring is for models with layer norm that TransformerLens loaded with
                 `center_writing_weights`, as it does by default, whose stream is vLLM's less its mean.
 
         Raises:
@@ -117,29 +116,29 @@ class SAE:
 
     @property
     def d_in(self) -> int:
-        """Elements of a row that it reads."""
+        """Number of elements of a row that it reads."""
         return self.encoder.d_in
 
     @property
     def d_sae(self) -> int:
-        """Features."""
+        """Number of features."""
         return self.encoder.d_sae
 
     @property
     def d_out(self) -> int:
-        """Elements of a row that it writes."""
+        """Number of elements of a row that it writes."""
         return self.decoder.shape[1]
 
     @property
     def transcodes(self) -> bool:
-        """Whether it is a transcoder."""
+        """True if it is a transcoder."""
         return "transcoder" in self.architecture
 
     def encode(self, rows: torch.Tensor) -> Float[torch.Tensor, "rows d_sae"]:
-        """Activations of all features: float32 [rows, d_sae].
+        """Return the activations of all features: float32 [rows, d_sae].
 
         Args:
-            rows: at `input`, [rows, *shape of the point], any floating dtype.
+            rows: rows at `input`, [rows, *shape of the point], any floating dtype.
 
         Raises:
             InvalidSpec: rows of another width.
@@ -148,7 +147,7 @@ class SAE:
             return self.encoder.activations(self._flat(rows))
 
     def strongest(self, rows: torch.Tensor, k: int = 32) -> Features:
-        """The k most active features of each row, as `CaptureSpec(sae=, k=)` gives them.
+        """Return the k most active features of each row, as `CaptureSpec(sae=, k=)` gives them.
 
         Raises:
             InvalidSpec: rows of another width, or more features than there are.
@@ -170,12 +169,12 @@ class SAE:
     def decode(
         self, activations: Float[torch.Tensor, "rows d_sae"], rows: torch.Tensor | None = None
     ) -> Float[torch.Tensor, "rows d_out"]:
-        """What activations reconstruct: float32 [rows, d_out].
+        """Return the rows that activations reconstruct: float32 [rows, d_out].
 
         Args:
-            activations: of all features.
-            rows: that they are of, where more than the activations is needed: for a normalised SAE, whose
-                reconstruction is scaled back, and for a skip transcoder.
+            activations: activations of all features.
+            rows: rows that were encoded, needed for a normalised SAE, whose reconstruction is scaled back, and for a
+                skip transcoder.
 
         Raises:
             InvalidSpec: rows are needed, or are of another width.
@@ -197,11 +196,11 @@ class SAE:
     def add_feature(
         self, feature: int, amount: float, *, tokens: Tokens | TokenSelection = "all", relative: bool = False
     ) -> Add:
-        """The edit that adds so much of a feature: its decoder row times `amount`, at `output`.
+        """Return the edit that adds a feature: its decoder row times `amount`, at `output`.
 
         Args:
-            feature: which.
-            amount: in units of its activation; with `relative`, a fraction of each row's norm.
+            feature: index of the feature.
+            amount: factor in units of its activation; with `relative`, a fraction of each row's norm.
             tokens, relative: see `Add`.
 
         Raises:
@@ -213,10 +212,10 @@ class SAE:
         return Add(row, scale=amount, relative=relative, layer=layer, site=site, tokens=tokens, model=self.model)
 
     def set_feature(self, feature: int, value: float, *, tokens: Tokens | TokenSelection = "all") -> SAEFeature:
-        """The edit that sets a feature's activation; what the SAE does not explain of a row stays.
+        """Return the edit that sets a feature's activation; the part of a row that the SAE does not explain stays.
 
         Args:
-            feature: which.
+            feature: index of the feature.
             value: its activation afterwards; 0 switches it off.
             tokens: see `SAEFeature`.
 
@@ -268,7 +267,7 @@ class SAE:
 
 
 def _read(found: Found, source: str, scale: float | None, centred: bool | None) -> tuple[Recipe, Parts]:
-    """What a file's configuration says, and what its tensors are.
+    """Return the settings and the parts of an SAE, read from its files.
 
     Raises:
         InvalidFile: see `SAE.load`.
@@ -287,7 +286,7 @@ def _read(found: Found, source: str, scale: float | None, centred: bool | None) 
 
 
 def _point(name: str, given: Any, known: Point | None) -> Point | None:
-    """A point that a user named, or else the file.
+    """Return the point that the user named, or else that of the file.
 
     Raises:
         InvalidSpec: it is none.

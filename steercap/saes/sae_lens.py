@@ -1,7 +1,7 @@
-"""SAEs as SAELens saves them: `cfg.json` beside `sae_weights.safetensors`, in each generation of the former.
+"""SAEs in SAELens's format: `cfg.json` beside `sae_weights.safetensors`, in each generation of the former.
 
-Before version 6 the configuration was flat, and some fields had other names or were left out; since then what concerns
-the language model is in `metadata`. What steercap would have to guess, it refuses.
+Before version 6 the configuration was flat, and some fields had other names or were left out; since then the fields
+about the language model are in `metadata`. A file from which steercap would have to guess is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from steercap.saes.hooks import point_of
 from steercap.saes.layouts import Place
 from steercap.saes.reading import ARCHITECTURES, Recipe
 
-#: What architectures that are saved only while they are trained become for use.
+#: Architectures that exist only in training.
 TRAINED: Final = frozenset({"batchtopk", "matryoshka_batchtopk"})
 #: Older names of fields.
 RENAMED: Final = {
@@ -27,10 +27,10 @@ RENAMED: Final = {
     "hook_point_head_index": "hook_head_index",
     "activation_fn_str": "activation_fn",
 }
-#: The normalisation that is one factor for all rows, which must be known.
+#: Normalisation by one factor for all rows, which must be known.
 AVERAGE: Final = "expected_average_only_in"
-#: What SAELens knows of published SAEs that their files do not say: `config_overrides` of its `pretrained_saes.yaml`
-#: (6.54), those that change what is computed.
+#: Settings of published SAEs that their files lack: `config_overrides` of SAELens's `pretrained_saes.yaml` (6.54) that
+#: change the computation.
 _CENTRED: Final = {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
 PUBLISHED: Final[Mapping[str, Mapping[str, object]]] = {
     "jbloom/gpt2-small-saes-reformatted": _CENTRED,
@@ -49,7 +49,7 @@ LAYER_NORMED: Final = re.compile(
 
 
 def read_recipe(place: Place) -> Recipe:
-    """What a configuration says.
+    """Return the recipe of an SAELens configuration.
 
     Raises:
         InvalidFile: it cannot be read, or asks for what steercap does not do.
@@ -94,12 +94,12 @@ def read_recipe(place: Place) -> Recipe:
 
 
 def _hook(module: object, hook: object) -> object:
-    """The name by which a point is known: that of transformers' module, or else TransformerLens's."""
+    """Return the name of a point: that of transformers' module, or else TransformerLens's."""
     return hook if module is None or (point_of(module) is None and point_of(hook) is not None) else module
 
 
 def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
-    """The architecture, and its `k`, 0 of those that have none."""
+    """Return the architecture and its `k`, 0 for architectures without one."""
     architecture, response = said.get("architecture", "standard"), said.get("activation_fn", "relu")
     kwargs = said.get("activation_fn_kwargs")
     k = kwargs.get("k") if isinstance(kwargs, Mapping) else None
@@ -124,7 +124,7 @@ def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
 
 
 def _centred(path: Path, said: Mapping[str, object], reads: Point | None, normalisation: Normalisation) -> bool:
-    """Whether the rows that it was made of were centred."""
+    """Return True if the SAE was trained on centred rows."""
     kwargs = said.get("model_from_pretrained_kwargs")
     told = kwargs.get("center_writing_weights") if isinstance(kwargs, Mapping) else None
     if isinstance(told, bool):
@@ -142,7 +142,7 @@ def _centred(path: Path, said: Mapping[str, object], reads: Point | None, normal
 def _normalisation(
     path: Path, said: Mapping[str, object], scale: float | None, *, transcodes: bool
 ) -> tuple[Normalisation, float]:
-    """What is done to a row first, and the factor that is multiplied into the weights."""
+    """Return the normalisation of rows, and the factor that is multiplied into the weights."""
     asked = said.get("normalize_activations")
     if asked is None or isinstance(asked, bool):  # as the first files have it
         asked = AVERAGE if asked else "none"

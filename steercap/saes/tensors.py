@@ -1,4 +1,4 @@
-"""Tensors of files that other programs wrote: shapes are known before anything is read, and nothing is unpickled."""
+"""Readers of other programs' tensor files: shapes are known before anything is read, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from safetensors import SafetensorError, safe_open
 from steercap.errors import InvalidFile
 from steercap.files.base import read_pt
 
-#: Most bytes of a configuration: they have one or two thousand.
+#: Maximum bytes of a configuration: they have one or two thousand.
 MOST_CONFIGURATION: Final = 1 << 20
-#: What numbers of an SAE may be, as safetensors calls it.
+#: Allowed dtypes of an SAE's tensors, by safetensors' names.
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
-#: What dictionary_learning saves of training, whose numbers change nothing in use.
+#: Tensors that dictionary_learning saves for training and that change nothing in use.
 OF_TRAINING: Final = frozenset({"k", "group_sizes", "group_indices", "active_groups"})
-#: What damaged archives raise.
+#: Errors that damaged archives raise.
 _DAMAGED: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, KeyError, NotImplementedError)
 
 
 class Tensors(NamedTuple):
-    """The tensors of a file.
+    """Tensors of a file, read on demand.
 
     Args:
-        path: of the file.
-        shapes: of each, by name.
-        read: one of them, float32 and finite.
+        path: the file.
+        shapes: shape of each tensor, by name.
+        read: function that returns a tensor by name, float32 and finite.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class Tensors(NamedTuple):
 
 
 def read_configuration(path: Path) -> dict[str, object]:
-    """A configuration in JSON.
+    """Read a configuration in JSON.
 
     Raises:
         InvalidFile: it is something else, or too large to be one.
@@ -57,7 +57,7 @@ def read_configuration(path: Path) -> dict[str, object]:
 
 
 def read_safetensors(path: Path) -> Tensors:
-    """The tensors of a safetensors file.
+    """Open the tensors of a safetensors file.
 
     Raises:
         InvalidFile: it is missing, damaged, or holds something other than floating-point numbers.
@@ -83,7 +83,7 @@ def read_safetensors(path: Path) -> Tensors:
 
 
 def read_npz(path: Path) -> Tensors:
-    """The arrays of an `.npz`.
+    """Open the arrays of an `.npz`.
 
     Raises:
         InvalidFile: it is missing, damaged, or holds something other than floating-point numbers.
@@ -105,7 +105,7 @@ def read_npz(path: Path) -> Tensors:
 
 
 def read_pt_tensors(path: Path) -> Tensors:
-    """The tensors of a `.pt` that holds a dictionary of them, less what only training needs.
+    """Open a `.pt` that holds a dictionary of tensors, without those that only training needs.
 
     Raises:
         InvalidFile: it is missing, damaged, or holds something other than floating-point numbers; no code in it is run.
@@ -125,7 +125,7 @@ def read_pt_tensors(path: Path) -> Tensors:
 
 
 def _shape_in(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[int, ...]:
-    """The shape of an array, from its header.
+    """Return the shape of an array, from its header.
 
     Raises:
         ValueError: it is of another dtype than floats, or has another size than it says.
@@ -143,7 +143,7 @@ def _shape_in(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[int, .
 
 
 def _finite(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as contiguous float32.
+    """Return a tensor as contiguous float32, checked to be finite.
 
     Raises:
         InvalidFile: it holds NaN, infinity, or a number that float32 cannot hold.

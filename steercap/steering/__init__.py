@@ -1,4 +1,4 @@
-"""What is changed in a model's rows: vectors by layer, sets of them by name, edits, specs, monitors, files."""
+"""Steering: vectors by layer, named sets of them, edits, specs, monitors, and their files."""
 
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import LayerVectors

@@ -1,6 +1,6 @@
-"""What rows are calibrated by: checked against the model and compiled before anything runs.
+"""Compilation of a calibration for one engine, checked against the model before anything runs.
 
-It travels as the vectors of steering do: in a slot, known by its SHA-256, sent once.
+A calibration is sent like steering vectors: held in a slot, identified by its SHA-256, sent once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from steercap.steering.projection import read_by
 
 @dataclass(frozen=True, eq=False)
 class Calibrated:
-    """A calibration compiled for some points of one engine.
+    """Calibration compiled for some points of one engine.
 
     Args:
-        lowered: what a slot will hold: centre and reach of each point.
-        plan: what a request says of it; its slot is not known yet.
-        constants: the same by point and name, float32 [width] each.
+        lowered: content of its slot: centre and reach of each point.
+        plan: its part of a request's plan; the slot is not known yet.
+        constants: centre and reach by point and name, float32 [width] each.
     """
 
     lowered: Lowered
@@ -39,10 +39,10 @@ class Calibrated:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what rows are coded by, in hexadecimal.
+        """SHA-256 of the points and constants that rows are coded by, in hexadecimal.
 
-        It is the same on engines that arm other points, or these in another order. What a slot holds is not: it numbers
-        the armed points and goes by their order.
+        It is the same on engines that arm other points, or these in another order. The digest of the slot's content is
+        not: that content numbers the armed points and depends on their order.
         """
         found = hashlib.sha256()
         for point in sorted(self.constants):
@@ -54,7 +54,7 @@ class Calibrated:
 
 
 def calibration_of(spec: CaptureSpec) -> Calibration | None:
-    """What a user gave, if anything.
+    """Return the user's calibration, or None if there is none.
 
     Raises:
         InvalidSpec: it is no `Calibration`.
@@ -67,13 +67,13 @@ def calibration_of(spec: CaptureSpec) -> Calibration | None:
 def compile_calibration(
     calibration: Calibration, points: Sequence[Point], armed: Mapping[Point, int], schemas: Mapping[Point, PointSchema]
 ) -> Calibrated:
-    """Check a calibration, and compile what these points need of it.
+    """Check a calibration, and compile its part for some points.
 
     Args:
-        calibration: what the user gave.
+        calibration: the user's calibration.
         points: the points of a spec, armed.
         armed: index of every armed point.
-        schemas: what the tensor at each of them is.
+        schemas: shape and dtype of the rows at each armed point.
 
     Raises:
         InvalidSpec: it does not know a point.

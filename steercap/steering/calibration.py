@@ -1,4 +1,4 @@
-"""How the elements of rows lie and spread, by point, so that a codec can give each of them a step of its own."""
+"""Means and spreads of the elements of rows, by point, from which a codec gives each element a step of its own."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from steercap.files.native import Kind
 from steercap.steering.edits.inputs import float32_copy
 from steercap.steering.layers import FrozenMapping
 
-#: Elements that hardly move count as if they moved by this share of what the typical one does: a row in which such an
-#: element moves after all would otherwise lose all others.
+#: Least reach of an element, as a share of the median spread. Otherwise a row in which an element varies that hardly
+#: varied in calibration would lose the precision of all others.
 LEAST: Final = 0.01
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What elements are about, and how far they usually are from it; made by `steercap.lab.directions.calibrate`.
+    """Mean and standard deviation of each element of rows, by point; made by `steercap.lab.directions.calibrate`.
 
     Args:
-        means: of each element, by point: float32 [width], of heads one after another.
+        means: mean of each element, by point: float32 [width], heads one after another.
         spreads: their standard deviations, by the same points: float32 [width].
-        model: whose rows they were.
-        revision: of the model.
-        dtype: that the model computed in.
-        tokens: which tokens' rows, as `TokenSelection` writes it.
+        model: model of the rows.
+        revision: revision of the model.
+        dtype: dtype that the model computed in.
+        tokens: selection of the tokens, as `TokenSelection` writes it.
         prompts: SHA-256 of all token ids read.
-        texts: how many were read.
-        rows: how many rows of each point they had.
+        texts: number of texts read.
+        rows: number of rows of each point.
 
     Raises:
         InvalidSpec: no point, something that is none, or other points in `means` than in `spreads`.
@@ -74,12 +74,13 @@ class Calibration:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """The points that it knows."""
+        """Points that it covers."""
         return tuple(self.means)
 
     def reach(self, point: Point) -> Float[torch.Tensor, " width"]:
-        """What rows less their means are divided by: the spreads, those of elements that hardly move raised to a
-        hundredth of the typical one; 1 where nothing moves. float32 [width], none denormal.
+        """Return the divisor of rows less their means: float32 [width], none denormal.
+
+        It is the spread of each element, at least a hundredth of the median spread above 0; 1 if no element varies.
         """
         spread = self.spreads[point]
         moving = spread[spread > 0]
@@ -89,7 +90,7 @@ class Calibration:
         return spread.clamp(min=max(LEAST * float(moving.median()), torch.finfo(torch.float32).tiny))
 
     def save(self, path: str | Path) -> Path:
-        """Write all of it to one safetensors file; see `steercap.files.native`.
+        """Write the calibration to one safetensors file; see `steercap.files.native`.
 
         Raises:
             InvalidFile: the name ends in something other than .safetensors.
@@ -98,7 +99,7 @@ class Calibration:
 
     @staticmethod
     def load(path: str | Path) -> Calibration:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -111,7 +112,7 @@ class Calibration:
 
 
 def _point(point: Any) -> Point:
-    """A point as a user wrote it.
+    """Return a point as `Point`, checked.
 
     Raises:
         InvalidSpec: it is not a layer and a site.

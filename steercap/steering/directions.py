@@ -1,4 +1,4 @@
-"""Directions by name, of one model and site, with where they come from."""
+"""Named directions of one model and site, with their provenance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from steercap.files import native
 from steercap.files.native import Kind
 from steercap.steering.layers import FrozenMapping, LayerVectors
 
-#: What a direction of one layer is known by.
+#: Fingerprint of a direction at one layer.
 Mark: TypeAlias = tuple[float, ...]
 #: Squares of the waves' frequencies: primes, so that no wave is a multiple of another.
 WAVES: Final = (2.0, 3.0, 5.0, 7.0)
@@ -28,21 +28,21 @@ MARKED: Final = 1e-4
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where directions come from; "" and {} where that is not known.
+    """Origin of directions: model, texts, method and held-out scores; "" and {} if not known.
 
     Args:
-        revision: of the model.
-        dtype: that the model computed in.
+        revision: revision of the model.
+        dtype: dtype that the model computed in.
         prompts: SHA-256 of all token ids read, by name of the direction.
-        tokens: which tokens' rows, as `TokenSelection` writes it, or "response".
-        reduce: how a text's rows became one.
+        tokens: selection of the tokens, as `TokenSelection` writes it, or "response".
+        reduce: reduction of a text's rows to one.
         method: name of the method in `METHODS`.
-        seed: of the split, and of methods that draw.
-        rows: how many texts showed it and did not, those held out not counted, by name.
-        held_out: how many of each were held out, by name.
+        seed: seed of the split, and of methods that draw.
+        rows: numbers of texts with and without the property, those held out not counted, by name.
+        held_out: numbers of both that were held out, by name.
         auc: area under the ROC curve of the projections of texts held out, by name and layer; 0.5 is chance.
-        row_norms: mean length of what each text's rows became, by name and layer, in the units of the stream. A mean
-            over tokens is somewhat shorter than its tokens' rows, which `Add(relative=True)` goes by.
+        row_norms: mean norm of the texts' reduced rows, by name and layer, in the units of the stream. A mean over
+            tokens is somewhat shorter than its tokens' rows, which `Add(relative=True)` scales by.
     """
 
     revision: str = ""
@@ -60,12 +60,12 @@ class Provenance:
 
 @dataclass(frozen=True, eq=False)
 class DirectionSet(Mapping[str, LayerVectors]):
-    """Directions by name: `directions["optimistic"]` is its vectors by layer, which add, scale and compare.
+    """Mapping of names to directions: `directions["optimistic"]` is its vectors by layer, which add, scale and compare.
 
     Args:
         directions: at least one, all of the same model, site, width and layers; each is kept under its key. They are
-            copies, and every look gives copies: nothing that was projected on changes.
-        provenance: where they come from.
+            copies, and every access returns copies, so directions that rows were projected on cannot change.
+        provenance: their origin.
 
     Raises:
         InvalidSpec: none, an empty name, or some that differ in model, site, width or layers.
@@ -94,26 +94,26 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
     @property
     def model(self) -> str:
-        """The model they were made for, "" if unknown."""
+        """Model that they were made for, "" if unknown."""
         return self._first.model
 
     @property
     def site(self) -> str:
-        """Their place in the layer."""
+        """Site of the directions."""
         return self._first.site
 
     @property
     def width(self) -> int:
-        """Elements of each vector."""
+        """Number of elements of each vector."""
         return self._first.width
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that each has a vector for, ascending."""
+        """Layers that each direction has a vector for, ascending."""
         return tuple(self._first)
 
     def at(self, layer: int) -> Float[torch.Tensor, "names hidden"]:
-        """The vectors of one layer, in the order of the names: float32 [names, hidden].
+        """Return the vectors of one layer, in the order of the names: float32 [names, hidden].
 
         Raises:
             LayerOutOfRange: a layer they have no vectors for.
@@ -121,7 +121,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return torch.stack([vectors[layer] for vectors in self.values()])
 
     def units(self, layer: int) -> Float[torch.Tensor, "names hidden"]:
-        """The vectors of one layer at length 1, in the order of the names: float32 [names, hidden].
+        """Return the vectors of one layer at length 1, in the order of the names: float32 [names, hidden].
 
         Raises:
             LayerOutOfRange: a layer they have no vectors for.
@@ -135,11 +135,11 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return vectors.float()
 
     def project(self, rows: Float[torch.Tensor, "rows hidden"], layer: int) -> Float[torch.Tensor, "rows names"]:
-        """Scalar products of rows with the unit vectors of one layer: float32 [rows, names], in the stream's units.
+        """Return scalar products of rows with a layer's unit vectors: float32 [rows, names], in the stream's units.
 
         Args:
-            rows: of real floating-point numbers, [hidden] or [..., hidden].
-            layer: theirs.
+            rows: real floating-point numbers, [hidden] or [..., hidden].
+            layer: the layer of the rows.
 
         Raises:
             LayerOutOfRange: a layer they have no vectors for.
@@ -153,16 +153,16 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return rows.to(device="cpu", dtype=torch.float32) @ units.T
 
     def marks(self, layer: int) -> tuple[Mark, ...]:
-        """What the directions of one layer are known by, in the order of the names; see `marks_of`."""
+        """Return the fingerprints of the directions of one layer, in the order of the names; see `marks_of`."""
         return marks_of(self.units(layer))
 
     def cosines(self, layer: int) -> Float[torch.Tensor, "names names"]:
-        """Cosine of every two directions at one layer: float64 [names, names]."""
+        """Return the cosine of every two directions at one layer: float64 [names, names]."""
         units = self.units(layer).double()
         return (units @ units.T).clamp(-1, 1)
 
     def select(self, names: str | Iterable[str]) -> DirectionSet:
-        """Some of them, in the order given.
+        """Return some of the directions, in the order given.
 
         Raises:
             UnknownName: a name that is not here.
@@ -171,7 +171,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return replace(self, directions={name: self[name] for name in wanted})
 
     def at_layers(self, layers: Iterable[int]) -> DirectionSet:
-        """The same directions at some of their layers alone.
+        """Return the same directions at some of their layers alone.
 
         Raises:
             LayerOutOfRange: a layer they have no vectors for.
@@ -180,7 +180,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return self._each(lambda vectors: vectors.at_layers(wanted))
 
     def unit(self) -> DirectionSet:
-        """The same directions at length 1.
+        """Return the same directions at length 1.
 
         Raises:
             InvalidVector: one is zero.
@@ -188,14 +188,14 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return self._each(LayerVectors.unit)
 
     def orthogonal(self) -> DirectionSet:
-        """Each without what lies in the span of those before it: the order of the names counts."""
+        """Return each direction less its part in the span of those before it; the order of the names counts."""
         done: dict[str, LayerVectors] = {}
         for name, vectors in self.items():
             done[name] = vectors.without(*(self[other] for other in done))
         return replace(self, directions=done)
 
     def __or__(self, other: DirectionSet) -> DirectionSet:
-        """The directions of both; of equal names those of the other. What both say of their origin must agree.
+        """Return the directions of both; for equal names those of the other. Their provenances must agree.
 
         Raises:
             InvalidSpec: they differ in model, site, width, layers or how they were made.
@@ -210,7 +210,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
     @staticmethod
     def load(path: str | Path) -> DirectionSet:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -225,7 +225,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return replace(self, directions={name: how(vectors) for name, vectors in self.items()})
 
     def __getitem__(self, name: str) -> LayerVectors:
-        """The vectors of one direction.
+        """Return the vectors of one direction.
 
         Raises:
             UnknownName: there is none of this name; a KeyError too.
@@ -254,13 +254,13 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
 
 def marks_of(units: Float[torch.Tensor, "names hidden"]) -> tuple[Mark, ...]:
-    """A few numbers that directions are known by: scalar products with fixed waves of growing frequency.
+    """Return fingerprints of directions: scalar products with fixed waves of growing frequency.
 
-    Numbers, not a digest of the bytes: the unit vector of a unit vector, or one computed on another machine, differs in
-    its last bits and is the same direction.
+    They are numbers and not a digest of the bytes: the unit vector of a unit vector, or one computed on another
+    machine, differs in its last bits and is the same direction.
 
     Args:
-        units: of length 1, float32 [names, hidden].
+        units: directions of length 1, float32 [names, hidden].
     """
     places = np.arange(units.shape[1], dtype=np.float64)
     waves = np.cos(np.outer(places**2, np.sqrt(WAVES)))
@@ -268,7 +268,7 @@ def marks_of(units: Float[torch.Tensor, "names hidden"]) -> tuple[Mark, ...]:
 
 
 def alike(one: Mark, other: Mark) -> bool:
-    """Whether two marks are of one direction."""
+    """Return True if two marks are of the same direction."""
     return len(one) == len(other) and all(abs(mine - theirs) < MARKED for mine, theirs in zip(one, other, strict=True))
 
 
@@ -280,7 +280,7 @@ def _parts(given: object, what: str) -> list[Any]:
 
 
 def _joined(first: Provenance, second: Provenance) -> Provenance:
-    """The provenance of the directions of both."""
+    """Return the joint provenance of two sets of directions."""
     for name in ("revision", "dtype", "tokens", "reduce", "method", "seed"):
         mine, theirs = getattr(first, name), getattr(second, name)
         if mine != theirs:

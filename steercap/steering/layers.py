@@ -1,7 +1,7 @@
-"""One vector per layer: what most published steering vectors are, whatever file they came in; and their algebra.
+"""Vectors by layer, the form of most published steering vectors, and their algebra.
 
-Vectors are added, scaled and compared layer by layer, computed in float64 and kept in float32. Those of different
-models, sites or layers are not combined: a number would come out, and mean nothing.
+Vectors are added, scaled and compared layer by layer, computed in float64 and kept in float32. Vectors of different
+models, sites or layers are not combined, since the result would have no meaning.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from steercap.steering.edits.inputs import Vector, float32_copy
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-#: Less than this share of the largest singular value of some vectors is rounding, not a direction of its own.
+#: Singular values below this share of the largest one are rounding, not a direction of their own.
 RANK_TOLERANCE: Final = 1e-6
 
 
 class FrozenMapping(Mapping[Key, Value], Generic[Key, Value]):
-    """A mapping that cannot be changed; of a tensor in it every look gives a copy."""
+    """Mapping that cannot be changed; every access to a tensor in it returns a copy."""
 
     def __init__(self, items: Mapping[Key, Value]) -> None:
         self._items = dict(items)
@@ -63,9 +63,9 @@ class LayerVectors(Mapping[int, torch.Tensor]):
     Layers count from 0: layer `i` of `resid_post` is transformers' `hidden_states[i + 1]`.
 
     Args:
-        vectors: [hidden] by layer, at least one; kept as float32 copies, in the units of the stream. Every look at one
-            gives another copy, so what was compiled or projected on once stays true.
-        name: what they mean, "" if unnamed.
+        vectors: [hidden] by layer, at least one; kept as float32 copies, in the units of the stream. Every access
+            returns another copy, so vectors that were compiled or projected on cannot change.
+        name: their meaning, "" if unnamed.
         model: the model they were made for, "" if unknown.
         site: place in the layer, a name in `steercap.architectures.sites`; vectors for `z` have heads ×
             head_dim numbers.
@@ -102,11 +102,11 @@ class LayerVectors(Mapping[int, torch.Tensor]):
 
     @property
     def width(self) -> int:
-        """Elements of each vector."""
+        """Number of elements of each vector."""
         return len(next(iter(self.values())))
 
     def named(self, name: str) -> LayerVectors:
-        """The same vectors under another name.
+        """Return the same vectors under another name.
 
         Raises:
             InvalidSpec: it is not text.
@@ -118,7 +118,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return other
 
     def at_layers(self, layers: Iterable[int]) -> LayerVectors:
-        """The same vectors at some of their layers alone, under the same name.
+        """Return the same vectors at some of their layers alone, under the same name.
 
         Raises:
             InvalidSpec: no layer.
@@ -132,11 +132,11 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return dataclasses.replace(self, vectors={layer: self[layer] for layer in wanted})
 
     def norms(self) -> dict[int, float]:
-        """Length of the vector of each layer, in the units of the stream."""
+        """Return the length of the vector of each layer, in the units of the stream."""
         return {layer: float(vector.double().norm()) for layer, vector in self.items()}
 
     def unit(self) -> LayerVectors:
-        """The same directions at length 1, under the same name.
+        """Return the same directions at length 1, under the same name.
 
         Raises:
             InvalidVector: a vector is zero.
@@ -147,7 +147,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return self._each(lambda layer, vector: vector / norms[layer]).named(self.name)
 
     def dot(self, other: LayerVectors) -> dict[int, float]:
-        """Scalar product with another's vector of each layer.
+        """Return the scalar product with another's vector of each layer.
 
         Raises:
             InvalidSpec: it is of another model, site, width or other layers.
@@ -156,7 +156,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return {layer: float(vector.double() @ other[layer].double()) for layer, vector in self.items()}
 
     def cosine(self, other: LayerVectors) -> dict[int, float]:
-        """Cosine with another's vector of each layer, in [-1, 1].
+        """Return the cosine with another's vector of each layer, in [-1, 1].
 
         Raises:
             InvalidSpec: it is of another model, site, width or other layers.
@@ -166,7 +166,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return {layer: min(max(dot, -1.0), 1.0) for layer, dot in self.unit().dot(other.unit()).items()}
 
     def without(self, *others: LayerVectors) -> LayerVectors:
-        """What is left after the part in the span of others is removed, layer by layer.
+        """Return the vectors less their part in the span of others, layer by layer.
 
         Raises:
             InvalidSpec: one is of another model, site, width or other layers.
@@ -214,7 +214,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return self._each(lambda _, vector: how(vector, number))
 
     def _each(self, how: Callable[[int, torch.Tensor], torch.Tensor]) -> LayerVectors:
-        """Every vector changed, in float64; without a name."""
+        """Return the vectors with a function applied to each, in float64, without a name."""
         return LayerVectors(
             {layer: how(layer, vector.double()) for layer, vector in self.items()}, model=self.model, site=self.site
         )
@@ -240,7 +240,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
 
     @staticmethod
     def load(path: str | Path) -> LayerVectors:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -248,7 +248,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return native.load(path, _kind(), LayerVectors)
 
     def __getitem__(self, layer: int) -> Float[torch.Tensor, " hidden"]:
-        """A copy of the vector of one layer: float32 [hidden].
+        """Return a copy of the vector of one layer: float32 [hidden].
 
         Raises:
             LayerOutOfRange: there is none for this layer; a KeyError too.
@@ -296,7 +296,7 @@ def _layer(layer: object) -> int:
 
 
 def _vector(layer: object, vector: Vector) -> Float[torch.Tensor, " hidden"]:
-    """A float32 copy that no later change of the user's tensor reaches: [hidden]."""
+    """Return a float32 copy of a vector, independent of the user's tensor: [hidden]."""
     return float32_copy(vector, f"LayerVectors: the vector of layer {shown(layer)}", "hidden")
 
 

@@ -1,4 +1,4 @@
-"""A bias of logits: what sampling chooses from, changed at chosen positions."""
+"""Bias of logits: an addition to the logits that tokens are sampled from, at chosen positions."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _FLOAT32: Final = torch.finfo(torch.float32)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitBias:
-    """logit[token] <- logit[token] + bias[token], where the model has read one of some positions.
+    """Bias added to logits at some positions: logit[token] <- logit[token] + bias[token].
 
-    The logits made at position `p` say which token comes at `p + 1`. vLLM makes them at the last token of the prompt
-    and at each generated one, so that of `tokens` these positions count: the first generated token comes of
-    `"last_prompt"`, the second of the first of `"generated"`. They are changed before all that vLLM does with them, so
-    that `logprobs` show it, which do not show vLLM's own `logit_bias`. Several biases of one token add up.
+    The logits made at position `p` predict the token at `p + 1`. vLLM makes them at the last token of the prompt and at
+    each generated one, so only these positions of `tokens` count: the first generated token comes from `"last_prompt"`,
+    the second from the first of `"generated"`. Biases are added before vLLM's own processing, so `logprobs` include
+    them, although they do not include vLLM's own `logit_bias`. Several biases of one token add up.
 
     Args:
-        bias: what is added to the logit of each token, in nats, by its id; or an array [vocabulary], whose zeros are
+        bias: number added to the logit of each token, in nats, by its id; or an array [vocabulary], whose zeros are
             left out. Any finite numbers, kept as float32.
         tokens: positions, as for `Edit`; at least one of them must have logits.
 
@@ -48,7 +48,7 @@ class LogitBias:
             raise InvalidEdit(f"LogitBias({shown(given)}) changes nothing; give at least one token")
         object.__setattr__(self, "bias", kept)
 
-    if not TYPE_CHECKING:  # what is looked at is a copy, as an edit's vectors are
+    if not TYPE_CHECKING:  # every access returns a copy, as for an edit's vectors
 
         def __getattribute__(self, name: str) -> object:
             value = super().__getattribute__(name)
@@ -63,16 +63,16 @@ class LogitBias:
 
     @property
     def selection(self) -> TokenSelection:
-        """The positions, parsed."""
+        """Positions, parsed."""
         return cast("TokenSelection", self.tokens)
 
     @property
     def vocabulary(self) -> int | None:
-        """How many tokens the vocabulary must have; None where single tokens were given."""
+        """Required size of the vocabulary; None if single tokens were given."""
         return len(self.bias) if isinstance(self.bias, torch.Tensor) else None
 
     def lower(self, edit: int, scope: int) -> Bias:
-        """The bias as the workers know it.
+        """Return the bias in the workers' form.
 
         Args:
             edit: its index in the spec.
@@ -90,7 +90,7 @@ class LogitBias:
 
 
 def _by_id(given: Mapping[Any, Any]) -> dict[int, float]:
-    """Numbers by token id, ascending."""
+    """Return the biases by token id, ascending, checked."""
     found: dict[int, float] = {}
     for key, value in given.items():
         token, number = index_of(key), number_of(value)

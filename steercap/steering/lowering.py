@@ -1,4 +1,4 @@
-"""A spec checked against the model and compiled: what a slot will hold, independent of any prompt."""
+"""Compilation of a steering spec, checked against the model, to a slot's content, independent of any prompt."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _FLOAT32: Final = torch.finfo(torch.float32)
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A spec compiled for one engine, independent of any prompt.
+    """Steering spec compiled for one engine, independent of any prompt.
 
     Args:
-        configuration: what a slot will hold.
-        digest: its digest.
-        vectors: the bytes of each blob's float32 rows, by their digest: what was hashed is what is sent.
+        configuration: content of the slot.
+        digest: digest of the configuration.
+        vectors: the bytes of each blob's float32 rows, by their digest: the hashed bytes are those that are sent.
         selections: the token selection of each scope.
         replaced: positions of each replacement as the user wrote them.
-        changes_kv: whether any edit reaches keys or values that are cached.
+        changes_kv: True if any edit reaches keys or values that are cached.
         biased: the token selection of each scope of biases.
         edits_digest: the digest without biases, which keys and values do not depend on.
     """
@@ -65,13 +65,13 @@ def lower(
     """Check a spec against the model and compile it.
 
     Args:
-        spec: what the user asks.
+        spec: the user's spec.
         armed: index of every armed point.
-        schemas: what the tensor at each of them is.
+        schemas: shape and dtype of the rows at each armed point.
         num_layers: decoder layers of the model.
         edits_per_point: rank-one edits that the tables hold for one point.
-        exists: whether the model has a point, see `existing`.
-        vocabulary: tokens that its logits are of; None if it is not known.
+        exists: function that returns True if the model has a point, see `existing`.
+        vocabulary: number of tokens that have logits; None if it is not known.
 
     Raises:
         LayerOutOfRange, UnknownName, PointNotArmed: a point the engine does not have.
@@ -110,12 +110,12 @@ def lower(
 
 
 def _is_open(edit: Edit, _point: Point) -> bool:
-    """Whether an edit is meant where the model has its site."""
+    """Return True if an edit is for "all" layers, and so applies only where the model has its site."""
     return isinstance(edit.layers, str)
 
 
 class _Lowering:
-    """A configuration as it comes together; what is equal is numbered once, in the order in which it came."""
+    """Configuration under construction; equal blobs, scopes and norms are numbered once, in order of appearance."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -129,12 +129,12 @@ class _Lowering:
     def add(
         self, number: int, edit: Edit, part: RankOne, points: tuple[int, ...], keeper: tuple[int, ...] | None
     ) -> None:
-        """Take in one part of an edit.
+        """Add one part of an edit.
 
         Args:
-            number: of the edit in the spec.
+            number: index of the edit in the spec.
             edit: the edit.
-            part: one of what it comes down to.
+            part: one of its rank-one edits.
             points: indices of its points among the engine's armed ones.
             keeper: place of the spec that preserves the norm around it, or None.
         """
@@ -155,7 +155,7 @@ class _Lowering:
             self.replaced.append(edit.replaced)
 
     def configuration(self) -> Configuration:
-        """What has come."""
+        """Return the configuration of all parts added so far."""
         blobs = tuple(map(Blob, self.vectors, self._rows))
         return Configuration(tuple(self.entries), blobs, len(self.scopes), len(self.replaced))
 
@@ -170,21 +170,21 @@ class _Lowering:
 
 
 class _Biasing:
-    """The biases of a configuration as they come together."""
+    """Logit biases of a configuration under construction."""
 
     def __init__(self) -> None:
         self.scopes: dict[TokenSelection, int] = {}
         self._biases: list[Bias] = []
 
     def add(self, number: int, bias: LogitBias) -> None:
-        """Take in one bias, by its number in the spec."""
+        """Add one bias, with its index in the spec."""
         self._biases.append(bias.lower(number, self.scopes.setdefault(bias.selection, len(self.scopes))))
 
     def checked(self) -> tuple[Bias, ...]:
-        """What has come.
+        """Return all biases, checked.
 
         Raises:
-            TooManyEdits: too much of it.
+            TooManyEdits: there are too many entries or token selections.
             InvalidSpec: biases that add up to more than float32 holds.
         """
         total = sum(map(len, self._biases))
@@ -215,7 +215,7 @@ def _check_vocabulary(edit: LogitBias, vocabulary: int | None) -> None:
 
 
 def biased_by(lowered: Lowered, prompt_len: int, limit: int) -> tuple[tuple[Range, ...], ...]:
-    """Positions of each scope of biases, for a prompt of `prompt_len` tokens.
+    """Return the positions of each scope of biases, for a prompt of `prompt_len` tokens.
 
     Raises:
         InvalidSelection, EmptySelection: a selection that does not fit the prompt, or has no position with logits.
@@ -235,7 +235,7 @@ def biased_by(lowered: Lowered, prompt_len: int, limit: int) -> tuple[tuple[Rang
 def scopes_of(
     lowered: Lowered, prompt_len: int, limit: int
 ) -> tuple[tuple[tuple[Range, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Positions of each scope and of each replacement, for a prompt of `prompt_len` tokens.
+    """Return the positions of each scope and of each replacement, for a prompt of `prompt_len` tokens.
 
     Raises:
         InvalidSelection, EmptySelection: a selection that does not fit the prompt.
@@ -256,7 +256,7 @@ def scopes_of(
 def _parts(
     edit: Edit, points: Sequence[Point], schemas: Mapping[Point, PointSchema], *, keeps_norm: bool
 ) -> Sequence[RankOne]:
-    """What an edit comes down to, of whole rows.
+    """Return an edit as rank-one edits of whole rows.
 
     Raises:
         InvalidSpec: `part=` where rows have no parts, or no such one, or where the edit needs more than a part.
@@ -290,7 +290,7 @@ def _parts(
 
 
 def _within(one: RankOne, start: int, width: int) -> RankOne:
-    """A rank-one edit of a part, as one of rows of `width` elements of which the part begins with `start`."""
+    """Return a rank-one edit of a part as one of rows of `width` elements, in which the part begins at `start`."""
 
     def whole(vector: torch.Tensor) -> torch.Tensor:
         beside = HOLE if one.replaces else 0.0
@@ -300,7 +300,7 @@ def _within(one: RankOne, start: int, width: int) -> RankOne:
 
 
 def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *, keeps_norm: bool) -> None:
-    """Check that one part of an edit can be made at a point."""
+    """Check that one part of an edit can be applied at a point."""
     for vector in (part.write, part.read):
         if vector is not None and vector.shape[-1] != schema.width:
             several = len(schema.shape) > 1 and vector.shape[-1] == prod(schema.shape[1:])
@@ -323,7 +323,7 @@ def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *,
 
 
 def _in_one_shard(part: RankOne, schema: PointSchema) -> bool:
-    """Whether no rank must know what another one reads: none is read, or one rank reads and writes."""
+    """Return True if no rank needs another rank's elements: the edit reads none, or one rank reads and writes."""
     if part.read is None:
         return True
     shards = torch.stack([vector.reshape(schema.shards, -1).any(-1) for vector in (part.read, part.write)])

@@ -1,4 +1,4 @@
-"""A probe with a threshold, read on the tokens of a request while it runs, and what its directions are compiled to."""
+"""Monitors: probes with thresholds that are read while a request runs, and the compilation of their directions."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from steercap.steering.edits.inputs import Vector, at_layer, float32_copy, model
 from steercap.steering.projection import Projected, read_by
 from steercap.steering.spec import SteeringSpec, spec_of
 
-#: What a monitor does when it fires.
+#: Action of a monitor when it fires.
 Do = Literal["annotate", "stop", "steer"]
-#: Most monitors of one request.
+#: Maximum number of monitors of one request.
 MOST: Final = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Monitor:
-    """Watch a request: it fires at each token whose row h has h·probe + bias beyond the threshold.
+    """Probe with a threshold that watches a request: it fires at each row h with h·probe + bias beyond the threshold.
 
     A row is scored when its token has been read, which is when the next one has been sampled. The last token of a text
     is never read, and has no score.
 
     Args:
-        probe: [hidden], used as it is, not normalised: the weights of a linear probe, say.
-        threshold: what the score must lie beyond, itself excluded.
+        probe: [hidden], used without normalisation, such as the weights of a linear probe.
+        threshold: value that the score must lie beyond, itself excluded.
         layer: the decoder layer whose rows are scored, from 0; negative from the end.
         site: place in the layer, a name in `steercap.architectures.sites`. The rows are those behind
             the edits of their point.
-        above: whether it fires above the threshold; else below.
+        above: True to fire above the threshold; False to fire below it.
         bias: the probe's own bias.
-        tokens: which tokens are scored, as for `CaptureSpec`.
-        do: "annotate" reports where it fires; "stop" ends the text with the token at which it first fires, and is for
-            tokens that are generated; "steer" lets `steering` begin, and stay.
-        steering: what begins where it first fires, with the first token that is not under way then: the report says
-            which. It edits the tokens that its own selections name, from there on.
-        name: what it is called in reports; "" for its number among the monitors of its request.
+        tokens: the tokens to score, as for `CaptureSpec`.
+        do: "annotate" reports where it fires; "stop" ends the text with the token at which it first fires, for
+            generated tokens only; "steer" starts `steering`, which then stays on.
+        steering: steering that begins where it first fires, with the first token that is not under way then; the report
+            says which. From there on it edits the tokens that its own selections name.
+        name: its name in reports; "" for its number among the monitors of its request.
         model: as for edits.
 
     Raises:
@@ -114,30 +114,30 @@ class Monitor:
 
     @property
     def weights(self) -> torch.Tensor:
-        """The probe: float32 [hidden]."""
+        """Weights of the probe: float32 [hidden]."""
         return cast("torch.Tensor", self.probe)
 
     @property
     def unit(self) -> torch.Tensor:
-        """The probe at length 1, as directions are that rows are projected on: float32 [hidden]."""
+        """Probe at length 1, the direction that rows are projected on: float32 [hidden]."""
         return (self.weights.double() / float(self.weights.double().norm())).float()
 
     @property
     def length(self) -> float:
-        """Of the probe."""
+        """Norm of the probe."""
         return float(self.weights.double().norm())
 
     @property
     def selection(self) -> TokenSelection:
-        """The tokens asked for, parsed."""
+        """Tokens to score, parsed."""
         return cast("TokenSelection", self.tokens)
 
     def fires(self, score: float) -> bool:
-        """Whether a score lies beyond the threshold."""
+        """Return True if a score lies beyond the threshold."""
         return score > self.threshold if self.above else score < self.threshold
 
     def point(self, num_layers: int) -> Point:
-        """Where its rows are, in a model of so many layers.
+        """Return the point of its rows, in a model of `num_layers` layers.
 
         Raises:
             LayerOutOfRange: a layer that it does not have.
@@ -147,13 +147,13 @@ class Monitor:
         return point
 
     def __repr__(self) -> str:
-        """In few words."""
+        """Return a short text: name, threshold, place and action."""
         beyond = ">" if self.above else "<"
         return f"Monitor({self.name or 'probe'} {beyond} {self.threshold} at {self.layer}, {self.site}: {self.do})"
 
 
 def monitors_of(given: Any) -> tuple[Monitor, ...]:
-    """The monitors of a request.
+    """Return the monitors of a request as a tuple, checked.
 
     Raises:
         InvalidSpec: something else, too many, or two of one name.
@@ -172,7 +172,7 @@ def monitors_of(given: Any) -> tuple[Monitor, ...]:
 
 
 def held_back(monitors: Sequence[Monitor]) -> SteeringSpec | None:
-    """What a request is steered by once a monitor says so; None if none may.
+    """Return the steering that a monitor may start; None if no monitor steers.
 
     Raises:
         InvalidSpec: several would.
@@ -184,7 +184,7 @@ def held_back(monitors: Sequence[Monitor]) -> SteeringSpec | None:
 
 
 def labels_of(monitors: Sequence[Monitor]) -> tuple[str, ...]:
-    """What monitors are called in reports: their names, or their numbers."""
+    """Return the monitors' names in reports: their own, or their numbers."""
     return tuple(one.name or str(number) for number, one in enumerate(monitors))
 
 
@@ -193,15 +193,15 @@ def compile_probes(
     points: Sequence[Point],
     armed: Mapping[Point, int],
 ) -> tuple[Projected, tuple[int, ...]]:
-    """What a request keeps that nothing else is kept of: the products of rows with the probes that read them.
+    """Compile the capture of a request that keeps only its monitors' scores: projections of rows on their probes.
 
     Args:
-        monitors: whose.
-        points: of each of them.
+        monitors: the monitors.
+        points: the point of each monitor.
         armed: index of every armed point.
 
     Returns:
-        Directions at length 1, as many at each point, and of each monitor which of them is its own.
+        Directions at length 1, equally many at each point, and for each monitor the index of its own direction.
 
     Raises:
         InvalidSpec: probes of different widths.

@@ -1,6 +1,6 @@
-"""What rows are projected on: directions, checked against the model and compiled before anything runs.
+"""Compilation of the directions that rows are projected on, checked against the model before anything runs.
 
-Directions travel as the vectors of steering do: in a slot, known by their SHA-256, sent once.
+Directions are sent like steering vectors: held in a slot, identified by their SHA-256, sent once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from steercap.steering.lowering import Lowered
 
 @dataclass(frozen=True, eq=False)
 class Projected:
-    """Directions compiled for one engine.
+    """Projection directions compiled for one engine.
 
     Args:
-        lowered: what a slot will hold.
-        plan: what a request says of it; its slot is not known yet.
-        points: where rows are projected, in the order of the vectors.
-        names: of the directions, in the order of the numbers.
-        marks: what they are known by, by layer, in the same order.
+        lowered: content of their slot.
+        plan: their part of a request's plan; the slot is not known yet.
+        points: points at which rows are projected, in the order of the vectors.
+        names: names of the directions, in the order of the projected numbers.
+        marks: fingerprints of the directions, by layer, in the same order.
     """
 
     lowered: Lowered
@@ -40,7 +40,7 @@ class Projected:
 
 
 def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
-    """The points of a spec with `project`: the directions' own, or those of them that `layers` names.
+    """Return the points of a spec with `project`: all of the directions, or those that `layers` names.
 
     Raises:
         InvalidSpec: `project` does not hold directions, is for another site, or has none for a layer asked for.
@@ -63,12 +63,12 @@ def compile_projection(
     num_layers: int,
     points: Iterable[Point] | None = None,
 ) -> Projected:
-    """Check what rows are projected on, and compile it.
+    """Check the directions that rows are projected on, and compile them.
 
     Args:
         spec: a spec with `project`, whose points are armed.
         armed: index of every armed point.
-        schemas: what the tensor at each of them is.
+        schemas: shape and dtype of the rows at each armed point.
         num_layers: decoder layers of the model.
         points: its points, those of `points_of` that the model has; None for all of them.
 
@@ -92,10 +92,10 @@ def compile_projection(
 
 
 def read_by(vectors: torch.Tensor, points: Sequence[int]) -> Lowered:
-    """What a slot holds that changes nothing: vectors by which rows are stored.
+    """Return a slot's content that edits nothing: vectors that workers use to store rows.
 
     Args:
-        vectors: float32 [vectors, width], as many for each point, point by point.
+        vectors: float32 [vectors, width], equally many for each point, point by point.
         points: indices into the engine's armed points, ascending.
     """
     data = vectors.contiguous().numpy().tobytes()
@@ -105,7 +105,7 @@ def read_by(vectors: torch.Tensor, points: Sequence[int]) -> Lowered:
 
 
 def _directions(spec: CaptureSpec) -> DirectionSet:
-    """What a user gave, as a set.
+    """Return the user's directions as a set.
 
     Raises:
         InvalidSpec: neither a DirectionSet nor LayerVectors.

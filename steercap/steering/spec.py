@@ -1,4 +1,4 @@
-"""What a user asks to change: edits in order, checked against the model and compiled before anything runs."""
+"""Steering specs: the user's edits in order, which are checked against the model and compiled before anything runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from steercap.steering.logit_bias import LogitBias
 
 @dataclass(frozen=True, eq=False)
 class SteeringSpec:
-    """Edits, applied in the order given, and biases of logits.
+    """Edits of rows, applied in the order given, and biases of logits.
 
     Args:
         edits: edits, `LogitBias`, or specs whose edits take their place in the order.
-        preserve_norm: rescale each row, at each point, to the norm it had before these edits.
+        preserve_norm: True to rescale each row, at each point, to the norm it had before these edits.
 
     Raises:
         InvalidSpec: no edit, something that is not an edit, `preserve_norm` inside `preserve_norm`, or around biases
             of logits alone.
 
-    `a + b` is both, one after the other.
+    `a + b` is a spec with the edits of a, then those of b.
     """
 
     edits: Sequence[Edit | LogitBias | SteeringSpec]
@@ -59,20 +59,20 @@ class SteeringSpec:
         return SteeringSpec([self, other])
 
     def flat(self) -> tuple[Edit | LogitBias, ...]:
-        """Every edit in order, those of specs inside included."""
+        """Return every edit in order, those of nested specs included."""
         return tuple(edit for edit, _ in self.segments())
 
     def of_rows(self) -> tuple[Edit, ...]:
-        """Those of them that change rows, and so have layers and a site."""
+        """Return the edits that change rows, and so have layers and a site, without biases of logits."""
         return tuple(edit for edit in self.flat() if isinstance(edit, Edit))
 
     def save(self, path: str | Path, *, model: str = "", provenance: Mapping[str, Any] | None = None) -> Path:
         """Write the spec to one safetensors file; see `steercap.files.native`.
 
         Args:
-            path: the file, which appears whole or not at all.
+            path: the file, which appears as a whole or not at all.
             model: the model it was made for; that of the edits' vectors if left out.
-            provenance: where it comes from, as what JSON can hold, for those who read the header.
+            provenance: origin of the spec as JSON-compatible data, stored in the header for its readers.
         """
         known = models_of(edit.model for edit in self.of_rows())
         if len(known) > 1 and not model:
@@ -82,7 +82,7 @@ class SteeringSpec:
 
     @staticmethod
     def load(path: str | Path) -> SteeringSpec:
-        """Read what `save` wrote; it compiles to the same configuration, and its edits are of the header's model.
+        """Read a file that `save` wrote; it compiles to the same configuration, and its edits have the header's model.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -94,16 +94,16 @@ class SteeringSpec:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of all that it says, in hexadecimal: specs of one digest are the same edits."""
+        """SHA-256 of the spec's content, in hexadecimal: specs with the same digest have the same edits."""
         return native.sha256_of(self, _kind())
 
     @property
     def keeps_norm(self) -> bool:
-        """Whether it, or a spec within it, gives rows back the norms they had."""
+        """True if it, or a spec within it, has `preserve_norm`."""
         return self.preserve_norm or any(isinstance(edit, SteeringSpec) and edit.keeps_norm for edit in self.edits)
 
     def segments(self, path: tuple[int, ...] = ()) -> Iterator[tuple[Edit | LogitBias, tuple[int, ...] | None]]:
-        """Every edit, with the place of the spec that preserves the norm around it; None where none does.
+        """Yield every edit, with the place of the spec that preserves the norm around it; None if there is none.
 
         A place is a path of indices: a spec that occurs twice is two places.
         """
@@ -116,7 +116,7 @@ class SteeringSpec:
 
 
 def spec_of(steering: Any) -> SteeringSpec:
-    """The spec a user gave: one, or a single edit.
+    """Return the user's steering as a spec; a single edit becomes a spec of one.
 
     Raises:
         InvalidSpec: something else.
@@ -129,7 +129,7 @@ def spec_of(steering: Any) -> SteeringSpec:
 
 
 def _kind() -> Kind:
-    """What a file of steering holds: its header has the model, and positions of a Replace say its tokens."""
+    """Return the file kind of steering: edits without `model`, which the header has, and `Replace` without `tokens`."""
 
     def left_out(value: object) -> tuple[str, ...]:
         if not isinstance(value, Edit):

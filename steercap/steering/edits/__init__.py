@@ -1,4 +1,4 @@
-"""HOW: one file per operation, lowering to rank-one edits. To add one, add a file whose `MEMBER` is its class."""
+"""Registry of edits: one file per operation, each lowered to rank-one edits. A new file needs its class as `MEMBER`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Take a direction out: directional ablation (Arditi et al. 2024, arXiv:2406.11717)."""
+"""Removal of a direction from rows: directional ablation (Arditi et al. 2024, arXiv:2406.11717)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from steercap.steering.edits.base import Edit, RankOne, Vector, unit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Ablate(Edit):
-    """h <- h + (keep - 1) (h·v̂) v̂ with v̂ = v/‖v‖: keep a fraction of the row's projection on v, none by default.
+    """Edit that scales the projection of rows on a vector, to 0 by default.
+
+    h <- h + (keep - 1) (h·v̂) v̂ with v̂ = v/‖v‖.
 
     Args:
         vector: v, [hidden]; its length does not count.

@@ -1,4 +1,4 @@
-"""Add a vector: contrastive activation addition (Rimsky et al. 2024, arXiv:2312.06681)."""
+"""Addition of a vector to rows: contrastive activation addition (Rimsky et al. 2024, arXiv:2312.06681)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from steercap.steering.edits.base import Edit, RankOne, Vector, unit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Add(Edit):
-    """h <- h + scale v, or, relative to the row, h <- h + scale ‖h‖ v/‖v‖.
+    """Edit that adds a vector to rows: h <- h + scale v, or with `relative` h <- h + scale ‖h‖ v/‖v‖.
 
     Args:
         vector: v, [hidden], in the units of the stream.
         scale: a factor; with `relative` a fraction of the row's own norm. Any finite number, 0 changes nothing.
-        relative: scale by the norm of the row as it is at that moment; of the vector then only the direction counts.
+        relative: True to scale by the norm of the row at that moment; then only the vector's direction counts.
         layer, layers, site, tokens, part, model: see `Edit`.
     """
 

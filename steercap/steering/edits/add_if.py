@@ -1,4 +1,4 @@
-"""Add a vector to the rows that a probe picks: conditional steering (Lee et al. 2024, arXiv:2409.05907)."""
+"""Addition of a vector to the rows that a probe picks: conditional steering (Lee et al. 2024, arXiv:2409.05907)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from steercap.steering.edits.base import Edit, RankOne, Vector, unit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AddIf(Edit):
-    """h <- h + scale v where h·probe + bias > threshold, and h unchanged elsewhere; each row is decided separately.
+    """Edit that adds a vector to the rows that a probe picks; each row is decided separately.
+
+    h <- h + scale v where h·probe + bias > threshold, and h unchanged elsewhere.
 
     Args:
         vector: v, [hidden], in the units of the stream.
-        probe: [hidden], used as it is, not normalised: the weights of a linear probe, say.
-        threshold: what the probe's value must exceed.
+        probe: [hidden], used without normalisation, such as the weights of a linear probe.
+        threshold: value that the probe must exceed.
         scale: a factor; with `relative` a fraction of the row's own norm.
         bias: the probe's own bias.
-        relative: scale by the norm of the row; of the vector then only the direction counts.
+        relative: True to scale by the norm of the row; then only the vector's direction counts.
         layer, layers, site, tokens, part, model: see `Edit`.
     """
 

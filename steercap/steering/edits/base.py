@@ -1,4 +1,4 @@
-"""What an edit is: a change to rows, where it applies, and the rank-one edits it comes down to.
+"""Base class of edits: a change to rows, its scope, and its lowering to rank-one edits.
 
 An edit is checked by itself when it is made, and against the model when it is used.
 """
@@ -28,12 +28,12 @@ class RankOne(NamedTuple):
     """One rank-one edit, `h <- h + f(u·h + b) w`, or one replacement.
 
     Args:
-        write: w, float32 [1, width]; of a replacement the rows put in place, float32 [rows, width], with `HOLE` for
+        write: w, float32 [1, width]; for a replacement the new rows, float32 [rows, width], with `HOLE` for
             elements that stay.
         response: f and b.
         read: u, float32 [1, width], or None for a response that needs no projection.
-        joined: whether it reads the row as it was before the part before it.
-        replaces: whether it is a replacement.
+        joined: True if it reads the row as it was before the preceding part of the edit.
+        replaces: True if it is a replacement.
     """
 
     write: Float[torch.Tensor, "rows width"]
@@ -45,27 +45,26 @@ class RankOne(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Edit(ABC):
-    """A change to rows; its scope is the same for every operation.
+    """Change to rows, with a scope of layers, site and tokens that is the same for every operation.
 
-    Vectors are float32 copies of what was given, and every look at one gives another copy: an edit is compiled once,
-    and means the same for as long as it lives. Of `LayerVectors`, or a dict by layer, an edit takes the vector of its
-    `layer`.
+    Vectors are float32 copies of those given, and every access returns another copy, so an edit never changes after it
+    was made. From `LayerVectors`, or a dict by layer, an edit takes the vector of its `layer`.
 
     Args:
         layer: one layer; negative counts from the last.
         layers: several: a slice, a range, a sequence, a mask with a truth value for each layer of the model, or "all".
             Give one of the two.
         site: place in the layer: a name in `steercap.architectures.sites`, TransformerLens's name for it, or the path
-            of a module that the engine was opened with. A name with its layer, such as "blocks.5.attn.hook_z", says
+            of a module that the engine was opened with. A name with its layer, such as "blocks.5.attn.hook_z", gives
             both.
         tokens: "all", "prompt", "generated", "last_prompt", a slice, positions (negative counts from the end of the
             prompt), a mask with a truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions,
             or a list of these. The last sampled token is never an input to the model, so it is never edited.
-        part: of rows with several axes, the part that vectors are of, [width of a part]: its index on the first axis,
-            such as a head of `z` or a stream of `mhc_streams_pre_mlp`, negative counting from the last; "each" for all
-            of them, one after the other. None for vectors of whole rows, flat.
-        model: the model that the vectors were made for, "" if unknown: an engine of another one warns. That of
-            `LayerVectors` goes before it.
+        part: for rows with several axes, the part that the vectors, [width of a part], apply to: an index of the first
+            axis, such as a head of `z` or a stream of `mhc_streams_pre_mlp`, negative counting from the last; "each"
+            for all of them, one after the other. None for vectors of whole rows, flat.
+        model: the model that the vectors were made for, "" if unknown; an engine of another model warns. The model of
+            `LayerVectors` takes precedence.
 
     Raises:
         InvalidEdit, InvalidSpec: a number that does not fit, something of another type, or no layer.
@@ -105,7 +104,7 @@ class Edit(ABC):
         self._check()
 
     def _read_site(self) -> None:
-        """Take the layer out of a name that has it."""
+        """Split a site name that includes its layer into site and layer."""
         found = read_name(self.site)
         object.__setattr__(self, "site", found.site)
         if found.layer is not None:
@@ -125,7 +124,7 @@ class Edit(ABC):
 
     @abstractmethod
     def lower(self) -> tuple[RankOne, ...]:
-        """The operation as rank-one edits, in order."""
+        """Return the operation as rank-one edits, in order."""
 
     @property
     def name(self) -> str:
@@ -134,7 +133,7 @@ class Edit(ABC):
 
     @property
     def selection(self) -> TokenSelection:
-        """The tokens to edit, parsed."""
+        """Tokens to edit, parsed."""
         return cast("TokenSelection", self.tokens)
 
     @property
@@ -143,7 +142,7 @@ class Edit(ABC):
         return ()
 
     def points(self, num_layers: int) -> tuple[Point, ...]:
-        """The points to edit in a model of `num_layers` layers.
+        """Return the points to edit in a model of `num_layers` layers.
 
         Raises:
             LayerOutOfRange: an index outside the model.
@@ -160,11 +159,11 @@ class Edit(ABC):
         return f"{self.name}({', '.join(f'{name}={_shown(value)}' for name, value in named if value is not None)})"
 
     def _keep(self, field: str, *shapes: str) -> Float[torch.Tensor, " ..."]:
-        """Replace a field by a float32 copy of its own that no later change of the user's tensor reaches.
+        """Replace a field by a private float32 copy, independent of the user's tensor.
 
         Args:
             field: name of the field.
-            shapes: what it may have: "width" for one vector, "rows width" for several; "width" if none is given.
+            shapes: allowed shapes: "width" for one vector, "rows width" for several; "width" if none is given.
         """
         what = f"{self.name}: {field}"
         given = at_layer(vars(self)[field], what, self.layer, self.site)
@@ -173,7 +172,7 @@ class Edit(ABC):
         return kept
 
     def _number(self, field: str) -> None:
-        """Replace a field by the number it is."""
+        """Replace a field by its value as a float, checked."""
         number = number_of(getattr(self, field))
         if number is None:
             raise InvalidEdit(f"{self.name}: {field}={shown(getattr(self, field))} is not a number; give a real one")
@@ -182,7 +181,7 @@ class Edit(ABC):
         object.__setattr__(self, field, number)
 
     def _flag(self, field: str) -> None:
-        """Replace a field by the truth value it is."""
+        """Replace a field by its value as a bool, checked."""
         flag = flag_of(getattr(self, field))
         if flag is None:
             raise InvalidEdit(f"{self.name}: {field}={shown(getattr(self, field))}; give True or False")
@@ -190,14 +189,14 @@ class Edit(ABC):
 
 
 def _shown(value: object) -> str:
-    """A value in few words: of a tensor, its shape."""
+    """Return a short text for a value; for a tensor, its shape."""
     if isinstance(value, torch.Tensor):
         return f"<{' × '.join(map(str, value.shape))}>"
     return str(value) if isinstance(value, TokenSelection) else repr(value)
 
 
 def unit(edit: Edit, field: str) -> Float[torch.Tensor, "1 width"]:
-    """A vector of an edit, scaled to norm 1 in float64, in its own dtype, float32: [1, width].
+    """Return a vector of an edit, scaled to norm 1 in float64, in its own dtype, float32: [1, width].
 
     Raises:
         InvalidVector: it is zero, and so has no direction.
@@ -211,8 +210,8 @@ def unit(edit: Edit, field: str) -> Float[torch.Tensor, "1 width"]:
 
 
 def number_in(value: torch.Tensor) -> float:
-    """A number that an operation computes from its vectors, as `Response` has it: a float.
+    """Return a number computed from an edit's vectors as a float, for `Response`.
 
-    Where a gradient is wanted it stays what it is, a tensor without dimensions; see `steercap.lab.training`.
+    A tensor that requires a gradient stays a tensor without dimensions; see `steercap.lab.training`.
     """
     return value if value.requires_grad else float(value)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Bound a projection: activation capping, as published for the assistant axis (Lu et al. 2026, arXiv:2601.10387)."""
+"""Bounds on a projection: activation capping, as in the assistant axis (Lu et al. 2026, arXiv:2601.10387)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from steercap.steering.edits.base import Edit, RankOne, Vector, unit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Cap(Edit):
-    """h <- h + (clamp(p, low, high) - p) v̂ with p = h·v̂, v̂ = v/‖v‖: rows within the bounds are unchanged.
+    """Edit that clamps the projection of rows on a vector; rows within the bounds are unchanged.
+
+    h <- h + (clamp(p, low, high) - p) v̂ with p = h·v̂, v̂ = v/‖v‖.
 
     Args:
         vector: v, [hidden]; its length does not count.

@@ -1,6 +1,6 @@
-"""Vectors and rows as users hand them over, as float32 copies of our own, or an error that says what is wrong.
+"""Conversion of users' vectors and rows to float32 copies, or to an error that says what is wrong.
 
-A copy, so that no later change of the user's tensor reaches what was checked.
+Copies are independent of the user's tensor, so that no later change of it reaches what was checked.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from steercap.core.values import shown
 from steercap.errors import InvalidVector
 from steercap.files.fingerprint import short_name
 
-#: What a user may give as a vector, or as rows: a tensor, an array, or numbers; kept as a float32 copy. For something
-#: at one layer also vectors by layer, see `at_layer`.
+#: User input for a vector, or for rows: a tensor, an array, or numbers; kept as a float32 copy. For a single layer also
+#: vectors by layer, see `at_layer`.
 Vector: TypeAlias = (
     "torch.Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[Sequence[float]] | Mapping[int, torch.Tensor]"
 )
@@ -30,8 +30,8 @@ def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
     """Take the vector of one layer from `LayerVectors` or a dict by layer; anything else is returned as it is.
 
     Args:
-        value: what a user gave as a vector.
-        what: what it is, for messages: "Add: vector".
+        value: the user's vector.
+        what: name of the value, for messages: "Add: vector".
         layer: the layer that it is for; None if it is for several.
         site: the site that it is for.
 
@@ -57,7 +57,7 @@ def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
 
 
 def model_of(given: Mapping[str, Any], what: str) -> str:
-    """The model of vectors by layer among an edit's arguments, "" where none says it.
+    """Return the model of the vectors by layer among an edit's arguments, "" if none names one.
 
     Raises:
         InvalidVector: they are of several models.
@@ -69,7 +69,7 @@ def model_of(given: Mapping[str, Any], what: str) -> str:
 
 
 def models_of(labels: Iterable[str]) -> list[str]:
-    """The models that labels name, each once, under the first of its names; "" names none."""
+    """Return the distinct models that labels name, each under its first label; "" names none."""
     known: dict[str, str] = {}
     for label in filter(None, labels):
         known.setdefault(short_name(label), label)
@@ -77,13 +77,13 @@ def models_of(labels: Iterable[str]) -> list[str]:
 
 
 def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " ..."]:
-    """A contiguous float32 copy on the CPU.
+    """Return a contiguous float32 copy on the CPU.
 
     Args:
         value: real numbers: a tensor of any dtype, device, layout or strides, with or without gradient, an array, or
-            (nested) lists. Integers are taken as they are; truth values and complex numbers are not numbers here.
-        what: what it is, for messages: "Add: vector".
-        shapes: what it may be: "width" for one vector, "rows width" for several.
+            (nested) lists. Integers are converted; truth values and complex numbers are refused.
+        what: name of the value, for messages: "Add: vector".
+        shapes: allowed shapes: "width" for one vector, "rows width" for several.
 
     Raises:
         InvalidVector: no such numbers, another shape, empty, or NaN or inf in float32.
@@ -113,7 +113,7 @@ def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " .
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """What a user gave, as a tensor.
+    """Return the user's value as a tensor.
 
     Raises:
         TypeError, ValueError, RuntimeError: it holds something else than numbers, or rows of different lengths.
@@ -135,14 +135,14 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy of a dtype, byte order and strides that torch knows."""
+    """Return a copy with a dtype, byte order and strides that torch knows."""
     known = array.dtype.kind == "f" and array.dtype.itemsize in {2, 4, 8}
     with np.errstate(over="ignore"):  # what becomes infinite is refused
         return np.array(array, dtype=array.dtype.newbyteorder("=") if known else np.float64, order="C")
 
 
 def _holds_truth(value: Any) -> bool:
-    """Whether a truth value stands among numbers, where NumPy would make it one of them."""
+    """Return True if a truth value is among the numbers, which NumPy would convert to one of them."""
     if isinstance(value, (list, tuple)):
         return any(_holds_truth(part) for part in value)
     return isinstance(value, (bool, np.bool_))

@@ -1,4 +1,4 @@
-"""An affine change of low rank: representation fine-tuning (Wu et al. 2024, arXiv:2404.03592)."""
+"""Affine change of low rank: representation fine-tuning (Wu et al. 2024, arXiv:2404.03592)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ MAX_RANK: Final = 16
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LowRank(Edit):
-    """h <- h + scale Wᵀ(U h + b), all k projections read from the same row.
+    """Edit that adds a low-rank affine function of the row: h <- h + scale Wᵀ(U h + b).
 
-    LoReFT's `h + Rᵀ(W h + b - R h)` is `LowRank(read=W - R, write=R, bias=b)`.
+    All k projections are read from the same row. LoReFT's `h + Rᵀ(W h + b - R h)` is
+    `LowRank(read=W - R, write=R, bias=b)`.
 
     Args:
         read: U, [k, hidden], k at most 16.

@@ -1,4 +1,4 @@
-"""Put rows in place of others: activation patching (Meng et al. 2022, arXiv:2202.05262)."""
+"""Replacement of rows by others: activation patching (Meng et al. 2022, arXiv:2202.05262)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from steercap.steering.edits.base import Edit, RankOne, Vector
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replace(Edit):
-    """h[positions] <- rows, the first row at the first position: for instance rows captured from another request.
+    """Edit that puts rows at positions, such as rows captured from another request: h[positions] <- rows.
 
-    The one edit that is not rank-one.
+    The first row goes to the first position. This is the one edit that is not rank-one.
 
     Args:
         rows: [positions, width], or [width] for one position; rounded to the dtype of the point where they are put.
         positions: one position or several, all different; negative counts from the end of the prompt. Or a mask, with a
             truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions: the first row goes to
             the first that is true.
-        elements: which elements of each row are put in place, the others staying as they are: a slice, a range,
+        elements: elements of each row that are replaced; the others keep their values: a slice, a range,
             indices, or a mask with a truth value for each. None for all of them.
         layer, layers, site, part, model: see `Edit`; with `part` a row is that of a part, such as a head of `z`.
         tokens: left out, since `positions` says it.
@@ -60,7 +60,7 @@ class Replace(Edit):
         object.__setattr__(self, "tokens", selection)
 
     def _positions(self) -> tuple[int, ...] | Mask:
-        """The positions as integers, in the order of the rows, or as a mask."""
+        """Return the positions as integers, in the order of the rows, or as a mask."""
         given = plain(self.positions)
         if isinstance(given, Mask):
             return given
@@ -95,7 +95,7 @@ class Replace(Edit):
 
 
 def _elements(given: object, width: int) -> tuple[int, ...]:
-    """The elements that are put in place, ascending."""
+    """Return the indices of the elements that are replaced, ascending."""
     parts: list[Any] | None = None
     if isinstance(given, slice):
         with suppress(TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Set one feature of a sparse autoencoder (Templeton et al. 2024, "Scaling Monosemanticity", feature steering)."""
+"""Setting of a sparse autoencoder's feature (Templeton et al. 2024, "Scaling Monosemanticity", feature steering)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from steercap.steering.edits.base import Edit, RankOne, Vector, number_in
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SAEFeature(Edit):
-    """h <- h + (value - f(h·encoder + bias)) decoder: the feature becomes `value`; what it does not explain stays.
+    """Edit that sets one SAE feature to `value`; the part of the row that the feature does not explain stays.
 
-    f(p) is p above `threshold`, else 0: relu, or with a threshold jumprelu.
+    h <- h + (value - f(h·encoder + bias)) decoder. f(p) is p above `threshold`, else 0: relu, or with a threshold
+    jumprelu.
 
     Args:
         encoder: the feature's encoder weights, [hidden], used as they are.
         decoder: its decoder weights, [hidden], used as they are.
         value: its activation afterwards; 0 switches it off.
         bias: its encoder bias.
-        decoder_bias: [hidden]; what the SAE subtracts from a row before encoding it, if it does.
-        threshold: that of a jumprelu SAE, 0 or above.
+        decoder_bias: [hidden]; the bias that the SAE subtracts from a row before encoding it, or None.
+        threshold: threshold of a jumprelu SAE, 0 or above.
         layer, layers, site, tokens, part, model: see `Edit`.
     """
 
@@ -60,7 +61,7 @@ class SAEFeature(Edit):
         if not self.threshold:
             response = Response(bias=bias, offset=self.value, minus=1.0, floor=0.0)
             return (RankOne(self.decoder[None], response, self.encoder[None]),)
-        # What the feature has is taken away where it is active, and `value` is added everywhere.
+        # The feature's activation is subtracted where it is active, and `value` is added everywhere.
         taken = RankOne(
             self.decoder[None], Response(bias=bias, minus=1.0, threshold=self.threshold), self.encoder[None]
         )

@@ -1,4 +1,4 @@
-"""Set a projection to a value."""
+"""Setting of a projection to a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from steercap.steering.edits.base import Edit, RankOne, Vector, unit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SetProjection(Edit):
-    """h <- h + (value - h·v̂) v̂ with v̂ = v/‖v‖: the projection on v becomes `value`.
+    """Edit that sets the projection of rows on a vector to `value`.
+
+    h <- h + (value - h·v̂) v̂ with v̂ = v/‖v‖.
 
     Args:
         vector: v, [hidden]; its length does not count.

@@ -1,4 +1,4 @@
-"""Files of steering, our own and other tools': one module per format, each read into our own types."""
+"""Files of steering in our own and other tools' formats: one module per format, each read into our own types."""
 
 from steercap.files.native import read_header
 from steercap.steering.formats.capping import load_capping

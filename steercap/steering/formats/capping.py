@@ -1,4 +1,4 @@
-"""Experiments of activation capping in a `.pt`: chatspace's, and those of the assistant axis (Lu et al. 2026).
+"""Activation-capping experiments in a `.pt`: chatspace's, and those of the assistant axis (Lu et al. 2026).
 
 Both hold `{"vectors": {name: {"vector": [hidden], "layer": int}}, "experiments": [{"id": str, "interventions":
 [{"vector": name, "cap": float}]}]}`; other keys are left alone. A layer is the output of a decoder layer counted
@@ -27,7 +27,8 @@ def load_capping(
 
     Args:
         path: the file, such as `capping_config.pt` of the assistant axis.
-        bound: what a cap is: "high", the greatest projection, as published; "low", the least, if it stores floors.
+        bound: meaning of a cap: "high" for the greatest projection, as published; "low" for the least, in files of
+            floors.
         experiments: ids to read; None for all.
 
     Raises:
@@ -85,7 +86,7 @@ def _cap(path: Path, where: str, intervention: Any, vectors: Any, bound: str) ->
 
 
 def _item(path: Path, where: str, holder: Any, key: str, kinds: tuple[type, ...]) -> Any:
-    """`holder[key]`, which is of one of some types."""
+    """Return `holder[key]`, checked to be of one of some types."""
     if not isinstance(holder, dict):
         raise InvalidFile(f"{path}: {where} is {_kind(holder)}, not dict; is this a capping configuration?")
     if key not in holder:

@@ -1,4 +1,4 @@
-"""GGUF control vectors, as repeng and llama.cpp write and read them, by way of the package `gguf`.
+"""GGUF control vectors in the format of repeng and llama.cpp, read and written with the package `gguf`.
 
 Architecture "controlvector", keys `controlvector.model_hint` and `controlvector.layer_count`, tensors `direction.<N>`
 [hidden], written in float32 and read in float16, float32 or float64. Both programs add direction.N to the output of
@@ -21,9 +21,9 @@ from steercap.steering.layers import LayerVectors
 ARCHITECTURE: Final = "controlvector"
 #: Architecture, name and model in the header.
 TEXTS: Final = ("general.architecture", "general.name", "controlvector.model_hint")
-#: What directions may be, as GGUF calls it.
+#: Allowed dtypes of directions, by GGUF's names.
 FLOATS: Final = ("F32", "F16", "F64")
-#: What gguf's reader raises on damaged files: collected by changing and cutting bytes at random.
+#: Errors that gguf's reader raises on damaged files: collected by changing and cutting bytes at random.
 _NO_GGUF: Final = (OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
 
 
@@ -57,9 +57,9 @@ def save_control_vector(vectors: LayerVectors, path: str | Path, *, model_hint: 
     """Write directions that repeng and llama.cpp can read.
 
     Args:
-        vectors: at `resid_post`, none at layer 0.
+        vectors: vectors at `resid_post`, none at layer 0.
         path: the file.
-        model_hint: what the file says of the model, `vectors.model` if empty; repeng writes transformers' `model_type`,
+        model_hint: the file's model hint, `vectors.model` if empty; repeng writes transformers' `model_type`,
             such as "llama".
 
     Raises:
@@ -106,14 +106,14 @@ def _check_writable(vectors: LayerVectors, hint: str) -> None:
 
 
 def _text(reader: Any, key: str) -> str:
-    """A text of the header, "" where it is missing or not a text."""
+    """Return a text of the header, "" if it is missing or not a text."""
     field = reader.get_field(key)
     found = field.contents() if field is not None else ""
     return found if isinstance(found, str) else ""
 
 
 def _layer(path: Path, tensor: Any) -> int:
-    """The layer of a direction, which must be floats [hidden]."""
+    """Return the layer of a direction, checked to be floats [hidden]."""
     match = re.fullmatch(r"direction\.(0|[1-9]\d*)", tensor.name, re.ASCII)
     if not match:
         raise InvalidFile(

@@ -1,6 +1,6 @@
-"""One `.pt` tensor [layers, hidden], as persona vectors come (Chen et al. 2025, arXiv:2507.21509).
+"""Vectors in one `.pt` tensor [layers, hidden], the format of persona vectors (Chen et al. 2025, arXiv:2507.21509).
 
-Nothing in such a file says which layer row 0 is, so the reader must: `base` is the row of our layer 0.
+Such a file does not say which layer row 0 is, so the caller must: `base` is the row of our layer 0.
 
     base=0    row i is layer i
     base=1    row i is layer i - 1; row 0, the embeddings, is not a layer and is left out

@@ -1,4 +1,7 @@
-"""Our own files by function, as the other formats have them; `save` and `load` of the classes do the same."""
+"""Functions that read and write our own files, in the form of the other formats.
+
+`save` and `load` of the classes do the same.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def save_steering(spec: SteeringSpec, path: str | PathLike[str], *, model: str =
 
 
 def load_steering(path: str | PathLike[str]) -> SteeringSpec:
-    """Read what `save_steering` wrote; see `SteeringSpec.load`."""
+    """Read a file that `save_steering` wrote; see `SteeringSpec.load`."""
     return SteeringSpec.load(Path(path))
 
 
@@ -28,5 +31,5 @@ def save_vectors(vectors: LayerVectors, path: str | PathLike[str]) -> Path:
 
 
 def load_vectors(path: str | PathLike[str]) -> LayerVectors:
-    """Read what `save_vectors` wrote; see `LayerVectors.load`."""
+    """Read a file that `save_vectors` wrote; see `LayerVectors.load`."""
     return LayerVectors.load(Path(path))
