@@ -7,7 +7,7 @@ The version of steercap/__init__.py, the newest heading of CHANGELOG.md and the 
 agree. Then sdist and wheel are built and read by twine, in an environment of their own: neither build nor twine is
 among the pinned versions. The wheel must hold the library and nothing else, no tests, and it must be imported, without
 any other library, from an empty environment. scripts/check_wheel.py goes on from there, with all that it needs
-installed. Without --dry-run HEAD must carry the tag, and nothing may be uncommitted. Takes a minute; needs git and a
+installed. Without --dry-run HEAD must carry the tag, and nothing may be uncommitted. Takes some minutes; needs git and a
 package index, and nothing installed.
 """
 
