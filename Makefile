@@ -1,4 +1,5 @@
 # make setup | demo | test | test-all | test-extended | versions | lint | docs: each does all its own set-up, in .venv; running it again is quick.
+# make release-check needs no set-up.
 #
 # PYTHON     the interpreter to build .venv with (3.11 or newer)
 # PIP_ARGS   further arguments of every pip call, such as --index-url
@@ -26,7 +27,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Some images forbid it: then each of the thousand processes of the tests compiles the library anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-avx2 test-extended versions lint docs clean
+.PHONY: setup demo test test-all test-avx2 test-extended versions lint docs release-check clean
 
 setup: $(STAMP)
 
@@ -78,6 +79,10 @@ versions: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "the pages are in out/site; open out/site/index.html"
+
+# The dry run of docs/releasing.md: it makes environments of its own for build, twine and the wheel, and keeps nothing.
+release-check:
+	$(PYTHON) scripts/release.py --dry-run --pip-args="$(PIP_ARGS)"
 
 clean:
 	rm -rf $(VENV) out

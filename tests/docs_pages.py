@@ -1,4 +1,4 @@
-"""What stands in the pages of README.md and docs/*.md: their fenced blocks, and which of them are run.
+"""What stands in the pages of README.md, CONTRIBUTING.md and docs/*.md: their fenced blocks, and which of them are run.
 
 The rule. A page begins with `<!-- model: smol -->` (or `tiny`, `heads`, `seeing` or `encoder`): the open model its blocks call `model`.
 ```python   runs, after the blocks before it, in one namespace; one with a main guard is a script and runs as one.
@@ -77,8 +77,8 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README.md, and every page of the documentation that is written by hand."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """README.md, CONTRIBUTING.md, and every page of the documentation that is written by hand."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def model_of(page: Path) -> str | None:

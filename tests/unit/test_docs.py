@@ -213,9 +213,18 @@ def test_other_commands_exist() -> None:
                 written = {other.title for other in ALL} | {"first.py"}
                 assert (ROOT / path).exists() or path in written, f"{block.where}: {path}"
             else:
-                assert words[0] in {"steercap", "git", "cd", ".", "pip", "pytest", "printf", "export", "curl"}, (
-                    f"{block.where}: {words}"
-                )
+                assert words[0] in {
+                    "steercap",
+                    "git",
+                    "cd",
+                    ".",
+                    "pip",
+                    "pytest",
+                    "printf",
+                    "export",
+                    "curl",
+                    "pre-commit",
+                }, f"{block.where}: {words}"
 
 
 def test_files_shown_are_what_they_say(tmp_path) -> None:
