@@ -65,9 +65,9 @@ def tap(
     Args:
         hidden: the stream, or its undeferred part; edits change it in place.
         residual: tensor to add to `hidden` to give the row, zero for a row that was edited; None when `hidden` is
-        the row.
+            the row.
         point: index of the point, int32 [1], on the model's device.
         kind: number of the kind of its rows: the same for all layers of a site, or the site's layers would
-        not trace to the same code.
+            not trace to the same code.
     """
     torch.ops.steercap.tap(hidden, residual, point, kind)

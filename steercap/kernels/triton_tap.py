@@ -356,7 +356,7 @@ def launch_close(
     Args:
         tokens, evidence: as for `launch_tap`.
         witness: per token, the id and position that the model read, and the evidence of its edits and copies: int64;
-        on the device or in pinned host memory.
+            on the device or in pinned host memory.
         token_ids, positions: the model's inputs.
         first: row of `witness` that the first token is written to.
         count: tokens of the pass, padding not counted.

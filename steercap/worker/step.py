@@ -33,7 +33,7 @@ class Step:
         copies: expected evidence of each token's copies, int64 [tracked].
         edits: expected evidence of each token's edits, int64 [tracked].
         replaced: bank row of each replacement, NONE for none, int64 [replacements], by the index of the token in these
-        tables; only for tokens with a replacement.
+            tables; only for tokens with a replacement.
         series: identity of the series; the steps of one series differ in positions, firsts and lines alone.
     """
 

@@ -120,7 +120,7 @@ class Encoding(ABC):
             records: first line of each raw record, and of its stored record: int64 [records, 2].
             alike: points to encode.
             vectors: the rank's part of the encoding's own `matrix`, [k, shard width] in the dtype of the rows; for
-            encodings without one the bank, float32 [vectors, shard width], of which `alike.directions` names rows.
+                encodings without one the bank, float32 [vectors, shard width], of which `alike.directions` names rows.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step on the device")
 

@@ -32,10 +32,10 @@ class CodedRows:
         coding: the codec and its parameters.
         schema: schema of the tensor at the point.
         parts: tensors by name, [rows, ...]: `q` are codes; `scale` and `zero`, where the codec has them, are per row or
-        group; `indices` of `topk8`. For a point that is split over n tensor-parallel ranks, [rows, n, ...].
+            group; `indices` of `topk8`. For a point that is split over n tensor-parallel ranks, [rows, n, ...].
         shard: index of this shard of a split point; None for all shards, or for a point that is not split.
         constants: vectors of the codec that all rows share, by name, float32 [width] of whole rows:
-        `centre` and `reach` of calibrated rows.
+            `centre` and `reach` of calibrated rows.
     """
 
     coding: Coding

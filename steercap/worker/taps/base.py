@@ -37,7 +37,7 @@ class TapSizes:
         entries: maximum rank-one edits of a point.
         tokens: maximum tokens of a pass, padding included.
         arena_bytes: device memory for the rows of passes that are being copied to the host; None for twice the largest
-        pass's rows, unless that is much of the device. Unused on CPU, where rows need no copy.
+            pass's rows, unless that is much of the device. Unused on CPU, where rows need no copy.
         accumulators: number of reductions that can run at once, each in an accumulator.
         lag: maximum positions that vLLM may compute past the end of a sequence, rejected drafts included.
         held: maximum rows of a request at once that may turn out not to belong to its sequence.

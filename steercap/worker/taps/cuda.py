@@ -63,7 +63,7 @@ class _Pass:
         witness: first row of its witnesses in the witness table.
         line: first line of its rows in the ring.
         sources: first line in the ring of the rows to copy for each tracked token, NONE if it is not kept: int64
-        [tracked].
+            [tracked].
         updates: number of requests whose accumulators it updates.
         encoded: layouts with an encoding, and the slice of the encoder's upload with the records of each.
         failure: reason why it cannot be trusted.

@@ -138,7 +138,7 @@ def _replacements(step: Step, chosen: Ints, most: int) -> Ints:
         step: step of the pass.
         chosen: indices of the tokens.
         most: greatest number of replacements of a slot: entries name their columns also for tokens that none of
-        them replaces.
+            them replaces.
     """
     table: Ints = np.full((len(chosen), max(most, 1)), NONE, dtype=np.int64)
     for index, rows in step.replaced.items():
