@@ -53,10 +53,10 @@ class Captured(msgspec.Struct, frozen=True):
 class Store:
     """Writer of captures to a run's folder; if the folder becomes unwritable, to a run in a temporary folder.
 
-    folder: folder of the run.
+    Args:
+        folder: folder of the run.
         terminal: terminal for messages.
         afresh: True to remove an existing run first; else it is resumed.
-        afresh: whether to remove a run that is there first; else it goes on.
     """
 
     def __init__(self, folder: Path, terminal: Terminal, *, afresh: bool = False) -> None:
