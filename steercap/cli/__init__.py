@@ -9,7 +9,7 @@ from typing import Final
 
 from steercap.core.extras import require
 
-require("cli")  # every module of this room imports what it brings
+require("cli")  # every module here imports packages of this extra
 
 #: Exit codes of interrupted and terminated commands.
 STOPPED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)

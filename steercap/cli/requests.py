@@ -42,7 +42,7 @@ async def run_each(
         capture: capture spec of all requests, with one sample each.
 
     Raises:
-        The errors of `SteerModel.generate`, of which the first is raised.
+        The errors of `SteerModel.generate`, the first of them.
     """
     from steercap.lab.directions.extraction import ids_of
 

@@ -306,7 +306,7 @@ def launch_tap(
         responses: floats of the entries, in the order of `core.program.RESPONSE_NUMBERS`.
         bank: float32 vectors, a view that may be narrower than the bank.
         replacements: bank row that each replacement puts in place of a token's row, -1 for none: int32.
-        arena: where rows are copied to, rounded to its dtype: lines of `LINE_BYTES`.
+        arena: memory to copy rows to, rounded to its dtype: lines of `LINE_BYTES`.
         layouts: line of each point in a record, -1 where it is not kept: int32.
         evidence: evidence of each token's edits and copies, int64; see `kernels.bits.weight`.
     """

@@ -45,7 +45,7 @@ class Named:
     """Content with a name.
 
     Args:
-        name: see `NAME`.
+        name: its name, which matches `NAME`.
         owner: its owner.
         content: vectors, directions or steering.
         size: bytes of its file.

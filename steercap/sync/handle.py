@@ -98,7 +98,7 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
         """Compute the logit lens of the handle's rows; see `steercap.CaptureHandle.lens`.
 
         Args:
-            layer, site, tokens, translator, top, ids, full, max_bytes: as there.
+            layer, site, tokens, translator, top, ids, full, max_bytes: as for `steercap.CaptureHandle.lens`.
 
         Raises:
             The errors of `steercap.CaptureHandle.lens`.
@@ -121,7 +121,7 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
         """Return the experts that a layer chose for tokens, with their weights; see `steercap.CaptureHandle.experts`.
 
         Args:
-            layer, tokens: as there.
+            layer, tokens: as for `steercap.CaptureHandle.experts`.
 
         Raises:
             The errors of `steercap.CaptureHandle.experts`.

@@ -150,7 +150,7 @@ class Accumulators:
         added = new & (rows.positions < sure[request])
         counts = np.bincount(request[added], minlength=len(accumulators))
         first = rows.tokens[rows.begins]
-        first[request[added][::-1]] = rows.tokens[added][::-1]  # backwards, so that the first of each is what stays
+        first[request[added][::-1]] = rows.tokens[added][::-1]  # backwards: each request's first is written last
 
         row, slot, crowded = _slots_for(np.flatnonzero(new & ~added), request, held == EMPTY)
         holds = np.full(held.shape, NONE, dtype=np.int64)

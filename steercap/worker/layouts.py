@@ -31,11 +31,11 @@ Reads: TypeAlias = "tuple[tuple[int, Encoder], ...]"
 class Form:
     """Storage form of rows: encoding, vectors and readers.
 
-    coding: the encoding.
+    Args:
+        coding: the encoding.
         slot: slot of the vectors that the encoding needs, such as directions; NONE if it needs none.
         before_edits: True to keep rows as they were before the edits of their point.
         reads: SAE encoders that read the rows first; a layout in use keeps them alive.
-        reads: what reads them first; a layout in use keeps it alive.
     """
 
     coding: Coding = RAW
@@ -48,8 +48,8 @@ class Form:
 class Layout:
     """Layout of a token's record on this rank.
 
-    number: index of the layout in the tables.
-        number: its row in the tables.
+    Args:
+        number: index of the layout in the tables.
         points: indices into the engine's armed points, in the order of the record.
         locals: the same points, as indices among the points of this rank.
         form: storage form of its rows.

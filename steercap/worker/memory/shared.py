@@ -53,8 +53,8 @@ class SharedSegment:
             MemoryNotShared: it cannot be opened or mapped, or its nonce is another one.
         """
         try:
-            # The number of a process on another machine may be that of any process here, whose files are not to be
-            # opened: some, like terminals and devices, do something then.
+            # If the other process is on another machine, its number may be that of any process here. That one's files
+            # must not be opened: some, like terminals and devices, react to it.
             if not os.readlink(path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
                 raise MemoryNotShared(f"{path} is not the segment that was announced")
             fd = os.open(path, os.O_RDWR)

@@ -137,7 +137,7 @@ class Kind(ABC):
         """Add rows of real floating-point numbers.
 
         Raises:
-            InvalidRequest: they hold NaN or infinity, or are too large; the state is as it was.
+            InvalidRequest: the rows hold NaN or infinity, or are too large; the state is unchanged.
         """
         squares = float(squares_of(rows))
         if reason := self.refusal(state.squares + squares):
@@ -155,7 +155,7 @@ class Kind(ABC):
         """Add the statistics of another state on the same device.
 
         Raises:
-            InvalidRequest: together they are too large; the state is as it was.
+            InvalidRequest: together they are too large; the state is unchanged.
         """
         if reason := self.refusal(state.squares + other.squares):
             raise InvalidRequest(f"these sketches cannot be merged: {reason}")

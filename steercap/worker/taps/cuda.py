@@ -40,7 +40,7 @@ from steercap.worker.taps.transfers import Transfers, pieces, runs
 
 #: Maximum passes that are running or being copied to the host.
 AHEAD: Final = 64
-#: Share of the device's memory that the ring of rows may take beyond the need of one pass.
+#: Maximum share of the device's memory for the ring of rows, unless one pass needs more.
 SHARE: Final = 0.1
 #: Maximum vectors that wait to be written to the device.
 VECTORS: Final = 256
