@@ -1,4 +1,4 @@
-"""The command `steercap`: thin commands over functions that take an open model."""
+"""Command line `steercap`: thin commands over functions that take an open model."""
 
 import atexit
 import contextlib
@@ -9,14 +9,14 @@ from typing import Final
 
 from steercap.core.extras import require
 
-require("cli")  # every module of this room imports what it brings
+require("cli")  # every module here imports packages of this extra
 
-#: Exit codes of a command that was interrupted or terminated.
+#: Exit codes of interrupted and terminated commands.
 STOPPED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def main() -> None:
-    """Entry point of the command `steercap`."""
+    """Run the command `steercap`."""
     try:
         from steercap.cli.app import app
 
@@ -28,12 +28,12 @@ def main() -> None:
             _leave(int(end.code))
         raise
     finally:
-        # The interpreter's own end takes a moment with torch in it, and a traceback of that is of no use to anybody.
+        # Interpreter shutdown takes a moment with torch loaded; a traceback from a Ctrl-C in it helps nobody.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _leave(code: int) -> None:
-    """End now: Python would first collect a million objects of torch and transformers, for a second or more."""
+    """Exit at once: Python would first collect a million objects of torch and transformers, for a second or more."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     atexit._run_exitfuncs()  # noqa: SLF001 -- the standard library has no other name for it
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""`steercap analyse`: what vectors say and touch, by the weights of a checkpoint; no engine is started."""
+"""`steercap analyse`: analysis of vectors by the weights of a checkpoint, without an engine."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from steercap.saes.sae import SAE
     from steercap.steering.directions import DirectionSet
 
-#: By part, the column whose outermost rows are shown first.
+#: Column to sort a part's rows by, greatest absolute value first.
 SORTED: Final = {"heads": "copied_z"}
-#: Parts that are of all vectors together.
+#: Parts with one table for all vectors together.
 OF_ALL: Final = frozenset({"scores", "ends"})
 
 
 def table_of(part: str, table: pa.Table, rows: int) -> Table:
-    """The first rows of each vector, or of the table where it is of all of them together."""
+    """Return the first rows of each vector, or of the whole table if it covers all vectors."""
     from steercap.lab.mechanism.analysis import PARTS, about
 
     once = about(table).get("once")
@@ -49,7 +49,7 @@ def table_of(part: str, table: pa.Table, rows: int) -> Table:
 
 
 def first_rows(part: str, table: pa.Table, rows: int) -> list[dict[str, Any]]:
-    """What is shown of a table: of heads the outermost, of all others the rows as they come."""
+    """Return the rows of a table to show: in parts of `SORTED` the greatest first, in all others in their order."""
     found: list[dict[str, Any]] = table.to_pylist()
     if part in SORTED:
         found.sort(key=lambda row: -abs(row[SORTED[part]]))
@@ -70,7 +70,7 @@ def _cell(column: str, value: Any) -> Text:
 
 
 def written(found: Anatomy, out: Path | None) -> list[Path]:
-    """Every table and picture in a folder."""
+    """Write every table and picture to a folder; return the paths."""
     from steercap.lab.mechanism.analysis import draw_anatomy, save_table
 
     if out is None:
@@ -99,7 +99,7 @@ def report(found: Anatomy, about: dict[str, Any], out: Path | None, terminal: Te
 
 
 def sae_of(path: Path | None) -> SAE | None:
-    """An SAE in a folder."""
+    """Load the SAE in a folder; None if no folder is given."""
     if path is None:
         return None
     from steercap.saes.sae import SAE
@@ -108,9 +108,9 @@ def sae_of(path: Path | None) -> SAE | None:
 
 
 def one_layer(directions: DirectionSet, layer: int | None) -> int:
-    """The layer asked for, or the middle one of those there are."""
+    """Return the given layer, or the middle one of the directions' layers."""
     at = directions.layers[len(directions.layers) // 2] if layer is None else layer
-    (found,) = directions.at_layers([at]).layers  # an error that names the layers there are
+    (found,) = directions.at_layers([at]).layers  # raises an error that names the layers that exist
     return found
 
 

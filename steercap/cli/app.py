@@ -1,4 +1,4 @@
-"""The command `steercap`, put together."""
+"""The typer application of the command `steercap`, with all of its commands."""
 
 from __future__ import annotations
 
@@ -75,4 +75,4 @@ def root(
         typer.Option("--version", callback=lambda asked: _version(asked=asked), is_eager=True, help="Show versions."),
     ] = False,
 ) -> None:
-    """Options of `steercap` itself."""
+    """Accept the options of `steercap` itself."""

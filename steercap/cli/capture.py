@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
 
 PANEL: Final = "Rows (see docs/settings.md)"
-#: Prompts whose heat maps are shown; the others are in their files.
+#: Maximum prompts whose heat maps are shown; all are in the files.
 HEATMAPS: Final = 8
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How rows are stored, and what room they have; where nothing is given, the environment decides."""
+    """Options for the storage of rows and its size limits; options left out come from the environment."""
 
     codec: Annotated[
         str | None, typer.Option(help="How rows are stored: raw, full8, ...; raw if left out.", rich_help_panel=PANEL)
@@ -73,13 +73,13 @@ class RowOptions:
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """Settings of SteerModel that were given; the codec is the spec's."""
+        """Return the settings of SteerModel that were given, without those of the codec, which belong to the spec."""
         given = asdict(self).items()
         return {name: value for name, value in given if not name.startswith("codec") and value is not None}
 
 
 def table_of(found: list[Captured]) -> Table:
-    """One row per file."""
+    """Return a table with one row per captured file."""
     total = sum(one.bytes for one in found)
     table = Table(expand=True, caption=f"{len(found)} files, {total / 1e6:,.1f} MB of rows")
     table.add_column("file", style="cyan", no_wrap=True)
@@ -94,16 +94,16 @@ def table_of(found: list[Captured]) -> Table:
 
 
 def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tokenizer: Any) -> list[TokenHeatmap]:
-    """What was kept of the first prompts, token by token.
+    """Return heat maps of the first prompts' projections, token by token.
 
     Args:
         found: captures with projections on the directions.
-        directions: these.
-        layer: whose; negative counts from the last.
-        tokenizer: the model's.
+        directions: the directions.
+        layer: layer to show; a negative one counts from the last.
+        tokenizer: the model's tokenizer.
 
     Raises:
-        InvalidSpec, LayerOutOfRange: the directions have none for this layer, or it was not captured.
+        InvalidSpec, LayerOutOfRange: the layer has no directions, or was not captured.
     """
     from steercap.captures.handle import CaptureHandle
     from steercap.lab.mechanism.views.heatmap import heatmap_of
@@ -116,16 +116,16 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
 
 
 def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
-    """Check that a layer can be shown token by token.
+    """Check that a layer's projections can be shown token by token.
 
     Args:
-        directions: what rows are projected on.
-        layer: asked for; negative counts from the last.
-        layers: that are captured.
-        num_layers: of the model, 0 if that is not known.
+        directions: directions that rows are projected on.
+        layer: layer to show; a negative one counts from the last.
+        layers: captured layers.
+        num_layers: number of layers of the model, 0 if unknown.
 
     Raises:
-        typer.BadParameter: it is not captured.
+        typer.BadParameter: the layer is not captured.
     """
     from steercap.core.spec import resolve_layers
 

@@ -1,4 +1,4 @@
-"""Captures of many prompts in a folder that goes on where it was, or in another when it cannot be written to."""
+"""Captures of many prompts in a folder, resumable; if the folder becomes unwritable, they go to a temporary one."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class Captured(msgspec.Struct, frozen=True):
-    """What was kept of one prompt.
+    """Summary of one prompt's capture.
 
     Args:
-        file: where.
-        prompt: what was asked.
-        text: what was generated.
-        points: how many.
-        rows: at each point.
-        hidden: elements of a row.
-        dtype: of its elements.
-        bytes: of all rows.
+        file: path of the file.
+        prompt: text of the prompt.
+        text: generated text.
+        points: number of points.
+        rows: number of rows at each point.
+        hidden: number of elements of a row.
+        dtype: dtype of the elements.
+        bytes: size of all rows.
     """
 
     file: str
@@ -51,25 +51,24 @@ class Captured(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """The run that captures are written to; where it cannot be written to any more, another one beneath the temporary
-    folder.
+    """Writer of captures to a run's folder; if the folder becomes unwritable, to a run in a temporary folder.
 
     Args:
-        folder: where they are to be.
-        terminal: for what is said.
-        afresh: whether to remove a run that is there first; else it goes on.
+        folder: folder of the run.
+        terminal: terminal for messages.
+        afresh: True to remove an existing run first; else it is resumed.
     """
 
     def __init__(self, folder: Path, terminal: Terminal, *, afresh: bool = False) -> None:
         self._folder, self._terminal, self._afresh = folder, terminal, afresh
         self._begun: dict[str, Any] = {}
         self._runs: list[CaptureRun] = []
-        #: Why not all of them are where they are to be.
+        #: Error of the first folder, if some captures are in the temporary one.
         self.error: OSError | None = None
 
     @contextmanager
     def opened(self, **begun: Any) -> Iterator[Manifest]:
-        """Have the run open, as `CaptureRun(folder, **begun)`; yields what it holds already.
+        """Open the run, as `CaptureRun(folder, **begun)`; yield the manifest of the captures that it holds already.
 
         Raises:
             The errors of `CaptureRun`.
@@ -90,7 +89,7 @@ class Store:
                 run.close()
 
     def save(self, handle: CaptureHandle, name: str) -> tuple[Path, Layout, Request]:
-        """Write rows under a name, and list them; returns where, and what the manifest says.
+        """Write rows under a name and list them; return the folder and the entries of the manifest.
 
         Raises:
             OSError: neither folder can be written to.
@@ -104,7 +103,7 @@ class Store:
         return run.folder, run.layout_of(request), request
 
     def _elsewhere(self, error: OSError) -> CaptureRun:
-        """Go on beneath the temporary folder, once."""
+        """Continue in a temporary folder; only possible once."""
         if self.error is not None:
             raise error
         self.error = error
@@ -130,18 +129,18 @@ async def capture_to(
     *,
     steering: SteeringSpec | None = None,
 ) -> list[Captured]:
-    """Capture every prompt, and write each down as it ends; what is written needs no memory.
+    """Capture every prompt, and write each capture as its request ends, so that none stays in memory.
 
-    A folder that holds a part of the same captures goes on: what its manifest lists is not asked for again.
+    A folder with a part of the same captures is resumed: prompts that its manifest lists are skipped.
 
     Args:
         model: an open model.
         prompts: texts and conversations.
         params: fields of vLLM's SamplingParams.
-        spec: what is kept.
+        spec: capture spec.
         out: folder for `0000.safetensors` and so on, see `CaptureHandle.load`, and their manifest; or a store of it.
-        terminal: for the bar.
-        steering: what is changed.
+        terminal: terminal for the progress bar.
+        steering: edits of all requests, None for none.
 
     Raises:
         RunDiffers: the folder holds other captures.
@@ -176,7 +175,7 @@ async def capture_to(
 
 
 def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpec) -> dict[str, Any]:
-    """What captures depend on, so far as it is known before the model is open: plain data for a manifest."""
+    """Return the inputs of captures that are known before the model is open, as plain data for a manifest."""
     known = [prompt.content if prompt.special is None else [prompt.content, prompt.special] for prompt in prompts]
     contents = msgspec.json.encode(known)
     return {
@@ -190,7 +189,7 @@ def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpe
 
 
 def asked_of(model: SteerModel, spec: CaptureSpec, steering: SteeringSpec | None) -> dict[str, Any]:
-    """The rest of it: the model, how rows are stored, and digests of what is changed and projected on."""
+    """Return the other inputs of captures: the model, the codec, and digests of the steering and the directions."""
     engine = model.serving.here()
     projected = engine.projected(spec)
     return {
@@ -202,7 +201,7 @@ def asked_of(model: SteerModel, spec: CaptureSpec, steering: SteeringSpec | None
 
 
 def captured_of(folder: Path, layout: Layout, request: Request, prompt: Prompt, text: str) -> Captured:
-    """What was kept of one prompt, as the manifest of its run has it."""
+    """Return the summary of one prompt's capture from the manifest of its run."""
     first = next(iter(layout.points[0].tensors.values()))
     return Captured(
         file=str(folder / request.file),
@@ -217,10 +216,10 @@ def captured_of(folder: Path, layout: Layout, request: Request, prompt: Prompt, 
 
 
 def check_goes_on(out: Path, asked: dict[str, Any]) -> bool:
-    """Whether a folder holds captures that were asked alike, as far as is known before the model is open.
+    """Return whether a folder holds captures with the same inputs, as far as is known before the model is open.
 
     Raises:
-        RunDiffers: it holds others.
+        RunDiffers: it holds captures with other inputs.
         InvalidFile: its manifest cannot be read.
     """
     from steercap.captures.manifest import CAPTURES, FILE

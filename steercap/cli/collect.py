@@ -1,4 +1,4 @@
-"""`steercap collect`: a corpus into a data set of activations."""
+"""`steercap collect`: a data set of activations from a corpus."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RAY: Final = "Many machines"
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """How a corpus is read."""
+    """Options for reading a corpus."""
 
     format: Annotated[
         str | None,
@@ -72,7 +72,7 @@ class CorpusOptions:
     ] = "document"
 
     def source(self, corpus: str) -> Source:
-        """The corpus, open.
+        """Open the corpus.
 
         Raises:
             InvalidFile, InvalidSetting, UnknownName: see `open_source`.
@@ -86,7 +86,7 @@ class CorpusOptions:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Which tokens are kept."""
+    """Options for the tokens to keep."""
 
     tokens: Annotated[
         str,
@@ -106,10 +106,10 @@ class SampleOptions:
     below: Annotated[float | None, typer.Option(help="Greatest that is.", rich_help_panel=SAMPLE)] = None
 
     def sample(self) -> TokenSample:
-        """The sample asked for.
+        """Return the token sample that the options describe.
 
         Raises:
-            typer.BadParameter: --one-in and --probe, or a probe of several directions, or without a layer.
+            typer.BadParameter: --one-in together with --probe, a probe of several directions, or one without a layer.
             InvalidSpec, InvalidSelection: see `steercap.lab.datasets.collecting.samples`.
         """
         from steercap.lab.datasets.collecting import ByProbe, OneIn
@@ -133,7 +133,7 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Over which actors of Ray's it is spread."""
+    """Options for spreading the work over Ray actors."""
 
     ray: Annotated[
         int | None, typer.Option(min=1, help="Spread over so many actors, an engine each.", rich_help_panel=RAY)
@@ -156,7 +156,7 @@ class RayOptions:
     ] = 3
 
     def actors(self) -> RayActors | None:
-        """The actors asked for."""
+        """Return the settings of the Ray actors; None without --ray."""
         from steercap.lab.datasets.collecting import RayActors
 
         if self.ray is None:
@@ -173,11 +173,12 @@ class RayOptions:
 
 @contextmanager
 def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
-    """A bar on stderr with tokens and bytes a second, and the time that is left where that is known; off a terminal a
-    line now and then.
+    """Show a progress bar on stderr with tokens and bytes per second, and the remaining time where it is known.
+
+    Without a terminal, print a line now and then.
 
     Yields:
-        What to call with how far it is.
+        A function to call with the progress.
     """
     bar = Progress(
         SpinnerColumn(finished_text="[green]✓"),
@@ -214,20 +215,20 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
 
 @asynccontextmanager
 async def not_opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
-    """The model, for actors to open."""
+    """Yield the model unopened, for actors to open."""
     with terminal.alone():
         yield await unopened(options, terminal, **settings)
 
 
 def words_of(reached: Reached) -> str:
-    """How far it is, in words."""
+    """Describe the progress in words."""
     seconds = max(reached.seconds, 1e-9)
     size, speed = decimal(reached.bytes), decimal(int(reached.bytes / seconds))
     return f"{reached.tokens:,} tokens, {reached.tokens / seconds:,.0f}/s, {size}, {speed}/s"
 
 
 def told(found: Collected) -> dict[str, Any]:
-    """What was collected, in words."""
+    """Describe the result of a collection, as facts by name."""
     totals = found.totals
     return {
         "documents": f"{totals.documents:,}",

@@ -1,4 +1,4 @@
-"""How a function becomes a command: groups of options, examples in its help, and what its end means to a shell.
+"""Commands from functions: groups of options, examples in the help, error reports and exit codes.
 
 Exit codes: 0 done, 1 it failed, 2 it was called wrongly, 130 interrupted, 143 terminated.
 """
@@ -29,22 +29,22 @@ from steercap.errors import SteercapError
 FAILED: Final = 1
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: What makes an event loop.
+#: Function that makes an event loop.
 Loops = Callable[[], asyncio.AbstractEventLoop]
 
-#: -h and --help.
+#: Help options of every command.
 CONTEXT: Final = {"help_option_names": ["-h", "--help"]}
 
 
 class Command(TyperCommand):
-    """A command whose help shows no type of a flag, which takes no value."""
+    """Typer command whose help shows no value type for flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
 
 
 class Group(TyperGroup):
-    """A group of commands whose help shows no type of a flag."""
+    """Typer group whose help shows no value type for flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
@@ -58,7 +58,7 @@ def _untyped(parameters: list[Any]) -> list[Any]:
 
 
 def group_of(help_text: str, **settings: Any) -> typer.Typer:
-    """A group of commands; called without one, it shows its help."""
+    """Create a group of commands; called without a command, it shows its help."""
     return typer.Typer(
         help=help_text,
         cls=Group,
@@ -75,14 +75,14 @@ def command(
 ) -> Callable[[Function], Function]:
     """Make a function a command of `app`; its docstring is the help.
 
-    A parameter whose type is a dataclass of options stands for all of its fields. One of type `Terminal` is where to
-    write, and brings the options of `Output`. Coroutines are run to their end.
+    A parameter whose type is a dataclass of options stands for all of its fields. One of type `Terminal` receives the
+    terminal, and adds the options of `Output`. Coroutines are run to their end.
 
     Args:
-        app: where it belongs.
-        name: what the user types.
-        examples: calls that work, one per line, shown after the options.
-        loops: gives what makes the event loop that coroutines run in, None for asyncio's own.
+        app: typer application to add the command to.
+        name: name of the command.
+        examples: valid calls, one per line, shown after the options.
+        loops: returns a factory of event loops for coroutines; None for asyncio's own.
     """
 
     def register(function: Function) -> Function:
@@ -112,7 +112,7 @@ def command(
 
 
 def _groups(function: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters that stand for groups of options, by name."""
+    """Return the parameters that stand for groups of options, by name."""
     return {
         name: kind
         for name, kind in get_type_hints(function).items()
@@ -121,7 +121,7 @@ def _groups(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any]) -> None:
-    """Give `run` the signature that typer reads: the function's, with every group's fields in its place."""
+    """Give `run` the signature that typer reads: the function's, with each group replaced by its fields."""
     hints = get_type_hints(function, include_extras=True)
     own = [
         parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name])
@@ -137,7 +137,7 @@ def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any])
 
 
 def _narrow(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The parameter with a short word for its value: typer's own take the room that the help needs at 80 columns."""
+    """Return the parameter with a short metavar: typer's own take too much of the help's 80 columns."""
     kind, *marks = get_args(parameter.annotation)
     inner = next((part for part in get_args(kind) if part is not type(None)), kind)
     words = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
@@ -167,20 +167,20 @@ def _first_sentence(function: Callable[..., Any]) -> str:
 
 
 def _epilog(examples: Sequence[str]) -> str:
-    # A paragraph a line: typer folds the lines of one.
+    # One paragraph per line: typer would join the lines of one.
     shown = (f"  [cyan]{example.replace('[', chr(92) + '[')}[/cyan]" for example in examples)
     return "\n\n".join(["[bold]Examples[/bold]", *shown])
 
 
 @contextmanager
 def _reported(terminal: Terminal) -> Iterator[None]:
-    """Errors of steercap and of files are one red line and exit code 1; with --debug their traceback."""
+    """Report errors of steercap and of files as one red line with exit code 1; with --debug, raise them."""
     try:
         yield
     except (KeyboardInterrupt, asyncio.CancelledError):
         terminal.say("interrupted")
         raise typer.Exit(130) from None
-    except BrokenPipeError:  # the reader has what it wanted; Python would flush once more at its end
+    except BrokenPipeError:  # the reader has closed the pipe; Python would flush once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(FAILED) from None
     except (SteercapError, OSError, ExceptionGroup) as error:
@@ -192,7 +192,7 @@ def _reported(terminal: Terminal) -> Iterator[None]:
 
 
 def _expected(error: Exception) -> Exception | None:
-    """The first error that a user can mend, out of a group if it is in one; None if there is any other."""
+    """Return the error to report: the first one of a group, or None if any error in it is unexpected."""
     if not isinstance(error, ExceptionGroup):
         return error if isinstance(error, (SteercapError, OSError)) else None
     found = [_expected(inner) for inner in error.exceptions]
@@ -200,18 +200,18 @@ def _expected(error: Exception) -> Exception | None:
 
 
 def _stop_at_once(number: int) -> None:
-    """End this process and those of the engine, whatever they are doing."""
+    """Kill the engine's processes, and exit at once."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(128 + number)
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None], terminal: Terminal) -> None:
-    """Run to the end, or cancel on SIGINT and SIGTERM, which lets the engine stop; a second one does not wait.
+    """Run to the end, or cancel on SIGINT and SIGTERM, so that the engine stops; exit at once on a second signal.
 
     Raises:
-        KeyboardInterrupt: SIGINT came.
-        typer.Exit: SIGTERM came.
+        KeyboardInterrupt: SIGINT was received.
+        typer.Exit: SIGTERM was received.
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     came: list[int] = []
@@ -228,7 +228,7 @@ async def _until_stopped(work: Coroutine[Any, Any, None], terminal: Terminal) ->
     try:
         await task
     except BaseException:
-        # Whatever breaks off when the engine is interrupted with us is not what went wrong.
+        # Errors that follow from the interruption of the engine are not worth reporting.
         if not came:
             raise
     finally:

@@ -1,7 +1,7 @@
-"""What a file of steering is: read by what is in it, not by what a user says of it.
+"""Reader of steering files: the format is detected from the file's contents.
 
-Our own files are safetensors with a header; GGUF holds a control vector; a `.pt` a tensor of layers, for which the
-row of layer 0 must be known, or experiments of activation capping.
+Our own files are safetensors with a header; GGUF files hold a control vector; `.pt` files a tensor of layers, for which
+the user must say which row is layer 0, or experiments of activation capping.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from steercap.steering.layers import LayerVectors
     from steercap.steering.spec import SteeringSpec
 
-#: What a file of steering can hold; experiments of capping are specs by their ids.
+#: Content of a steering file; a dict holds experiments of activation capping as specs, by their ids.
 Content: TypeAlias = "SteeringSpec | LayerVectors | DirectionSet | dict[str, SteeringSpec]"
 
 
 def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high", "low"] = "high") -> Content:
-    """Read a file of steering, vectors or directions, ours or another's.
+    """Read a file of steering, vectors or directions, of steercap or another tool.
 
     Args:
-        path: the file.
-        base: of a `.pt` of layers, the row that is layer 0.
-        bound: of capping experiments, what a cap is; see `load_capping`.
+        path: path of the file.
+        base: row of layer 0 in a `.pt` tensor of layers.
+        bound: kind of the caps in capping experiments; see `load_capping`.
 
     Raises:
-        InvalidFile: no such file, a damaged one, or none of these.
-        InvalidSpec: a `.pt` of layers, and no base.
+        InvalidFile: the file does not exist, is damaged, or is of another kind.
+        InvalidSpec: a `.pt` tensor of layers without `base`.
     """
     match kind_of(path):
         case "gguf":
@@ -47,10 +47,10 @@ def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high"
 
 
 def kind_of(path: Path) -> str:
-    """The kind of a file by its first bytes: "gguf", "pt", "parquet" or "safetensors".
+    """Return the kind of a file by its first bytes: "gguf", "pt", "parquet" or "safetensors".
 
     Raises:
-        InvalidFile: it cannot be read, or is none of these.
+        InvalidFile: it cannot be read, or is of another kind.
     """
     try:
         with path.open("rb") as file:
@@ -104,10 +104,10 @@ def _load_native(path: Path) -> Content:
 
 
 def directions_in(content: Content, path: Path) -> DirectionSet:
-    """The directions of a file, one of LayerVectors by its name or the file's.
+    """Return the directions of a file; LayerVectors become one direction with their own name or the file's.
 
     Raises:
-        InvalidFile: it holds steering, which is more than directions.
+        InvalidFile: it holds steering, which has more than directions.
     """
     from steercap.steering.directions import DirectionSet
     from steercap.steering.layers import LayerVectors
@@ -120,10 +120,10 @@ def directions_in(content: Content, path: Path) -> DirectionSet:
 
 
 def only(directions: DirectionSet, name: str | None) -> LayerVectors:
-    """The direction of a name, or the only one.
+    """Return the direction of a name, or the only one.
 
     Raises:
-        InvalidSpec: no such name, or several and no name.
+        InvalidSpec: there is no such name, or there are several and no name is given.
     """
     if name is not None:
         directions = directions.select(name)
@@ -133,10 +133,10 @@ def only(directions: DirectionSet, name: str | None) -> LayerVectors:
 
 
 def chosen(experiments: dict[str, SteeringSpec], path: Path, name: str | None) -> SteeringSpec:
-    """The experiment of a name, or the only one.
+    """Return the experiment of a name, or the only one.
 
     Raises:
-        InvalidSpec: no such name, or several and no name.
+        InvalidSpec: there is no such name, or there are several and no name is given.
     """
     if name is None and len(experiments) == 1:
         return next(iter(experiments.values()))

@@ -1,4 +1,4 @@
-"""Vectors written in another format: what each can hold, and what it cannot is an error."""
+"""Conversion of vectors to other formats; content that a format cannot hold is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Target(enum.StrEnum):
-    """Formats that are written."""
+    """File formats that can be written."""
 
     SAFETENSORS = "safetensors"
     GGUF = "gguf"
@@ -34,22 +34,22 @@ def write(
     base: Literal[0, 1] | None,
     model_hint: str,
 ) -> dict[str, Any]:
-    """Write what was read of `source` as `target`.
+    """Write the content of `source` as `target`.
 
     Args:
-        content: what was read.
-        source: where from.
-        target: the file.
-        name: which of several directions or experiments, or a new name for one.
+        content: content of the source file.
+        source: path of the source file.
+        target: path of the file to write.
+        name: one of several directions or experiments, or a new name for a single one.
         layers: layers to keep.
-        base: of a `.pt`, the row of layer 0.
-        model_hint: of a GGUF file.
+        base: row of layer 0 in a `.pt` file.
+        model_hint: model hint of a GGUF file.
 
     Returns:
-        What was written, in words.
+        Facts about the written file, by name.
 
     Raises:
-        InvalidSpec: an extension that says nothing, or a format that cannot hold this.
+        InvalidSpec: an unknown extension, or a format that cannot hold the content.
     """
     form = _by_extension(target)
     if isinstance(content, dict):
@@ -99,7 +99,7 @@ def _write_steering(spec: SteeringSpec, target: Path, form: Target) -> dict[str,
 
 
 def _named(directions: DirectionSet, name: str | None) -> DirectionSet:
-    """One of several directions, or the only one under another name."""
+    """Select one of several directions, or rename the only one."""
     if name is None or name in directions or len(directions) > 1:
         return directions if name is None else directions.select(name)
     from dataclasses import replace
@@ -120,7 +120,7 @@ def _kept(directions: DirectionSet, layers: Layers) -> DirectionSet:
     from steercap.core.spec import resolve_layers
 
     asked = resolve_layers(layers, directions.layers[-1] + 1)
-    # A slice is of the layers there are; what is named must be there.
+    # A slice is limited to the layers that exist; layers given by number must exist.
     return directions.at_layers(
         [layer for layer in asked if layer in directions.layers] if isinstance(layers, slice) else asked
     )

@@ -1,4 +1,4 @@
-"""What a data set of activations is, for `steercap inspect`."""
+"""Summary of a data set of activations, for `steercap inspect`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list[RenderableType]]:
-    """What a data set is: as a document, and as tables.
+    """Describe a data set, as a document and as tables.
 
     Args:
-        path: its folder.
-        verify: whether to compare the SHA-256 of its files; otherwise their sizes alone are.
+        path: folder of the data set.
+        verify: True to compare the SHA-256 of its files; otherwise only their sizes are compared.
 
     Raises:
         InvalidFile: it cannot be read.
@@ -76,7 +76,7 @@ def _said(value: Any) -> str:
 
 
 def _norms(folder: DatasetFolder, *, complete: bool) -> list[RenderableType]:
-    """Norms of the rows of each point."""
+    """Return a table of the norms of each point's rows; none for a data set that is incomplete or damaged."""
     from rich.table import Table
 
     if not complete or not folder.definition.statistics_every:

@@ -1,4 +1,4 @@
-"""Where results go: seen to before an engine is started, and saved elsewhere if writing fails all the same."""
+"""Destinations of results: checked before an engine is started, and replaced by a temporary file if writing fails."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ import typer
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 
-#: What writes a file, by its extension, where it is an extra.
+#: Extras that writing a file needs, by its extension.
 BROUGHT: Final = {".gguf": ("gguf",), ".png": ("plots",)}
 
 
 def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", hint: str = "") -> None:
-    """Check that a file can be written, by writing one beside it; whether one that is there may go is asked last, by
-    `may_replace`.
+    """Check that a file can be written, by writing one beside it.
+
+    Call `may_replace` last: it asks the user about an existing file.
 
     Args:
-        path: the file.
-        extensions: those of what is written, such as ".safetensors".
-        option: what the user gave the path by.
-        hint: what else to say where the extension is another.
+        path: path of the file.
+        extensions: allowed extensions, such as ".safetensors".
+        option: option by which the user gave the path.
+        hint: addition to the message about another extension.
 
     Raises:
-        MissingExtra: what writes such a file is not installed.
-        typer.BadParameter: another extension, a folder, or a place where nothing can be written.
+        MissingExtra: an extra that writing such a file needs is not installed.
+        typer.BadParameter: another extension, a folder, or an unwritable place.
     """
     if path.suffix.lower() not in extensions:
         known = ", ".join(extensions)
@@ -43,10 +44,10 @@ def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", 
 
 
 def folder_ready(path: Path, option: str = "--out") -> None:
-    """Check that files can be written into a folder, which is made when the first is.
+    """Check that files can be written into a folder; the folder is created with the first file.
 
     Raises:
-        typer.BadParameter: they cannot, or it is a file.
+        typer.BadParameter: files cannot be written, or the path is a file.
     """
     if path.exists() and not path.is_dir():
         raise typer.BadParameter(f"{path} is a file; give a folder", param_hint=option)
@@ -54,18 +55,17 @@ def folder_ready(path: Path, option: str = "--out") -> None:
 
 
 def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "", option: str = "--out") -> None:
-    """Check that nothing is written over that is to stay. Whether it may go is asked at a terminal;
-    elsewhere `force` must say it.
+    """Check that existing files may be overwritten: ask at a terminal; elsewhere `force` must allow it.
 
     Args:
         path: a file, or a folder.
-        terminal: where to ask.
-        force: whether what is there may be written over.
-        pattern: of the files of a folder that would be.
-        option: what the user gave the path by.
+        terminal: terminal to ask on.
+        force: True to allow overwriting.
+        pattern: pattern of the files in a folder that would be overwritten.
+        option: option by which the user gave the path.
 
     Raises:
-        typer.BadParameter: something is there that is to stay.
+        typer.BadParameter: files exist, and there is no terminal to ask on.
         typer.Abort: the user said no.
     """
     there = any(path.glob(pattern)) if pattern else path.exists()
@@ -78,16 +78,16 @@ def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "
 
 
 def saved(path: Path, save: Callable[[Path], object], terminal: Terminal) -> tuple[Path | None, OSError | None]:
-    """Write a result; where that fails, beneath the temporary folder.
+    """Write a result; if that fails, write it to a temporary folder.
 
     Args:
-        path: the file.
-        save: writes one.
-        terminal: for what is said.
+        path: path of the file.
+        save: function that writes the result to a path.
+        terminal: terminal for messages.
 
     Returns:
-        Where it is, None if nowhere: then the caller prints it; and why it is not where it should be, None if it is,
-        which the caller raises when all else has been shown.
+        Path of the written file, None if it could not be written: then the caller prints the result; and the error of
+        the first attempt, None if it worked, which the caller raises after showing everything else.
     """
     try:
         save(path)
@@ -104,7 +104,7 @@ def saved(path: Path, save: Callable[[Path], object], terminal: Terminal) -> tup
 
 
 def _try(path: Path, option: str) -> None:
-    """Write a file of a like name, and leave everything as it was."""
+    """Create and remove a file of a similar name, leaving everything as it was."""
     missing = [folder for folder in path.parents if not folder.exists()]
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     made: list[Path] = []
@@ -120,5 +120,5 @@ def _try(path: Path, option: str) -> None:
         ) from error
     finally:
         for folder in reversed(made):
-            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+            with contextlib.suppress(OSError):  # another process has put something there meanwhile
                 folder.rmdir()

@@ -1,4 +1,4 @@
-"""The options of every command that starts an engine, and the engine."""
+"""Options of every command that starts an engine, and the start of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMOLLM2: Final = "smollm2"
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and how vLLM serves it."""
+    """Options for the model, and how vLLM serves it."""
 
     model: Annotated[
         str,
@@ -65,7 +65,7 @@ class ModelOptions:
     ] = None
 
     def flags(self) -> list[str]:
-        """The words that say the same on a command line."""
+        """Return the command-line flags that give the same options."""
         found = [] if self.model == SMOLLM2 else ["--model", self.model]
         for name, value in (("--dtype", self.dtype), ("--max-model-len", self.max_model_len)):
             found += [] if value is None else [name, str(value)]
@@ -74,10 +74,10 @@ class ModelOptions:
         return found + [word for argument in self.engine_arg or () for word in ("--engine-arg", argument)]
 
     def require_there(self) -> None:
-        """Check that a model which can only be on this machine is there; nothing heavy is imported for it.
+        """Check that a model that can only be on this machine exists; imports nothing heavy.
 
         Raises:
-            ModelNotLoaded: it is not.
+            ModelNotLoaded: it does not exist.
         """
         if self.model != SMOLLM2:
             from steercap.engine.checkpoint import require_there
@@ -85,10 +85,10 @@ class ModelOptions:
             require_there(self.model)
 
     def look_up(self) -> Checkpoint:
-        """What is known of the model without starting an engine.
+        """Return the facts about the model's checkpoint that are known without starting an engine.
 
         Raises:
-            ModelNotLoaded: it can only be on this machine, and is not.
+            ModelNotLoaded: it can only be on this machine, and does not exist.
         """
         from steercap.engine.checkpoint import look_up
         from steercap.lab.demo.cache import DONE, cache_root
@@ -99,11 +99,11 @@ class ModelOptions:
         return look_up(self.model, folder if self.model == SMOLLM2 and (folder / DONE).exists() else None)
 
     def arguments(self) -> dict[str, Any]:
-        """What SteerModel gets besides the model.
+        """Return the arguments of SteerModel besides the model.
 
         Raises:
             typer.BadParameter: an --engine-arg without "=".
-            InvalidSetting: a preset that does not exist.
+            InvalidSetting: an unknown preset.
         """
         found: dict[str, Any] = {"use_tqdm_on_load": False}
         found |= CPU if self.model == SMOLLM2 else {}
@@ -115,7 +115,7 @@ class ModelOptions:
 
 
 def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
-    """Keys and values from KEY=VALUE; a value is JSON, or else text.
+    """Parse KEY=VALUE texts; a value is JSON, or else text.
 
     Raises:
         typer.BadParameter: a text without "=".
@@ -131,7 +131,7 @@ def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
 
 
 def located(model: str) -> Path | str:
-    """Where a model is: `smollm2` becomes its folder, converted on first use.
+    """Return the path or name of a model; `smollm2` becomes its folder, which is converted on first use.
 
     Raises:
         ModelNotLoaded: the package with SmolLM2 is not installed.
@@ -144,7 +144,7 @@ def located(model: str) -> Path | str:
 
 
 async def unopened(options: ModelOptions, terminal: Terminal, **settings: Any) -> SteerModel:
-    """The model, not started; arguments as for `opened`.
+    """Load the model without starting it; arguments as for `opened`.
 
     Raises:
         The errors of `SteerModel`.
@@ -158,12 +158,12 @@ async def unopened(options: ModelOptions, terminal: Terminal, **settings: Any) -
 
 @asynccontextmanager
 async def opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
-    """The model, open, with the terminal to ourselves.
+    """Open the model; while it is open, only steercap writes to the terminal.
 
     Args:
-        options: which, and how.
-        terminal: where to say what is being done.
-        settings: of SteerModel, where the command knows what it needs; the user's own come first.
+        options: options for the model.
+        terminal: terminal for status messages.
+        settings: settings of SteerModel that the command needs; the user's own take precedence.
 
     Raises:
         The errors of `SteerModel` and its `start`.

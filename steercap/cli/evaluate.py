@@ -1,4 +1,4 @@
-"""`steercap evaluate`: methods beside each other on the same questions, from a YAML file."""
+"""`steercap evaluate`: comparison of steering methods on the same questions, described by a YAML file."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 async def evaluated(
     model: SteerModel, evaluation: Evaluation, settings: EvaluationFile, out: Path, terminal: Terminal
 ) -> EvaluationResults:
-    """Run an evaluation with bars; what was done before is done no more.
+    """Run an evaluation with progress bars, resuming earlier work.
 
     Args:
         model: an open model.
-        evaluation: what is compared.
+        evaluation: evaluation to run.
         settings: measures and tasks.
         out: folder of answers, numbers and results.
-        terminal: for the bars.
+        terminal: terminal for the bars.
 
     Raises:
         The errors of `steercap.lab.studies.evaluation.evaluate`.
@@ -64,14 +64,14 @@ def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: 
     """Check that an evaluation can be run.
 
     Args:
-        evaluation: what is compared.
+        evaluation: evaluation to run.
         settings: measures and tasks.
-        out: its folder.
-        planned: the engine.
+        out: folder of the evaluation.
+        planned: engine as far as it is known.
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
-        InvalidSpec, UnknownName: measures or tasks that do not exist or fit.
+        InvalidSpec, UnknownName: measures or tasks that do not exist or do not fit.
         RunDiffers, InvalidFile: the folder holds another evaluation.
         The errors of `SteeringSpec` against a model.
     """
@@ -88,22 +88,22 @@ def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: 
 
 
 def sites_in(evaluation: Evaluation) -> tuple[str, ...]:
-    """The sites that any method edits, which must be armed; the residual stream if none does."""
+    """Return the sites that any method edits, which must be armed; the residual stream if none does."""
     specs = [evaluation.spec(condition) for condition in evaluation.conditions()]
     return tuple(dict.fromkeys(site for spec in specs for site in sites_of(spec))) or ("resid_post",)
 
 
 def report(results: EvaluationResults, settings: EvaluationFile, out: Path, terminal: Terminal, *, plot: bool) -> None:
-    """Show every method at every dose, and all where they cost the same; write and draw it.
+    """Show every method at every dose, and all methods at equal cost; write and draw the results.
 
     Raises:
-        InvalidSpec: a column to match by that was not taken.
-        OSError: a file cannot be written; all else has been shown.
+        InvalidSpec: there is no such column to match by.
+        OSError: a file cannot be written; the tables have been shown.
     """
     by = settings.by or next(iter(results.tasks), None)
     at = settings.at
     if by and at is None:
-        with suppress(InvalidSpec):  # nothing costs more than no steering: there is no place to compare at
+        with suppress(InvalidSpec):  # no method costs more than no steering, so there is no cost to compare at
             at = results.reached_by_all(by)
     matched = results.matched(by=by, at=at) if by and at is not None else []
     shown = [summary_table(results), *([matched_table(results, matched, f"{by} {at:.3g}")] if matched else [])]
@@ -120,7 +120,7 @@ def report(results: EvaluationResults, settings: EvaluationFile, out: Path, term
 
 
 def summary_table(results: EvaluationResults) -> Table:
-    """A row a method and dose."""
+    """Return a table with a row per method and dose."""
     table = _table("every dose; in brackets 95 % over questions", ["method", "dose", *results.columns])
     for line in results.summary():
         table.add_row(
@@ -130,7 +130,7 @@ def summary_table(results: EvaluationResults) -> Table:
 
 
 def matched_table(results: EvaluationResults, matched: Sequence[Matched], where: str) -> Table:
-    """A row a method, where it costs what all do."""
+    """Return a table with a row per method, at equal cost."""
     table = _table(f"at {where}, between doses", ["method", "dose", *results.columns])
     for line in matched:
         dose = f"{line.dose:.3g}" if line.how == "interpolated" else f"{line.dose:.3g}, {line.how}"
@@ -152,7 +152,7 @@ def _cells(line: Any, columns: Sequence[str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Data for JSON, in which NaN is null."""
+    """Convert a value to JSON data, with NaN as null."""
     match value:
         case msgspec.Struct():
             return _plain(msgspec.structs.asdict(value))

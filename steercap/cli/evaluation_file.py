@@ -1,4 +1,4 @@
-"""What an evaluation is told by a YAML file and flags, and the methods, measures and tasks that this means."""
+"""YAML file and flags of an evaluation, and their conversion to methods, measures and tasks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One method of a YAML file; see `steercap.lab.studies.evaluation.Method`. With no key at all it is no steering.
+    """Method in a YAML file; see `steercap.lab.studies.evaluation.Method`. Without any key it means no steering.
 
     Args:
-        file: of steering, vectors or directions; a path from the folder of the YAML file.
-        name: which of several directions of the file.
-        base: of a `.pt`, the row of layer 0.
-        layers: of vectors, where they are added, all at once; all that the file has if left out.
-        tokens: of vectors, which are steered, as in the shell; generated if left out.
-        doses: factors.
+        file: path of steering, vectors or directions, relative to the folder of the YAML file.
+        name: one of several directions of the file.
+        base: row of layer 0 in a `.pt` file.
+        layers: layers at which vectors are added, all at once; all of the file's if left out.
+        tokens: tokens at which vectors are added, as in the shell; generated if left out.
+        doses: factors of the steering.
         system: a system prompt.
-        random: instead of all these: the method that this is a random control of.
-        count: of random controls, how many; they are one in tables.
-        seed: of their draw.
+        random: name of the method that this is a random control of; excludes all keys above.
+        count: number of random controls; they are one row in tables.
+        seed: seed of the random controls.
     """
 
     file: str = ""
@@ -50,10 +50,10 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     seed: int = 0
 
     def method(self, name: str) -> Method:
-        """The method, if it is no control.
+        """Return the method, if it is no control.
 
         Raises:
-            InvalidFile, InvalidSpec: a file that cannot be read, or what `Method` refuses.
+            InvalidFile, InvalidSpec: a file cannot be read, or `Method` refuses its arguments.
         """
         from steercap.lab.studies.evaluation import Method
         from steercap.steering.spec import SteeringSpec
@@ -72,18 +72,18 @@ class MethodFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a YAML file of an evaluation holds; see `steercap.lab.studies.evaluation.Evaluation`. Flags come before it.
+    """Evaluation in a YAML file; see `steercap.lab.studies.evaluation.Evaluation`. Flags override it.
 
     Args:
-        methods: by their names.
-        questions: a file of them, a line each, or a list; one of several turns is a list itself.
+        methods: methods by name.
+        questions: a file with a question per line, or a list; a question of several turns is a list itself.
         chat, samples, seed: as for `Evaluation`.
-        max_tokens, temperature: of the sampling.
+        max_tokens, temperature: sampling parameters.
         measures: as for a sweep: names in `MEASURES`, "score:evil", "score:mine.yaml:keywords".
-        expressions: regular expressions by name; of each, the share of answers in which it is found.
+        expressions: regular expressions by name; each measures the share of answers that match.
         tasks: names in `steercap.lab.studies.evaluation.TASKS`.
-        by: the column that methods are matched by; the first task if left out.
-        at: what they are matched at; the most that all reach if left out.
+        by: column that methods are matched by; the first task if left out.
+        at: value that they are matched at; the most that all reach if left out.
     """
 
     methods: dict[str, MethodFile]
@@ -100,11 +100,11 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     at: float | None = None
 
     def evaluation(self) -> Evaluation:
-        """What is compared, and on what.
+        """Create the evaluation.
 
         Raises:
-            InvalidFile, InvalidSpec: files that cannot be read, a control of a method that is not there, or what
-                `Evaluation` and `Method` refuse.
+            InvalidFile, InvalidSpec: files cannot be read, a control names a method that does not exist, or
+                    `Evaluation` or `Method` refuse their arguments.
         """
         from steercap.lab.studies.evaluation import Evaluation
 
@@ -125,10 +125,10 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         )
 
     def all_measures(self) -> list[str | Measure]:
-        """Measures by name or made, those of expressions included.
+        """Return all measures, by name or as objects, those of expressions included.
 
         Raises:
-            UnknownName, InvalidFile, InvalidSpec: one that does not exist, or does not fit.
+            UnknownName, InvalidFile, InvalidSpec: a measure does not exist, or does not fit.
         """
         from steercap.lab.measures.matches import Matches
 
@@ -143,10 +143,10 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def read_evaluation(path: Path, flags: Mapping[str, Any]) -> EvaluationFile:
-    """The settings of a YAML file, with what flags say in their place.
+    """Read the settings of a YAML file; flags override them.
 
     Raises:
-        InvalidFile: no YAML, or a key that is unknown, missing or does not fit.
+        InvalidFile: no valid YAML, or a key that is unknown, missing or of the wrong type.
     """
     with extra("evaluation"):
         import yaml
@@ -175,17 +175,17 @@ _METHOD = ", ".join(MethodFile.__struct_fields__)
 
 
 def _located(folder: Path, method: Any) -> Any:
-    """A method whose file has its path from a folder; nothing is no steering."""
+    """Return a method with its file's path relative to a folder resolved; None becomes no steering."""
     if isinstance(method, dict) and isinstance(method.get("file"), str):
         return {**method, "file": str(folder / method["file"])}
     return {} if method is None else method
 
 
 def _said(path: str, messages: list[dict[str, str]]) -> list[str]:
-    """What the user says in a conversation of a file.
+    """Return the user's messages of a conversation in a file.
 
     Raises:
-        InvalidFile: somebody else speaks in it, whose part the model has.
+        InvalidFile: the conversation has messages that are not the user's.
     """
     if any(message.get("role") != "user" for message in messages):
         raise InvalidFile(f"{path}: a question of several turns holds what the user says alone; the model answers each")

@@ -1,4 +1,4 @@
-"""Examples to train on, as they are written in a file."""
+"""Reader of training examples in JSONL files."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from steercap.errors import InvalidFile
 if TYPE_CHECKING:
     from steercap.lab.training.training import AnyExample
 
-#: What a line may hold for each kind of example, besides `source` and `trait`.
+#: Fields of a line for each kind of example, besides `source` and `trait`.
 FORMS: Final = "{'prompt', 'response'}, {'prompt', 'chosen', 'rejected'} or {'system', 'prompt', 'response'}"
 
 
 def examples_in(path: Path, name: str) -> dict[str, list[AnyExample]]:
-    """The examples of a JSONL file, by the trait that they are of.
+    """Read the examples of a JSONL file, by trait.
 
     Args:
-        path: an example a line: an object with the fields of `Example`, `Preference` or `Prompted`, and a `trait` where
-            several are to be trained.
-        name: of the trait of lines that name none.
+        path: file with an object per line, with the fields of `Example`, `Preference` or `Prompted`, and a `trait`
+            where several are to be trained.
+        name: trait of lines without `trait`.
 
     Raises:
-        InvalidFile: it cannot be read, or a line is none of these.
+        InvalidFile: it cannot be read, or a line is not an example.
     """
     found: dict[str, list[AnyExample]] = {}
     for number, value in records_of(str(path)):
@@ -43,10 +43,10 @@ def examples_in(path: Path, name: str) -> dict[str, list[AnyExample]]:
 
 
 def _kind(given: dict[str, Any]) -> Callable[..., AnyExample]:
-    """The kind of example that has these fields.
+    """Return the class of an example with these fields.
 
     Raises:
-        LookupError: none has.
+        LookupError: no class has them.
     """
     from steercap.lab.training import Example, Preference, Prompted
 

@@ -1,4 +1,4 @@
-"""`steercap explore`: a model served on this machine alone, and the page to look through it in a browser."""
+"""`steercap explore`: a model served to this machine only, with the explorer page in a browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steercap.cli.terminal import Terminal
 from steercap.config import CPU
 
 HOST: Final = "127.0.0.1"
-#: Seconds between two looks whether the server is up.
+#: Seconds between two checks for the server.
 PAUSE: Final = 0.5
 
 
@@ -79,19 +79,19 @@ def register(app: typer.Typer) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """Return a free port of this machine."""
     with socket.create_server((HOST, 0)) as server:
         found: int = server.getsockname()[1]
         return found
 
 
 async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
-    """Say where the page is as soon as the server answers, and open it.
+    """Wait for the server, announce the page's address, and open it.
 
     Args:
-        terminal: where it is said.
-        address: of the server.
-        browser: whether to open it.
+        terminal: terminal for the message.
+        address: address of the server.
+        browser: True to open the page in a browser.
     """
     while not await asyncio.to_thread(_answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
         await asyncio.sleep(PAUSE)

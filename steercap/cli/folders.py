@@ -1,4 +1,4 @@
-"""Tell a run of personas, a sweep, captures, a data set, an SAE and a model by the files in a folder."""
+"""Summaries of folders for `steercap inspect`: runs of personas, sweeps, captures, data sets, SAEs and models."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from steercap.core.spec import Point
     from steercap.lab.studies.sweeps.grid import Definition
 
-#: What is found: as a document, and as tables.
+#: Summary of a folder: as a document, and as tables.
 Found: TypeAlias = "tuple[dict[str, Any], list[RenderableType]]"
-#: Captures whose texts are shown.
+#: Maximum captures whose texts are shown.
 SHOWN: Final = 8
 
 
 def inspected_folder(path: Path, *, verify: bool = False) -> Found:
-    """What a folder is: as a document, and as tables.
+    """Describe a folder, as a document and as tables.
 
     Args:
         path: a run of `steercap persona run`, of `steercap sweep`, of `steercap evaluate`, of `steercap capture`,
             of `steercap collect`, an SAE, a model, or a folder with other files that steercap knows.
-        verify: whether to read the files that a manifest lists; otherwise their sizes alone are compared.
+        verify: True to read the files that a manifest lists; otherwise only their sizes are compared.
 
     Raises:
-        InvalidFile: there is nothing in it that steercap knows, or it cannot be read.
+        InvalidFile: it holds no file that steercap knows, or cannot be read.
     """
     known: tuple[tuple[str, Callable[[Path], Found]], ...] = (
         ("settings.json", _persona),
@@ -107,7 +107,7 @@ def _sweep(path: Path) -> Found:
 
 
 def _asked(definition: Definition) -> int:
-    """How many answers a sweep asks for: what its vectors are does not matter for that."""
+    """Return the number of answers that a sweep asks for, which does not depend on its vectors' values."""
     from steercap.lab.studies.sweeps import Sweep
     from steercap.steering.layers import LayerVectors
 
@@ -193,7 +193,7 @@ def _files(path: Path) -> Found:
 
 
 def _run(path: Path, *, verify: bool) -> Found:
-    """A run of captures, by its manifest."""
+    """Describe a run of captures by its manifest."""
     from steercap.captures.manifest import Manifest
     from steercap.captures.saving import numbered
 
@@ -237,7 +237,7 @@ def _layers(points: Iterable[Point]) -> str:
 
 
 def _texts(path: Path, names: list[str]) -> Table:
-    """What was generated, of the first captures."""
+    """Return a table of the generated texts of the first captures."""
     from steercap.captures.files import read_header
 
     shown = [name for name in names if (path / name).exists()][:SHOWN]
@@ -267,7 +267,7 @@ def _captures(path: Path, files: list[Path]) -> Found:
 
 
 def _kind(path: Path) -> str:
-    """The kind of a file in a word, "" if it is none that steercap knows."""
+    """Return the kind of a file in a word, "" if steercap does not know it."""
     from steercap.files.base import read_tensors
 
     try:
@@ -281,7 +281,7 @@ def _kind(path: Path) -> str:
 
 
 def _tables_in(path: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """How many records the tables of a run have, of those that are there."""
+    """Return the number of records of each table of a run that exists."""
     files = {name: path / f"{name}.parquet" for name in names}
     return {name: f"{_records(file):,}" for name, file in files.items() if file.exists()}
 

@@ -1,4 +1,4 @@
-"""The engine that a command will start, so far as it is known before: what does not fit it is an error at once."""
+"""Checks against the engine that a command will start, made before it is started."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from steercap.engine.checkpoint import Checkpoint
     from steercap.steering.spec import SteeringSpec
 
-#: Sites whose rows are as wide as the residual stream, which config.json says.
+#: Sites whose rows are as wide as the residual stream, which config.json gives.
 STREAM = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm")
-#: Arguments of vLLM that change what config.json says.
+#: Arguments of vLLM that override config.json.
 OVERRIDES = ("hf_overrides", "hf_config_path")
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What is known of an engine before it is started.
+    """Facts about an engine that are known before it is started.
 
     Args:
-        model: of its config.json; layers and width are 0 where nothing is known, and nothing is checked then.
-        settings: of steercap's own.
+        model: checkpoint, from its config.json; with layers and width 0 if unknown, when nothing is checked.
+        settings: steercap's own settings.
     """
 
     model: Checkpoint
@@ -40,19 +40,19 @@ class Foreseen:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """The points that will be armed.
+        """Points that will be armed.
 
         Raises:
-            LayerOutOfRange: a layer that the model does not have.
+            LayerOutOfRange: the settings name a layer that the model does not have.
         """
         return self.settings.armed(self.model.layers)
 
     def check_capture(self, spec: CaptureSpec) -> None:
-        """Check that rows can be read where a spec wants them.
+        """Check that the rows of a capture spec can be captured.
 
         Raises:
-            UnknownName, LayerOutOfRange, PointNotArmed: they cannot.
-            InvalidSpec: no directions for a layer that is asked for.
+            UnknownName, LayerOutOfRange, PointNotArmed: they cannot be captured.
+            InvalidSpec: there are no directions for a layer that is asked for.
             InvalidVector: directions of another width than the rows.
         """
         if self.model.layers:
@@ -68,17 +68,17 @@ class Foreseen:
                 self.check_width(spec.project.width, "--project")
 
     def check_layers(self, layers: Iterable[int], site: str) -> None:
-        """Check that there is a tap at a site of some layers.
+        """Check that some layers have taps at a site.
 
         Raises:
-            UnknownName, LayerOutOfRange, PointNotArmed: there is none.
+            UnknownName, LayerOutOfRange, PointNotArmed: a tap is missing.
         """
         from steercap.core.spec import CaptureSpec
 
         self.check_capture(CaptureSpec(layers=tuple(layers), sites=site))
 
     def check_steering(self, spec: SteeringSpec | None) -> None:
-        """Check that edits fit.
+        """Check that the edits of a spec fit the model.
 
         Raises:
             The errors of `steercap.steering.lowering.lower`.
@@ -88,7 +88,7 @@ class Foreseen:
             from steercap.steering.lowering import lower
 
             if any(edit.site not in STREAM for edit in spec.of_rows()):
-                return  # how wide other rows are is known when the model is loaded
+                return  # the width of other rows is known only when the model is loaded
             schema = PointSchema((self.model.width,), self.model.dtype or "float32")
             lower(
                 spec,
@@ -99,10 +99,10 @@ class Foreseen:
             )
 
     def check_width(self, width: int, what: str) -> None:
-        """Check that vectors are as wide as rows.
+        """Check that vectors are as wide as rows of the residual stream.
 
         Raises:
-            InvalidVector: they are of another model.
+            InvalidVector: they have another width.
         """
         from steercap.errors import InvalidVector
 
@@ -114,10 +114,10 @@ class Foreseen:
 
 
 def foreseen(options: ModelOptions, **settings: Any) -> Foreseen:
-    """What is known of the engine of `opened`, called alike.
+    """Return the facts known about the engine that `opened` would start with the same arguments.
 
     Raises:
-        ModelNotLoaded: no such model on this machine, where it can only be on this machine.
+        ModelNotLoaded: the model can only be on this machine, and does not exist.
         InvalidSetting, UnknownName: settings that do not fit.
     """
     from steercap.config import Settings
@@ -135,10 +135,10 @@ def foreseen(options: ModelOptions, **settings: Any) -> Foreseen:
 
 
 def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: int = 1) -> None:
-    """Check that numbers of the sampling are some that vLLM takes.
+    """Check that vLLM accepts sampling parameters.
 
     Raises:
-        typer.BadParameter: one is not.
+        typer.BadParameter: a parameter is out of range.
     """
     if not math.isfinite(temperature) or temperature < 0:
         raise typer.BadParameter(f"{temperature}; give a finite number, 0 or above", param_hint="--temperature")

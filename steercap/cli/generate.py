@@ -1,4 +1,4 @@
-"""`steercap generate`: texts, steered or not, or both beside each other."""
+"""`steercap generate`: generated texts, with or without steering, or both side by side."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PANEL: Final = "Sampling"
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are drawn."""
+    """Sampling options."""
 
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=PANEL)] = 64
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.", rich_help_panel=PANEL)] = 0.0
@@ -39,10 +39,10 @@ class SamplingOptions:
     n: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.", rich_help_panel=PANEL)] = 1
 
     def params(self) -> dict[str, Any]:
-        """Fields of vLLM's SamplingParams.
+        """Return the fields of vLLM's SamplingParams.
 
         Raises:
-            typer.BadParameter: several answers that would all be the same, or a number that vLLM does not take.
+            typer.BadParameter: several answers that would be identical, or a number out of range.
         """
         check_sampling(temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens)
         if self.n > 1 and not self.temperature:
@@ -53,15 +53,15 @@ class SamplingOptions:
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One answer.
+    """Answer to a prompt.
 
     Args:
-        prompt: what was asked.
-        sample: which of several answers.
-        clean: the text without steering, None if it was not asked for.
-        steered: the text with it, None if there is none.
-        tokens: generated tokens of both.
-        rows_edited: rows that each edit touched, in the order of the spec; None without steering.
+        prompt: text of the prompt.
+        sample: number of the answer, from 0.
+        clean: text without steering, None if not asked for.
+        steered: text with steering, None without.
+        tokens: number of generated tokens of both.
+        rows_edited: number of rows that each edit touched, in the order of the spec; None without steering.
     """
 
     prompt: str
@@ -81,15 +81,15 @@ async def answer(
     steering: SteeringSpec | None = None,
     compare: bool = False,
 ) -> list[Answer]:
-    """Answer every prompt: clean, steered, or both from the same seed.
+    """Answer every prompt: without steering, with it, or both with the same seed.
 
     Args:
         model: an open model.
         prompts: texts and conversations.
         params: fields of vLLM's SamplingParams.
-        terminal: for the bars.
-        steering: what is changed.
-        compare: whether to answer without steering too.
+        terminal: terminal for the bars.
+        steering: edits, None for none.
+        compare: True to answer without steering too.
 
     Raises:
         The errors of `SteerModel.generate`.
@@ -119,7 +119,7 @@ async def answer(
 
 
 def table_of(answers: list[Answer]) -> Table:
-    """Answers, clean and steered side by side where both are there."""
+    """Return a table of answers, without and with steering side by side where both exist."""
     kinds = [kind for kind in ("clean", "steered") if any(getattr(one, kind) is not None for one in answers)]
     titles = {"clean": "answer" if len(kinds) == 1 else "clean", "steered": "steered"}
     table = Table(show_lines=True, expand=True)
@@ -133,16 +133,16 @@ def table_of(answers: list[Answer]) -> Table:
 
 
 def report(model: str, answers: list[Answer], out: Path | None, terminal: Terminal) -> None:
-    """Show the answers, and write them to a file if there is to be one.
+    """Show the answers, and write them to a file if one is given.
 
     Args:
-        model: what it was called.
+        model: name of the model.
         answers: all of them.
-        out: the file, as JSONL.
-        terminal: where they are shown.
+        out: path of a JSONL file, or None.
+        terminal: terminal to show them on.
 
     Raises:
-        OSError: the file cannot be written; all that was to be in it is on stdout.
+        OSError: the file cannot be written; its content was printed on stdout.
     """
     from steercap.files.base import write_whole
 

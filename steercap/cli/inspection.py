@@ -1,4 +1,4 @@
-"""`steercap inspect`: what a file is, without reading more of it than that takes."""
+"""`steercap inspect`: summary of a file or folder, read no further than needed."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from steercap.cli.terminal import Terminal
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
-#: Rows of a table of records that are shown.
+#: Maximum rows of a table of records that are shown.
 ROWS: Final = 5
-#: Letters of a value, and of the name or type of a column, in a table that is to fit into 80.
+#: Maximum characters of a value, and of a column's name or type, in a table for a terminal of 80 columns.
 CELL: Final = 28
 WIDEST: Final = 24
 
 
 def inspected(path: Path, *, verify: bool = False) -> tuple[dict[str, Any], list[RenderableType]]:
-    """What a file or a folder is: as a document, and as tables.
+    """Describe a file or a folder, as a document and as tables.
 
     Args:
         path: captures, steering, vectors, directions, a Parquet table, a GGUF control vector, or a `.pt`; or a folder,
             see `inspected_folder`.
-        verify: whether to read the files that a manifest lists, or a data set consists of.
+        verify: True to read the files that a manifest lists, or those of a data set.
 
     Raises:
         InvalidFile: it cannot be read, is none of these, or has no manifest to verify it by.
@@ -196,7 +196,7 @@ def _parquet(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     records = first.to_pylist() if first is not None else []
     columns = {field.name: str(field.type) for field in schema}
     table = Table(title=f"{path}: {file.metadata.num_rows:,} records", title_justify="left", expand=True)
-    # Names and types in full: what is cut is the values, of which --json has all.
+    # Names and types are shown in full; values are cut, and --json has all of them.
     types = {name: kind.replace("element: ", "") for name, kind in columns.items()}
     for title, words, style in (("column", columns, "cyan"), ("type", types.values(), "dim")):
         table.add_column(title, style=style, no_wrap=True, width=min(max(map(len, [title, *words])), WIDEST))
@@ -207,7 +207,7 @@ def _parquet(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 
 
 def _cell(value: Any) -> str:
-    """A value in few letters, on one line."""
+    """Return a value as short text on one line."""
     text = "''" if value == "" else " ".join(str(value).split())
     return text if len(text) <= CELL else f"{text[: CELL - 1]}…"
 

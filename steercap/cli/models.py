@@ -1,4 +1,4 @@
-"""`steercap models`: which architectures were proved, how exactly, and on what."""
+"""`steercap models`: list of the verified architectures, with their accuracy."""
 
 from __future__ import annotations
 

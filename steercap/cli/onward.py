@@ -1,4 +1,4 @@
-"""How to go on from a run of personas: the commands of the sweeps that say whether its vectors cause their traits."""
+"""Follow-up commands of a run of personas: sweeps that test whether its vectors cause their traits."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ if TYPE_CHECKING:
     from steercap.cli.engines import ModelOptions
     from steercap.lab.personas import PersonaResult, PersonaSettings
 
-#: Letters of a line of a command that is printed to be pasted.
+#: Maximum characters per line of a command that is printed for pasting.
 FOLD: Final = 94
 
 
 def sweeps_of(
     result: PersonaResult, settings: PersonaSettings, given: Mapping[str, str], model: ModelOptions
 ) -> list[str]:
-    """The command that goes on with each vector: at its best layer, on the trait's questions, which are written into
-    the run's folder.
+    """Return a sweep command for each vector: at its best layer, on the trait's questions.
+
+    The questions are written to the run's folder.
 
     Args:
-        result: of the run.
-        settings: of the run.
-        given: what the user called each trait, by its name: the same, or a file.
-        model: which model it was.
+        result: result of the run.
+        settings: settings of the run.
+        given: the user's name or file of each trait, by trait name.
+        model: options for the model of the run.
 
     Raises:
         OSError: the questions cannot be written.
@@ -41,7 +42,7 @@ def sweeps_of(
         questions = result.folder / "questions" / f"{trait.name}.jsonl"
         with write_whole(questions) as scratch:
             scratch.write_bytes(b"".join(msgspec.json.encode({"prompt": one}) + b"\n" for one in trait.questions))
-        # A scorer with arguments, such as a judge, cannot be named in a word.
+        # A scorer with arguments, such as a judge, has no short name.
         scorer = [] if settings.scorer_args or settings.scorer == "minilm" else [settings.scorer]
         words: dict[str, object] = {
             "--vectors": result.folder / "directions.safetensors",
@@ -59,7 +60,7 @@ def sweeps_of(
 
 
 def folded(command: str) -> str:
-    """A command on several lines, which a shell joins; options begin them, with their values beside them."""
+    """Fold a command into shell lines; each starts with an option, with its values on the same line."""
     parts: list[str] = []
     for word in shlex.split(command):
         if not parts or word.startswith("-"):

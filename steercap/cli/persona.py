@@ -1,4 +1,4 @@
-"""`steercap persona run|traits`: from the description of a trait to its vector. Roles are in cli/roles.py."""
+"""`steercap persona run|traits`: vectors of traits from their descriptions. Roles are in cli/roles.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCORING: Final = "Scoring"
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """How much is generated; what is left out is the paper's, or with --small a laptop's."""
+    """Options for sizes; those left out are the paper's, or with --small suitable for a laptop."""
 
     small: Annotated[
         bool,
@@ -62,7 +62,7 @@ class SizeOptions:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How answers are scored, and which are kept."""
+    """Options for scoring answers, and for selecting those to keep."""
 
     scorer: Annotated[
         str | None, typer.Option(help="minilm, keywords or judge; minilm if left out.", rich_help_panel=SCORING)
@@ -91,10 +91,10 @@ class ScoreOptions:
 
 
 def trait_of(text: str) -> str | Trait:
-    """A shipped trait by its name, or one from a YAML file.
+    """Return the name of a shipped trait, or load a trait from a YAML file.
 
     Raises:
-        InvalidFile: a path to something that holds no trait.
+        InvalidFile: the file holds no trait.
     """
     from steercap.lab.personas import load_trait
 
@@ -102,15 +102,15 @@ def trait_of(text: str) -> str | Trait:
 
 
 def is_file(text: str) -> bool:
-    """Whether a trait is one of the user's own, in a file."""
+    """Return whether a trait is given as a file."""
     return text.endswith((".yaml", ".yml"))
 
 
 def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **further: Any) -> PersonaSettings:
-    """The settings that the flags describe.
+    """Return the settings that the flags describe.
 
     Raises:
-        InvalidSetting, UnknownName: what `PersonaSettings` refuses.
+        InvalidSetting, UnknownName: `PersonaSettings` refuses the values.
     """
     from steercap.lab.personas import PersonaSettings
 
@@ -124,13 +124,13 @@ def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **f
 
 
 async def ran(model: SteerModel, settings: PersonaSettings, out: Path, terminal: Terminal) -> PersonaResult:
-    """Run the pipeline with a bar for every stage.
+    """Run the pipeline with a progress bar for every stage.
 
     Args:
         model: an open model.
-        settings: what is done.
-        out: the run's folder.
-        terminal: for the bars.
+        settings: settings of the run.
+        out: folder of the run.
+        terminal: terminal for the bars.
 
     Raises:
         The errors of `steercap.lab.personas.run`.
@@ -142,7 +142,7 @@ async def ran(model: SteerModel, settings: PersonaSettings, out: Path, terminal:
 
 
 class _Stages:
-    """Takes reports of progress, a bar for each stage that is heard of."""
+    """Progress callback with one bar per stage."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
@@ -155,7 +155,7 @@ class _Stages:
 
 
 def table_of(result: PersonaResult) -> Table:
-    """One row per trait: how many answers showed it, and how well its vector tells them apart."""
+    """Return a table with a row per trait: the number of answers that showed it, and its vector's AUC."""
     from steercap.lab.directions import chance_band
 
     table = Table(
@@ -184,13 +184,13 @@ def table_of(result: PersonaResult) -> Table:
 
 
 def left_out_of(result: PersonaResult) -> list[Table]:
-    """Why traits have no vector, if some have none."""
+    """Return a table of the reasons why traits have no vector; none if all have one."""
     reasons = {name: one.left_out for name, one in result.outcomes.items() if one.left_out}
     return [facts("left out", reasons)] if reasons else []
 
 
 def traits_table(found: Mapping[str, Trait]) -> Table:
-    """One row per trait."""
+    """Return a table with a row per trait."""
     table = Table()
     table.add_column("trait", style="cyan", no_wrap=True)
     table.add_column("description", ratio=1)
@@ -204,7 +204,7 @@ def traits_table(found: Mapping[str, Trait]) -> Table:
 
 
 def trait_facts(trait: Trait) -> Table:
-    """All of one trait."""
+    """Return a table of everything in one trait."""
     lists = {
         "shown by system prompts": trait.positive,
         "and its opposite by": trait.negative,
@@ -275,19 +275,19 @@ def _register_run(app: typer.Typer) -> None:
 
 
 def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Foreseen) -> None:
-    """Check that a run can be made.
+    """Check that a run is possible.
 
     Args:
-        settings: what is done.
-        layers: where rows are to be read.
-        out: its folder.
-        planned: the engine.
+        settings: settings of the run.
+        layers: layers to read rows at.
+        out: folder of the run.
+        planned: engine as far as it is known.
 
     Raises:
-        typer.BadParameter: a number of the sampling that vLLM does not take.
+        typer.BadParameter: a sampling parameter is out of range.
         MissingExtra: the extra "personas" is not installed.
         RunDiffers, InvalidFile: the folder holds another run.
-        UnknownName, LayerOutOfRange, PointNotArmed: rows cannot be read there.
+        UnknownName, LayerOutOfRange, PointNotArmed: rows cannot be captured there.
     """
     from steercap.core.spec import CaptureSpec
     from steercap.lab.personas.folder import check_same
@@ -306,17 +306,17 @@ def report(
     model: ModelOptions,
     terminal: Terminal,
 ) -> None:
-    """Show what a run gave, and how to go on: whether a vector causes its trait is what a sweep says.
+    """Show the result of a run, and the sweep commands that test whether its vectors cause their traits.
 
     Args:
-        result: of the run.
-        settings: of the run.
-        given: what the user called each trait, by its name: the same, or a file.
-        model: which model it was.
-        terminal: where it is shown.
+        result: result of the run.
+        settings: settings of the run.
+        given: the user's name or file of each trait, by trait name.
+        model: options for the model of the run.
+        terminal: terminal to show it on.
 
     Raises:
-        OSError: the questions cannot be written; all else has been shown.
+        OSError: the questions cannot be written; everything else has been shown.
     """
     failed = None
     try:
@@ -337,7 +337,7 @@ def report(
     )
     if commands and not terminal.json:
         terminal.write("\nWhether a vector causes its trait is what a sweep says, against random vectors:")
-        for command in commands:  # not by way of a table, which would break words: it is to be pasted
+        for command in commands:  # not in a table, which would break the lines: it is meant for pasting
             terminal.write(folded(command))
     if failed is not None:
         raise failed

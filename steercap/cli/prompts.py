@@ -15,7 +15,7 @@ import typer
 from steercap.errors import InvalidFile
 
 PANEL: Final = "Prompts"
-#: Of commands that read texts.
+#: Option of the commands that read texts.
 SpecialTokens: TypeAlias = Annotated[
     bool | None,
     typer.Option(
@@ -29,7 +29,7 @@ SpecialTokens: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """What the model is given."""
+    """Options for prompts."""
 
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts, or [cyan]-[/cyan].")] = None
     file: Annotated[
@@ -47,11 +47,11 @@ class PromptOptions:
     special_tokens: SpecialTokens = None
 
     def read(self) -> list[Prompt]:
-        """Every prompt, in order.
+        """Return every prompt, in order.
 
         Raises:
-            typer.BadParameter: there is none.
-            InvalidFile: a file that cannot be read, or a line that is not a prompt.
+            typer.BadParameter: there is no prompt.
+            InvalidFile: a file cannot be read, or a line is not a prompt.
         """
         given = [text for text in self.prompts or () if text != "-"]
         found = [Prompt(text) for text in given]
@@ -74,12 +74,12 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text that is gone on with, or a conversation that is answered.
+    """Text to be continued, or conversation to be answered.
 
     Args:
-        content: the text, or {"role", "content"} dicts.
-        special: whether it gets the tokenizer's special tokens; None is True of a text, with a warning if it has them,
-            and False of a conversation.
+        content: the text, or messages as dicts with "role" and "content".
+        special: True to add the tokenizer's special tokens; None means True for a text, with a warning if it has them,
+            and False for a conversation.
     """
 
     content: str | list[dict[str, str]]
@@ -87,7 +87,7 @@ class Prompt:
 
     @property
     def shown(self) -> str:
-        """What to call it: the text, or the last message."""
+        """Text to show for it: the text itself, or the last message."""
         return self.content if isinstance(self.content, str) else self.content[-1]["content"]
 
 
@@ -106,21 +106,21 @@ def _prompt(name: str, number: int, value: Any) -> Prompt:
 
 
 def records_of(name: str) -> Iterator[tuple[int, Any]]:
-    """The lines of a file that are not empty, with their numbers from 1; those of JSONL decoded.
+    """Iterate over the non-empty lines of a file, with their numbers from 1; lines of JSONL are decoded.
 
-    A file is JSONL if it is called so, and stdin if its first line is a JSON object.
+    A file is JSONL if its name ends in .jsonl, and stdin if its first line starts with a brace.
 
     Args:
-        name: the path, or "-" for stdin.
+        name: path of the file, or "-" for stdin.
 
     Raises:
-        InvalidFile: it cannot be read, holds nothing, or a line is not JSON.
+        InvalidFile: it cannot be read, is empty, or a line is not JSON.
     """
     try:
         text = _stdin() if name == "-" else Path(name).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidFile(f"{name} cannot be read as text: {error}") from error
-    # Not splitlines: U+2028, U+0085 and the like are letters of a line, in JSON too.
+    # Not splitlines: U+2028, U+0085 and the like are ordinary characters within a line, in JSON too.
     ends = ((number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1))
     lines = [(number, line) for number, line in ends if line.strip()]
     if not lines:
@@ -131,7 +131,7 @@ def records_of(name: str) -> Iterator[tuple[int, Any]]:
 
 
 def _stdin() -> str:
-    """All of stdin, a lone carriage return left where it is."""
+    """Read all of stdin; a lone carriage return is kept."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(newline="\n")
     if sys.stdin is None:

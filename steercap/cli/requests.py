@@ -1,4 +1,4 @@
-"""Many requests at once, with a bar that says how many are done, and few enough at a time that rows find room."""
+"""Runner of many requests, with a limit on those under way so that rows find room."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from steercap.requests.answers import RawOutput
     from steercap.steering.spec import SteeringSpec
 
-#: Requests under way: more than vLLM runs at once by default, so that its batch is full.
+#: Maximum requests under way: more than vLLM runs at once by default, so that its batch is full.
 UNDER_WAY: Final = 512
-#: The same of requests that capture, whose rows stay until they are written down.
+#: Maximum requests under way that capture, whose rows stay until they are written.
 CAPTURING: Final = 32
 
 
@@ -30,16 +30,16 @@ async def run_each(
     steering: SteeringSpec | None = None,
     capture: CaptureSpec | None = None,
 ) -> None:
-    """Run prompts, each as a request of its own, and hand over each as it ends.
+    """Run prompts as one request each, and pass each result on as the request ends.
 
     Args:
         model: an open model.
         prompts: texts and conversations.
-        params: fields of vLLM's SamplingParams, of which a pooling model has no use.
-        take: called with the number of the prompt, its RawOutput (None of a pooling model, which reads the prompt
-            alone), and a fetched handle if rows are kept, which is released afterwards.
-        steering: what is changed in all of them.
-        capture: what is kept of all of them; one sample each.
+        params: fields of vLLM's SamplingParams; unused by a pooling model.
+        take: called with the number of the prompt, its RawOutput (None for a pooling model, which only reads it),
+            and a fetched handle if rows are kept, which is released afterwards.
+        steering: edits of all requests.
+        capture: capture spec of all requests, with one sample each.
 
     Raises:
         The errors of `SteerModel.generate`, the first of them.
@@ -47,7 +47,7 @@ async def run_each(
     from steercap.lab.directions.extraction import ids_of
 
     texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str) and prompt.special is None]
-    ids_of(model.tokenizer, texts)  # which warns once of those that have special tokens already
+    ids_of(model.tokenizer, texts)  # warns once about texts that have special tokens already
 
     async def run(numbered: tuple[int, Prompt]) -> None:
         number, prompt = numbered

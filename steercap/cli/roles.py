@@ -30,7 +30,7 @@ SCORING: Final = "Scoring"
 
 @dataclass(frozen=True)
 class RoleOptions:
-    """Which roles, how much is generated, and which answers are kept."""
+    """Options for the roles, the amount of answers, and which answers are kept."""
 
     questions: Annotated[
         Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
@@ -78,10 +78,10 @@ class RoleOptions:
     ] = None
 
     def settings(self, path: Path | None, **further: Any) -> RoleSettings:
-        """The settings that the flags describe.
+        """Return the settings that the flags describe.
 
         Raises:
-            InvalidFile, UnknownName, InvalidSetting: what `load_roles` and `RoleSettings` refuse.
+            InvalidFile, UnknownName, InvalidSetting: `load_roles` or `RoleSettings` refuse the values.
         """
         from steercap.lab.personas.roles import RoleSettings
 
@@ -105,10 +105,10 @@ class RoleOptions:
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """A share of the roles from "0/2".
+    """Parse a share of the roles, such as "0/2".
 
     Raises:
-        typer.BadParameter: something else.
+        typer.BadParameter: the text is not of this form.
     """
     which, slash, count = text.partition("/")
     if not slash or not which.isdecimal() or not count.isdecimal() or not int(which) < int(count):
@@ -117,7 +117,7 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 class _Stages:
-    """Takes reports of progress, a bar for each stage."""
+    """Progress callback with one bar per stage."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars

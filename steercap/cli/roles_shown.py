@@ -1,4 +1,4 @@
-"""What a run over roles came to, as tables and for JSON."""
+"""Results of a run over roles, as tables and for JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:
-    """Roles and assistant along the axis, the assistant's end last."""
+    """Return a table of roles and assistant along the axis, the assistant's end last."""
     table = Table(
         title=f"along the assistant axis ({axis.how}), layer {layer}",
         title_justify="left",
@@ -29,7 +29,7 @@ def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:
 
 
 def by_layer(axis: AssistantAxis, found: Stability) -> Table:
-    """What is known of the axis at each layer, and how stable it is beside chance."""
+    """Return a table of the axis at each layer, with its stability beside chance."""
     shared = "questions" if found.over == "questions" else "roles and questions"
     table = Table(
         title=f"the axis ({axis.how}) by layer",
@@ -65,7 +65,7 @@ def by_layer(axis: AssistantAxis, found: Stability) -> Table:
 
 
 def document_of(axis: AssistantAxis, run: RoleRun) -> dict[str, Any]:
-    """The axis without its vectors, for JSON."""
+    """Return the axis without its vectors, for JSON."""
     return {
         "folder": str(run.folder),
         "model": axis.vectors.model,

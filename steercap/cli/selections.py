@@ -1,4 +1,4 @@
-"""Layers, sites and tokens as they are written in a shell."""
+"""Parsers of layers, sites and tokens given on the command line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def layers_of(text: str) -> Layers:
-    """Layers from "all", "8", "8,16,-1" or "4:20:2".
+    """Parse layers: "all", "8", "8,16,-1" or "4:20:2".
 
     Raises:
-        typer.BadParameter: something else.
+        typer.BadParameter: the text is not of this form.
     """
     if text.strip() == "all":
         return "all"
@@ -25,20 +25,20 @@ def layers_of(text: str) -> Layers:
 
 
 def tokens_of(text: str) -> Any:
-    """Tokens from a name, "3", "-5:", or several of these with commas between.
+    """Parse tokens: a name, "3", "-5:", or several of these separated by commas.
 
     Raises:
-        typer.BadParameter: something else.
+        typer.BadParameter: the text is not of this form.
     """
     found = [_tokens(part.strip(), text) for part in text.split(",")]
     return found[0] if len(found) == 1 else found
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """Names with commas between.
+    """Parse names separated by commas.
 
     Raises:
-        typer.BadParameter: none.
+        typer.BadParameter: there are none.
     """
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names:
@@ -47,10 +47,10 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def numbers_of(text: str) -> tuple[float, ...]:
-    """Numbers with commas between.
+    """Parse numbers separated by commas.
 
     Raises:
-        typer.BadParameter: something that is not a number.
+        typer.BadParameter: an entry is not a number.
     """
     try:
         return tuple(float(part) for part in text.split(","))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings
 
 KEPT: Final = "What is kept"
-#: Flags of vLLM's that change what a model's config.json says.
+#: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
 
 
@@ -114,7 +114,7 @@ def register(app: typer.Typer) -> None:
 
 
 def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
-    """The model and vLLM's flags: where flags alone stand behind --, the first of them is no model."""
+    """Split the positional arguments into the model and vLLM's flags; without a model, the default one is used."""
     given = list(flags or ())
     return (SMOLLM2, [model, *given]) if model.startswith("-") else (model, given)
 
@@ -122,18 +122,18 @@ def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
 def checked(
     settings: ServerSettings, model: str, flags: Sequence[str], engine_arg: Sequence[str] | None, **own: Any
 ) -> Names:
-    """Read what has names on a server, and check that it fits the model, so far as its config.json says.
+    """Read the server's named files and presets, and check them against the model's config.json as far as possible.
 
     Args:
-        settings: of the server.
-        model: name or path.
-        flags: of vLLM's, of which one may change what config.json says.
-        engine_arg: as of the command.
+        settings: settings of the server.
+        model: name or path of the model.
+        flags: flags of vLLM; if one overrides config.json, nothing is checked against it.
+        engine_arg: the command's --engine-arg values.
         **own: settings of SteerModel.
 
     Raises:
         InvalidSpec, InvalidFile: files or presets that cannot be used.
-        InvalidVector, LayerOutOfRange, PointNotArmed: they are of another model, or of what is not armed.
+        InvalidVector, LayerOutOfRange, PointNotArmed: they do not fit the model, or a point that is not armed.
     """
     from steercap.server.library import OPERATOR
     from steercap.server.server import Names
@@ -153,7 +153,7 @@ def checked(
 
 
 def uv_loops() -> Loops:
-    """uvloop's, in which vLLM's server runs too."""
+    """Return uvloop's event loop factory, which vLLM's server uses too."""
     with extra("cuda", "cpu"):
         import uvloop
 
@@ -161,10 +161,10 @@ def uv_loops() -> Loops:
 
 
 def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
-    """Names and values of NAME=VALUE.
+    """Parse texts of the form NAME=VALUE.
 
     Raises:
-        typer.BadParameter: something else.
+        typer.BadParameter: a text is not of this form.
     """
     found = []
     for text in texts:

@@ -1,4 +1,4 @@
-"""`--steer`: from a file, and what is to be done with it, to a SteeringSpec."""
+"""Conversion of `--steer` and the options beside it to a SteeringSpec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PANEL: Final = "Steering"
 
 @dataclass(frozen=True)
 class SteerOptions:
-    """What is changed, and where."""
+    """Options for steering."""
 
     steer: Annotated[
         Path | None,
@@ -56,11 +56,11 @@ class SteerOptions:
     ] = None
 
     def spec(self) -> SteeringSpec | None:
-        """The steering, None if there is none.
+        """Return the steering, None without --steer.
 
         Raises:
-            typer.BadParameter: options that need a file or vectors, and vectors without a layer.
-            InvalidFile, InvalidSpec: a file that holds something else, or a name or layer that it does not have.
+            typer.BadParameter: options that need a file or vectors, or vectors without a layer.
+            InvalidFile, InvalidSpec: the file holds other content, or lacks the name or layer.
         """
         said = [
             f"--{name.replace('_', '-')}"
@@ -104,7 +104,7 @@ class SteerOptions:
         )
 
     def _asked(self, text: str, known: list[int]) -> list[int]:
-        """Layers from --layer; a file may stop before the model's last layer, so nothing is counted from its end."""
+        """Parse --layer. Negative layers are refused, since a file may stop before the model's last layer."""
         from steercap.core.spec import resolve_layers
 
         layers = layers_of(text)
@@ -121,7 +121,7 @@ class SteerOptions:
 
 @dataclass(frozen=True)
 class SteerAlone(SteerOptions):
-    """The same where no other option selects tokens."""
+    """Steering options of commands where no other option selects tokens: `--tokens` works too."""
 
     steer_tokens: Annotated[
         str | None,
@@ -136,12 +136,12 @@ class SteerAlone(SteerOptions):
 
 
 def sites_of(spec: SteeringSpec | None) -> tuple[str, ...]:
-    """The sites that a spec edits, which must be armed."""
+    """Return the sites that a spec edits, which must be armed."""
     return tuple(dict.fromkeys(edit.site for edit in spec.of_rows())) if spec is not None else ()
 
 
 def base_of(base: int | None) -> Literal[0, 1] | None:
-    """A base that was checked to be 0, 1 or left out."""
+    """Return a base that was checked to be 0, 1 or left out, with its type narrowed."""
     assert base in {0, 1, None}
     return cast("Literal[0, 1] | None", base)
 

@@ -1,4 +1,4 @@
-"""`steercap sweep`: vectors at layers and scales, with their controls, from flags or a YAML file."""
+"""`steercap sweep`: answers steered by vectors at layers and scales, with controls, from flags or a YAML file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 async def swept(
     model: SteerModel, sweep: Sweep, measures: list[str | Measure], out: Path, terminal: Terminal
 ) -> SweepResults:
-    """Run a sweep with a bar; what was done before is done no more.
+    """Run a sweep with a progress bar, resuming earlier work.
 
     Args:
         model: an open model.
-        sweep: what is asked.
-        measures: of the answers.
+        sweep: sweep to run.
+        measures: measures of the answers.
         out: folder of answers, values and results.
-        terminal: for the bar.
+        terminal: terminal for the bar.
 
     Raises:
         The errors of `run_sweep`.
@@ -55,14 +55,14 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Fores
     """Check that a sweep can be run.
 
     Args:
-        sweep: what is asked.
-        measures: of the answers.
-        out: its folder.
-        planned: the engine.
+        sweep: sweep to run.
+        measures: measures of the answers.
+        out: folder of the sweep.
+        planned: engine as far as it is known.
 
     Raises:
         MissingExtra: the extra "experiments" or "plots" is not installed.
-        InvalidSpec: two measures of one name, or one called as a column of the table.
+        InvalidSpec: two measures have one name, or one has the name of another column of the table.
         RunDiffers, InvalidFile: the folder holds another sweep.
         PointNotArmed, InvalidVector: the vectors do not fit the model.
     """
@@ -78,7 +78,7 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Fores
 
 
 def _layers(text: str | None) -> list[int | list[int]] | None:
-    """Layers from "10,14", each alone, or "10,10+12+14", the last three at once."""
+    """Parse layers: "10,14" for each alone, "10,10+12+14" with the last three at once."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a sweep is told, by flags or a YAML file, and the sweep and measures that this means."""
+"""YAML file and flags of a sweep, and their conversion to a sweep and measures."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a YAML file of a sweep holds; see `steercap.lab.studies.sweeps.Sweep`. Flags say the same, and come first.
+    """Sweep in a YAML file; see `steercap.lab.studies.sweeps.Sweep`. Flags have the same names and override it.
 
     Args:
-        vectors: file of vectors or directions; a path from the folder of the YAML file.
-        names: which of its directions; all if left out.
-        base: of a `.pt`, the row of layer 0.
-        layers: each alone, or several at once: `[10, [10, 12, 14]]`.
-        scales: factors.
-        prompts: a file of prompts, or texts.
-        chat: whether prompts go through the chat template.
+        vectors: path of vectors or directions, relative to the folder of the YAML file.
+        names: names of the directions to use; all if left out.
+        base: row of layer 0 in a `.pt` file.
+        layers: layers, each alone, or several at once: `[10, [10, 12, 14]]`.
+        scales: factors of the vectors.
+        prompts: path of a file of prompts, or texts.
+        chat: True to apply the chat template to prompts.
         operations, relative, random, reversed, seed, samples: as for `Sweep`.
-        tokens: which are steered, as in the shell.
-        max_tokens, temperature: of the sampling.
-        measures: names in `MEASURES`; "score:evil" is the score of a trait, "score:evil:keywords" by another scorer; a
-            trait of one's own is a file, "score:mine.yaml", its path from the folder of the YAML file.
+        tokens: steered tokens, as in the shell.
+        max_tokens, temperature: sampling parameters.
+        measures: names in `MEASURES`; "score:evil" is the score of a trait, "score:evil:keywords" by another scorer;
+            for a trait in a file, "score:mine.yaml", its path relative to the folder of the YAML file.
     """
 
     vectors: str
@@ -60,11 +60,11 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
-    """The settings of a YAML file, if there is one, with what flags say in their place.
+    """Read the settings of a YAML file, if there is one; flags override them.
 
     Raises:
-        InvalidFile: no YAML, or a key that is unknown or does not fit.
-        typer.BadParameter: something that neither says.
+        InvalidFile: no valid YAML, or a key that is unknown or of the wrong type.
+        typer.BadParameter: a setting that is in neither.
     """
     with extra("experiments"):
         import yaml
@@ -94,11 +94,11 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
 
 
 def sweep_of(settings: SweepFile) -> Sweep:
-    """The sweep that settings describe.
+    """Create the sweep that settings describe.
 
     Raises:
-        InvalidFile: vectors or prompts that cannot be read.
-        InvalidSpec: what `Sweep` refuses.
+        InvalidFile: vectors or prompts cannot be read.
+        InvalidSpec: `Sweep` refuses its arguments.
     """
     from steercap.lab.studies.sweeps import Sweep
 
@@ -125,10 +125,10 @@ def sweep_of(settings: SweepFile) -> Sweep:
 
 
 def measures_in(text: str) -> tuple[str, ...]:
-    """Measures with commas between; the path of a trait's file may hold commas too.
+    """Parse measures separated by commas; the path of a trait's file may hold commas too.
 
     Raises:
-        typer.BadParameter: none.
+        typer.BadParameter: there are none.
     """
     from steercap.lab.studies.sweeps import MEASURES
 
@@ -139,11 +139,11 @@ def measures_in(text: str) -> tuple[str, ...]:
 
 
 def measure_of(text: str) -> str | Measure:
-    """A measure by name, or the score of a trait: "score:evil", "score:evil:keywords", "score:mine.yaml".
+    """Return a measure by name, or the score of a trait: "score:evil", "score:evil:keywords", "score:mine.yaml".
 
     Raises:
-        UnknownName: no such measure, trait or scorer.
-        InvalidFile: a YAML file that holds no trait.
+        UnknownName: there is no such measure, trait or scorer.
+        InvalidFile: the YAML file holds no trait.
         typer.BadParameter: a score without a trait.
     """
     from steercap.lab.measures.score import Score
@@ -163,13 +163,13 @@ def measure_of(text: str) -> str | Measure:
 
 
 def _scored(text: str) -> tuple[str, list[str]]:
-    """The trait of a score, and its scorer if one is named; a path may hold colons."""
+    """Split a score into its trait, and its scorer if one is named; a path may hold colons."""
     trait, colon, scorer = text.rpartition(":")
     return (trait, [scorer]) if colon and not is_file(text) else (text, [])
 
 
 def measure_from(folder: Path, measure: Any) -> Any:
-    """A measure of a YAML file; where its trait is a file, with its path from a folder."""
+    """Return a measure of a YAML file, with the path of a trait's file resolved against a folder."""
     if not isinstance(measure, str) or not measure.startswith("score:"):
         return measure
     trait, scorer = _scored(measure.removeprefix("score:"))

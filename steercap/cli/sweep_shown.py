@@ -1,4 +1,4 @@
-"""What came of a sweep: a table a measure, a JSON document, a picture a vector."""
+"""Results of a sweep: a table per measure, a JSON document, a picture per vector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def table_of(results: SweepResults, measure: str) -> Table:
-    """A row a vector and scale, beside its controls."""
+    """Return a table with a row per vector and scale, beside its controls."""
     effects = results.effects(measure)
     table = Table(
         title=measure,
@@ -51,7 +51,7 @@ def table_of(results: SweepResults, measure: str) -> Table:
 
 
 def document_of(results: SweepResults, out: Path) -> dict[str, Any]:
-    """Effects by measure, for JSON; NaN is null there."""
+    """Return the effects by measure, for JSON, with NaN as null."""
 
     def plain(effect: Effect) -> dict[str, Any]:
         turned: Mean | None = effect.turned
@@ -70,7 +70,7 @@ def document_of(results: SweepResults, out: Path) -> dict[str, Any]:
 
 
 def drawn(results: SweepResults, out: Path) -> list[Path]:
-    """A picture a vector, in the folder of the sweep."""
+    """Draw a picture per vector in the folder of the sweep; return the paths."""
     names = {name: "".join(letter if letter.isalnum() else "_" for letter in name) for name in results.sweep.vectors}
     return [results.plot(out / f"{safe}.png", vector=name) for name, safe in names.items()] if results.values else []
 
@@ -79,7 +79,7 @@ def report(results: SweepResults, out: Path, terminal: Terminal, *, plot: bool) 
     """Show the effects, and draw them.
 
     Raises:
-        OSError: a picture cannot be written; all else has been shown.
+        OSError: a picture cannot be written; everything else has been shown.
     """
     pictures, failed = [], None
     try:

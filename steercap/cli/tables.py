@@ -1,4 +1,4 @@
-"""Pieces of tables that several commands draw: bars, spans of layers, facts by name."""
+"""Parts of tables that several commands share: bars, spans of layers, facts by name."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from rich.text import Text
 if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
 
-#: Eighths of a cell.
+#: Bar segments of 0 to 8 eighths of a character cell.
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
-#: Cells of a bar.
+#: Width of a bar in cells.
 BAR: Final = 20
 
 
 def bar(share: float) -> Text:
-    """A bar for a share from 0 to 1."""
+    """Draw a bar for a share from 0 to 1."""
     eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
     return Text("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip(), style="cyan")
 
 
 def span(layers: Sequence[int]) -> str:
-    """Layers in few words: "0 to 29" or "8, 16"."""
+    """Describe layers briefly: "0 to 29" or "8, 16"."""
     whole = list(layers) == list(range(layers[0], layers[-1] + 1)) and len(layers) > 2
     return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
 
 
 def facts(title: str, known: Mapping[str, Any]) -> Table:
-    """Facts by name; those that are empty are left out."""
+    """Return a table of facts by name; empty ones are left out."""
     table = Table(
         title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
     )
@@ -43,7 +43,7 @@ def facts(title: str, known: Mapping[str, Any]) -> Table:
 
 
 def by_layer(directions: DirectionSet, name: str) -> Table:
-    """One direction, layer by layer: its length, its share of the rows' length, its AUC with a bar from chance to 1."""
+    """Return a table of one direction by layer: its norm, also as a share of the rows' norm, and its AUC with a bar."""
     from steercap.lab.directions.suggestion import suggested_layer
 
     vectors, known = directions[name], directions.provenance
@@ -69,7 +69,7 @@ def by_layer(directions: DirectionSet, name: str) -> Table:
 
 
 def advice(directions: DirectionSet, name: str) -> dict[str, str]:
-    """What the AUC of one direction can say, and which layer to begin with; nothing where no text was held out."""
+    """Describe the significance of one direction's AUC, and the suggested layer; empty without held-out texts."""
     from steercap.lab.directions.suggestion import runs_of, suggested_layer
 
     found = suggested_layer(directions, name)
@@ -87,13 +87,13 @@ def advice(directions: DirectionSet, name: str) -> dict[str, str]:
 
 
 def told_of(directions: DirectionSet, name: str) -> list[Table]:
-    """One direction by layer, and what its AUC can say."""
+    """Return tables of one direction by layer, and of the significance of its AUC."""
     said = advice(directions, name)
     return [by_layer(directions, name), *([facts("", said)] if said else [])]
 
 
 def suggestion_of(directions: DirectionSet, name: str) -> dict[str, Any] | None:
-    """The same for JSON, None where no text was held out."""
+    """Return the suggested layer of a direction for JSON, None without held-out texts."""
     from steercap.lab.directions.suggestion import suggested_layer
 
     found = suggested_layer(directions, name)
@@ -110,7 +110,7 @@ def suggestion_of(directions: DirectionSet, name: str) -> dict[str, Any] | None:
 
 
 def origin(directions: DirectionSet) -> dict[str, Any]:
-    """What is known of where directions come from, by words for people."""
+    """Return the provenance of directions as facts by name, for people to read."""
     known = directions.provenance
     counts = {name: f"{shown} texts that show it, {other} that do not" for name, (shown, other) in known.rows.items()}
     held = {name: f"{shown} and {other}" for name, (shown, other) in known.held_out.items() if shown or other}
@@ -129,7 +129,7 @@ def origin(directions: DirectionSet) -> dict[str, Any]:
 
 
 def document_of(directions: DirectionSet) -> dict[str, Any]:
-    """Directions without their numbers, for JSON."""
+    """Return directions without their numbers, for JSON."""
     known = directions.provenance
     return {
         "model": directions.model,
@@ -155,7 +155,7 @@ def document_of(directions: DirectionSet) -> dict[str, Any]:
 
 
 def cosines(directions: DirectionSet, layer: int) -> Table:
-    """Cosine of every two directions at a layer."""
+    """Return a table of the cosine of every two directions at a layer."""
     table = Table(title=f"cosines at layer {layer}", title_justify="left", title_style="bold")
     table.add_column("")
     for name in directions:

@@ -1,4 +1,4 @@
-"""Where a command writes: results on stdout, as tables or as one JSON document, all else on stderr."""
+"""Output of a command: results on stdout, as tables or as one JSON document, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PANEL: Final = "Output"
 
 @dataclass(frozen=True)
 class Output:
-    """What every command can be told about its output."""
+    """Output options of every command."""
 
     json: Annotated[
         bool,
@@ -53,7 +53,7 @@ class Output:
 
 
 class _Rate(ProgressColumn):
-    """Steps a second, of tasks that count any."""
+    """Progress column with steps per second."""
 
     def render(self, task: Task) -> Text:
         seconds = task.finished_time or task.elapsed
@@ -62,14 +62,14 @@ class _Rate(ProgressColumn):
 
 
 def _is_engines(error: Exception) -> bool:
-    """Whether the engine's log may say more of an error, or of one in a group."""
+    """Return whether the engine's log may explain an error, or one in a group."""
     if isinstance(error, ExceptionGroup):
         return any(map(_is_engines, error.exceptions))
     return isinstance(error, (EngineFailure, CaptureError, SteeringError))
 
 
 def _plain(value: object) -> object:
-    """What msgspec does not know, as something that it does."""
+    """Convert a value that msgspec cannot encode."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Path):
@@ -78,10 +78,10 @@ def _plain(value: object) -> object:
 
 
 class Terminal:
-    """The terminal of one command.
+    """Terminal of one command.
 
     Args:
-        output: what the user said about it.
+        output: output options.
     """
 
     def __init__(self, output: Output) -> None:
@@ -90,15 +90,15 @@ class Terminal:
         self.verbose = output.verbose
         self.out = Console(highlight=False)
         self.err = Console(stderr=True, highlight=False)
-        #: vLLM's log, if an engine failed.
+        #: Path of vLLM's log, if an engine failed.
         self.log: Path | None = None
 
     def show(self, document: Any, *tables: RenderableType) -> None:
         """Print the result: the document with --json, the tables without.
 
         Args:
-            document: what msgspec can encode.
-            tables: the same for people.
+            document: result that msgspec can encode.
+            tables: the result for people to read.
         """
         if self.json:
             self.write(msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode())
@@ -107,16 +107,16 @@ class Terminal:
             self.out.print(table)
 
     def write(self, line: str) -> None:
-        """A line on stdout as it is."""
+        """Write a line to stdout unchanged."""
         self.out.file.write(line + "\n")
         self.out.file.flush()
 
     def say(self, message: str) -> None:
-        """A remark on stderr."""
+        """Print a remark on stderr."""
         self.err.print(Text(message, style="dim"), soft_wrap=True)
 
     def fail(self, error: Exception) -> None:
-        """What went wrong, in one red line on stderr."""
+        """Print an error as one red line on stderr."""
         message = " ".join(str(error).split()) or type(error).__name__
         self.err.print(Text(f"{type(error).__name__}: {message}", style="red"), soft_wrap=True)
         if self.log is not None:
@@ -124,7 +124,7 @@ class Terminal:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Progress bars on stderr, with rates and the time that is left; a line now and then off a terminal."""
+        """Show progress bars on stderr, with rates and remaining time; without a terminal, a line now and then."""
         bar = Progress(
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description}"),
@@ -135,7 +135,7 @@ class Terminal:
             TimeRemainingColumn(),
             console=self.err,
             disable=not self.err.is_terminal,
-            redirect_stdout=False,  # what others print goes where `alone` sends it
+            redirect_stdout=False,  # output of others goes where `alone` redirects it
             redirect_stderr=False,
         )
         with bar, heartbeat(bar, self.err):
@@ -143,7 +143,7 @@ class Terminal:
 
     @contextmanager
     def status(self, message: str) -> Iterator[None]:
-        """What is being done on stderr, with the seconds that it has taken, as long as it takes."""
+        """Show a message with the elapsed time on stderr while the block runs."""
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         with Progress(
             *columns,
@@ -159,11 +159,11 @@ class Terminal:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While an engine runs, nobody but us writes to the terminal: all else goes to a log, kept if it fails.
+        """Redirect all output but ours to a log while an engine runs; the log is kept if the engine fails.
 
-        vLLM's processes, and libraries in C, write to file descriptors 1 and 2 whatever Python's streams are.
+        vLLM's processes, and libraries in C, write to file descriptors 1 and 2 regardless of Python's streams.
         """
-        with tempfile.TemporaryFile() as log:  # without a name, so that a command that is killed leaves none
+        with tempfile.TemporaryFile() as log:  # unnamed, so that a killed command leaves no file
             try:
                 with contextlib.ExitStack() as stack:
                     target = 2 if self.verbose else log.fileno()
@@ -177,9 +177,9 @@ class Terminal:
 
 
 def _kept(descriptor: int) -> Path:
-    """What is in a log without a name, in a file with one."""
+    """Copy an unnamed log to a named file; return its path."""
     kept, name = tempfile.mkstemp(prefix="steercap-vllm-", suffix=".log")
-    # Opened anew: whoever still writes to it shares the place of ours in it.
+    # Opened anew: processes that still write to it share the file position of our descriptor.
     with Path(f"/proc/self/fd/{descriptor}").open("rb") as log, os.fdopen(kept, "wb") as file:
         shutil.copyfileobj(log, file)
     return Path(name)
@@ -187,12 +187,12 @@ def _kept(descriptor: int) -> Path:
 
 @contextmanager
 def _diverted(stream: Any, number: int, console: Console, target: int) -> Iterator[None]:
-    """Our console goes on writing where the stream went; the file descriptor goes to `target`."""
+    """Redirect a file descriptor to `target`, while our console still writes to where the stream went."""
     try:
         real = stream.fileno() == number
     except (AttributeError, io.UnsupportedOperation):
         real = False
-    if not real:  # somebody has put a stream of their own in its place, which no other process writes to
+    if not real:  # the stream was replaced by one that no other process writes to
         yield
         return
     stream.flush()

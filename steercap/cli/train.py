@@ -1,4 +1,4 @@
-"""`steercap train`: an edit by gradient, from a file of examples."""
+"""`steercap train`: an edit trained by gradient descent on a file of examples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS: Final = "Steps"
 
 
 class Kind(enum.StrEnum):
-    """What an edit is that begins without vectors."""
+    """Kinds of edit that can be trained from scratch."""
 
     ADD = "add"
     LOW_RANK = "low_rank"
@@ -42,7 +42,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How training is to go; what is left out is `TrainingSettings`' own."""
+    """Options for training; those left out have the defaults of `TrainingSettings`."""
 
     steps: Annotated[int | None, typer.Option(min=1, help="Most steps; 200 if left out.", rich_help_panel=STEPS)] = None
     batch_size: Annotated[
@@ -64,16 +64,16 @@ class StepOptions:
     seed: Annotated[int | None, typer.Option(help="Of all that is drawn.", rich_help_panel=STEPS)] = None
 
     def said(self) -> dict[str, Any]:
-        """Those that are given."""
+        """Return the options that are given."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) -> AnyEdit:
-    """What training starts from: a kind at some layers, or the steering in a file.
+    """Return the edit to start from: a kind at some layers, or the steering in a file.
 
     Raises:
         typer.BadParameter: no layers for a kind, or layers for a file.
-        InvalidFile: a file that holds no steering.
+        InvalidFile: the file holds no steering.
     """
     from steercap.lab.training import TrainableAdd, TrainableLowRank
 
@@ -88,10 +88,10 @@ def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) 
 
 
 def steering_of(path: Path) -> SteeringSpec:
-    """The steering in a file.
+    """Load the steering in a file.
 
     Raises:
-        InvalidFile: it holds something else.
+        InvalidFile: it holds other content.
     """
     from steercap.steering.spec import SteeringSpec
 
@@ -102,7 +102,7 @@ def steering_of(path: Path) -> SteeringSpec:
 
 
 def dtype_of(text: str) -> Any:
-    """A dtype by its name.
+    """Return a floating-point dtype by its name.
 
     Raises:
         typer.BadParameter: there is none of this name.
@@ -117,7 +117,7 @@ def dtype_of(text: str) -> Any:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Under torchrun, processes work together within."""
+    """Join the process group of torchrun, if there is one, for the block."""
     import torch
     from torch import distributed
 
@@ -132,7 +132,7 @@ def together() -> Iterator[None]:
 
 
 def report(found: Mapping[str, Trained], terminal: Terminal) -> None:
-    """Show what has become of each trait."""
+    """Show the training result of each trait."""
     table = Table(title="held out", title_justify="left", title_style="bold")
     for title in ("trait", "loss before", "loss", "step", "norm"):
         table.add_column(title, justify="left" if title == "trait" else "right")

@@ -1,4 +1,4 @@
-"""`steercap vectors extract|show|convert`: directions made, looked at, and brought into other formats."""
+"""`steercap vectors extract|show|convert`: directions extracted from texts, shown, and converted to other formats."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
 
 
-#: What to do for another format, in words.
+#: Hint for other formats, for error messages.
 CONVERTED: Final = "; steercap vectors convert brings it into .gguf or .pt"
 
 
 class Bound(enum.StrEnum):
-    """What the caps of a capping experiment are."""
+    """Kinds of bound that the caps of a capping experiment can be."""
 
     HIGH = "high"
     LOW = "low"
 
 
 def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
-    """Texts of a file, and their groups if it says any.
+    """Read the texts of a file, and their groups if it gives any.
 
     Args:
-        path: a text a line; or JSONL of strings, {"text"} or {"prompt", "response"}, each with or without "group".
+        path: file with a text a line; or JSONL of strings, {"text"} or {"prompt", "response"}, optionally with "group".
 
     Raises:
-        InvalidFile: it cannot be read, a line is none of these, or some lines have a group and some have none.
+        InvalidFile: it cannot be read, a line has another form, or only some lines have a group.
     """
     from steercap.lab.directions.extraction import Exchange
 
@@ -75,11 +75,11 @@ def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
 
 @dataclass(frozen=True)
 class Texts:
-    """What a direction is found between.
+    """Texts to extract a direction from.
 
     Args:
-        positive, negative: texts that show something, and texts that do not.
-        groups, others: what each positive and each negative text belongs to, both None if that is not said.
+        positive, negative: texts that show a property, and texts that do not.
+        groups, others: group of each positive and each negative text, both None if not given.
     """
 
     positive: list[Text]
@@ -88,7 +88,7 @@ class Texts:
     others: list[str] | None
 
     def check(self, **how: Any) -> None:
-        """Check that a direction can be found between them.
+        """Check that a direction can be extracted from them.
 
         Args:
             **how: method, held_out and seed, as for `extract`.
@@ -103,10 +103,10 @@ class Texts:
 
 
 def texts_between(positive: Path, negative: Path) -> Texts:
-    """The texts of two files.
+    """Read the texts of two files.
 
     Raises:
-        InvalidFile: see `texts_in`; or one file has groups and the other has none.
+        InvalidFile: see `texts_in`; or only one file has groups.
     """
     (ours, groups), (theirs, others) = texts_in(positive), texts_in(negative)
     if (groups is None) != (others is None):
@@ -115,13 +115,13 @@ def texts_between(positive: Path, negative: Path) -> Texts:
 
 
 async def extract_from(model: SteerModel, texts: Texts, terminal: Terminal, *, name: str, **how: Any) -> DirectionSet:
-    """Find a direction between texts.
+    """Extract a direction from texts.
 
     Args:
         model: an open model.
-        texts: of two files.
-        terminal: for the bar.
-        name: what the direction means.
+        texts: texts of two files.
+        terminal: terminal for the bar.
+        name: meaning of the direction.
         **how: further arguments of `steercap.lab.directions.extract`.
 
     Raises:
@@ -207,13 +207,13 @@ def _register_extract(app: typer.Typer) -> None:
 
 
 def report(found: DirectionSet, name: str, out: Path, terminal: Terminal) -> None:
-    """Write a direction, and show it.
+    """Write a direction to a file, and show it.
 
     Args:
-        found: it alone.
-        name: of it.
-        out: the file.
-        terminal: where it is shown.
+        found: set with this direction alone.
+        name: name of the direction.
+        out: path of the file.
+        terminal: terminal to show it on.
 
     Raises:
         OSError: the file cannot be written; another one is named on stderr, or all numbers are on stdout.
@@ -258,7 +258,7 @@ def _register_show(app: typer.Typer) -> None:
         document, tables = document_of(found), [part for one in found for part in told_of(found, one)]
         if compare or layer is not None:
             at = found.layers[len(found.layers) // 2] if layer is None else layer
-            (at,) = found.at_layers([at]).layers  # an error that names the layers there are
+            (at,) = found.at_layers([at]).layers  # raises an error that names the layers that exist
             document["cosines"] = {"layer": at, "names": list(found), "values": found.cosines(at).tolist()}
             tables.append(cosines(found, at))
         terminal.show(document, *tables, facts("", origin(found)))

@@ -1,1 +1,1 @@
-"""The tap: one operator, registered once, with an implementation for each kind of device."""
+"""Kernels: the tap operator, registered once with an implementation per device, and the codecs of rows."""

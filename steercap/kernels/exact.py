@@ -1,4 +1,4 @@
-"""Products of matrices in float32 proper."""
+"""Float32 matrix products at full precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Products of matrices in float32 proper, and not in TF32 or bfloat16, whatever the process has set."""
+    """Compute float32 matrix products at full precision, not in TF32 or bfloat16, whatever the process has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

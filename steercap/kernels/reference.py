@@ -1,9 +1,9 @@
-"""The tap in PyTorch: what runs on CPU.
+"""The tap in PyTorch, as it runs on CPU.
 
-`testing.formula` says what is computed, one entry of one row at a time; here an entry is computed for all rows at once,
-and only what of it some row needs. Shape legend: n = tokens of the pass, padding included; captured = tokens whose rows
-are kept at this point; lines = lines of the arena; steered = tokens that are edited; entries = rank-one edits of one
-point, in order; replaced = columns of the step's table of replacements.
+`tests/support/formula.py` defines the result, one entry of one row at a time; here an entry is computed for all rows at
+once, and only the terms that some row needs. Shape legend: n = tokens of the pass, padding included; captured = tokens
+whose rows are kept at this point; lines = lines of the arena; steered = tokens that are edited; entries = rank-one
+edits of one point, in order; replaced = columns of the step's table of replacements.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from steercap.kernels.finite import edited_most, stray_rows
 class Column:
     """One entry of a point, the `n`-th of every slot: a number for each token of a step, or one for all of them.
 
-    What would change nothing is None, since most operations need little of the whole formula.
+    Fields whose terms would change nothing are None, since most operations need little of the whole formula.
 
     Args:
-        kinds: bits that occur in it; what does not occur is not computed.
+        kinds: bits of all tokens' kinds; terms of bits that do not occur are not computed.
         write: bank row of w.
         read: bank row of u.
-        used: whether the token's slot has such an entry; None if all have.
-        scope: bit of the token's mask that it asks for; None if every token is in its scope.
+        used: True where the token's slot has such an entry; None if all have.
+        scope: bit of the token's mask that activates the entry; None if every token is in its scope.
         replacement: column of the table of replacements.
         reads, relative, replaces, joined, measures, restores: bits of its kind; None if every token's slot has them.
-        bias, gain, offset, minus, low, high, floor, threshold: of f, see `core.program.Response`.
+        bias, gain, offset, minus, low, high, floor, threshold: parameters of f, see `core.program.Response`.
     """
 
     kinds: int
@@ -57,7 +57,7 @@ class Column:
     threshold: Float[torch.Tensor, " rows"] | None = None
 
     def active(self, masks: Int[torch.Tensor, " steered"]) -> Bool[torch.Tensor, " steered"] | None:
-        """The tokens it applies to; None for all."""
+        """Return a mask of the tokens that the entry applies to; None for all."""
         if self.scope is None:
             return self.used
         inside = ((masks >> self.scope) & 1).bool()
@@ -76,12 +76,12 @@ def edit_rows(
     Args:
         rows: float32 rows.
         program: the entries.
-        masks: scopes that hold each token.
+        masks: bits of the scopes that select each token.
         replacements: bank row that replaces the token's row, -1 for none.
         bank: float32 vectors.
 
     Returns:
-        How many entries were applied to each row.
+        The number of entries applied to each row.
     """
     applied = torch.zeros_like(masks)
     norm = before = rows
@@ -117,7 +117,7 @@ def _length(
     column: Column,
     bank: Float[torch.Tensor, "vectors width"],
 ) -> Float[torch.Tensor, " #steered"]:
-    """f(u·h + b) of one entry, for the rows it applies to and the others alike."""
+    """Compute f(u·h + b) of one entry for all rows, whether it applies to them or not."""
     length = column.offset
     if column.kinds & READS:
         read = rows
@@ -141,7 +141,7 @@ def _length(
 def _where(
     chosen: Bool[torch.Tensor, " rows"] | None, then: torch.Tensor, otherwise: torch.Tensor
 ) -> Float[torch.Tensor, " ..."]:
-    """`torch.where`, for a condition that may hold everywhere."""
+    """Apply `torch.where`, with None for a condition that holds everywhere."""
     return then if chosen is None else torch.where(chosen, then, otherwise)
 
 
@@ -152,7 +152,7 @@ def _both(
 
 
 def _norm(rows: Float[torch.Tensor, "steered width"]) -> Float[torch.Tensor, " steered"]:
-    """Norms of rows whose squares may be out of float32's range; NaN where an element is not finite."""
+    """Return norms of rows whose squares may be out of float32's range; NaN where an element is not finite."""
     greatest = rows.abs().amax(-1)
     unit = torch.where(greatest > 0, greatest, 1.0)
     norm: torch.Tensor = greatest * torch.linalg.vector_norm(rows / unit[:, None], dim=-1)
@@ -175,7 +175,7 @@ def edit_stream(  # noqa: PLR0917 -- the tables of a tap
     is not finite, or beyond `edited_most`, becomes zero, edited or not: nothing may be computed from it.
 
     Returns:
-        How many entries were applied to each row, and which rows became zero, None if none.
+        The number of entries applied to each row, and a mask of the rows that became zero, None if none did.
     """
     rows = hidden.index_select(0, tokens).float()
     if residual is not None:
@@ -199,7 +199,7 @@ def rows_at(
     residual: Float[torch.Tensor, "n width"] | None,
     tokens: Int[torch.Tensor, " captured"],
 ) -> Float[torch.Tensor, "captured width"]:
-    """The rows `hidden + residual` of `tokens`, rounded to the model's dtype as vLLM does; may share its memory."""
+    """Return the rows `hidden + residual` of `tokens`, rounded to the model's dtype as vLLM does; may share memory."""
     if len(tokens) == len(hidden):  # all of them, in their order
         return hidden if residual is None else hidden + residual
     if len(tokens) == 1:

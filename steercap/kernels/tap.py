@@ -1,8 +1,8 @@
 """The tap operator, `steercap::tap`: at one point, edit the rows that are steered and copy those that are kept.
 
-The operator takes tensors only, so that every layer traces to the same code; what it does is decided by the step's
+The operator takes tensors only, so that every layer traces to the same code; its effect is decided by the step's
 tables, whose addresses never change, never by Python that a compiled or replayed graph would skip. It declares that it
-mutates `hidden` and `residual`, since edits do, and so it is never eliminated as dead.
+mutates `hidden` and `residual`, as edits do, so the compiler never eliminates it as dead code.
 
 Shape legend: n = tokens of the pass, padding included; width = elements of a row at the point, or of the rank's shard.
 """
@@ -19,7 +19,7 @@ LIBRARY.define("tap(Tensor(a!) hidden, Tensor(b!)? residual, Tensor point, int k
 
 
 class Tappable(Protocol):
-    """What a tap uses: the tables of the worker in whose process it runs."""
+    """Tables that the taps of a worker process use."""
 
     def on_tap(
         self,
@@ -35,7 +35,7 @@ _bound: Tappable | None = None
 
 
 def bind(tables: Tappable | None) -> None:
-    """Let the taps of this process use `tables`; None makes them idle."""
+    """Set the tables that the taps of this process use; None makes the taps idle."""
     global _bound  # noqa: PLW0603 -- a compiled graph calls the operator with tensors alone
     _bound = tables
 
@@ -64,10 +64,10 @@ def tap(
 
     Args:
         hidden: the stream, or its undeferred part; edits change it in place.
-        residual: what is to be added to `hidden` to give the row, zero for a row that was edited; None when `hidden` is
+        residual: tensor to add to `hidden` to give the row, zero for a row that was edited; None when `hidden` is
             the row.
         point: index of the point, int32 [1], on the model's device.
-        kind: what its rows are, as the taps number that: the same for all layers of a site, or the site's layers would
+        kind: number of the kind of its rows: the same for all layers of a site, or the site's layers would
             not trace to the same code.
     """
     torch.ops.steercap.tap(hidden, residual, point, kind)

@@ -1,4 +1,4 @@
-"""Adding the rows of a pass to the reductions that run along with their requests, in Triton.
+"""Triton kernel that adds the rows of a pass to the running reductions of their requests.
 
 One program per request, point and stretch of the row. It adds the rows that were held for the request, then the rows of
 this pass in order, so that equal passes give equal sums; then it holds the newest rows.
@@ -15,15 +15,15 @@ from jaxtyping import Float, Int
 
 from steercap.kernels import bits
 
-#: Columns of an update, int32; behind them, for each slot, a slot to add, -1 for none; then the line that each holds.
+#: Columns of an update, int32; behind them, for each slot, a slot to add, -1 for none; then the line to hold in each.
 #: LINE is the first line of the first record, and a record is RECORD lines of the ring. Without a layout, nothing is
-#: read of the ring, and all points are meant.
+#: read from the ring, and all points are updated.
 UPDATE_COLUMNS: Final = 8
 ACCUMULATOR, KIND, FRESH, LAYOUT, RECORD, LINE, COUNT, DIVISOR = range(UPDATE_COLUMNS)
-#: Columns of a point, int32: its number, and where its row begins in an accumulator and in what is held, in elements.
+#: Columns of a point, int32: its number, and the start of its row in an accumulator and in a held row, in elements.
 POINT_COLUMNS: Final = 3
 NUMBER, SUM_AT, HELD_AT = range(POINT_COLUMNS)
-#: Elements of a row, and rows, that one program has in registers.
+#: Elements of a row, and rows, that one program holds in registers.
 BLOCK, TILE = 1024, 8
 
 _UPDATE_COLUMNS = tl.constexpr(UPDATE_COLUMNS)
@@ -52,7 +52,7 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one 
         count = tl.load(update + _COUNT)
         columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < WIDTH
-        # Rows begin at lines, of 16 elements at least: said, they are read and written 16 bytes at a time.
+        # Rows begin at lines, of 16 elements at least: with this hint, they are read and written 16 bytes at a time.
         target = sums + accumulator * sum_stride + tl.multiple_of(tl.load(own + _SUM_AT), 16) + columns
         kept = held + accumulator * SLOTS * held_stride + tl.multiple_of(tl.load(own + _HELD_AT), 16) + columns
         value = tl.load(target, mask=inside, other=0.0)
@@ -70,7 +70,7 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one 
                 newest = arena + (line + (count - 1).to(tl.int64) * record) * ARENA_LINE + columns
                 value = tl.load(newest, mask=inside, other=0.0).to(tl.float32)
         else:
-            # A sum over thousands of rows, with what each addition loses added at the next one.
+            # A sum over thousands of rows, compensated: the rounding error of each addition is added at the next one.
             part = tl.zeros_like(value)
             lost = tl.zeros_like(value)
             for start in range(0, count, TILE):
@@ -102,7 +102,7 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one 
 
 @triton.jit
 def _joined(value, row, kind):  # type: ignore[no-untyped-def]
-    """An accumulator with one row more."""
+    """Combine an accumulator with one more row."""
     if kind == _MAX:
         joined = tl.maximum(value, row, propagate_nan=tl.PropagateNan.ALL)
     elif kind == _LAST:
@@ -121,16 +121,16 @@ def launch_accumulate(
     held: Float[torch.Tensor, "accumulators slots held_elements"],
     arena: Float[torch.Tensor, "lines line"],
 ) -> None:
-    """Carry out the updates of a pass at points whose rows are alike.
+    """Apply the updates of a pass at points with equal schemas.
 
     Args:
-        updates: one per request, int32; see `ACCUMULATOR` and what follows.
-        points: these points, int32; see `NUMBER` and what follows.
-        width: elements of their rows.
+        updates: updates, one per request, int32; columns from `ACCUMULATOR` on.
+        points: the points, int32; columns from `NUMBER` on.
+        width: elements of a row.
         layouts: line of each point in a record, -1 where it is not kept: int32.
         sums: the accumulators, float32.
         held: the rows held apart, in the dtype of the points.
-        arena: the rows of the pass, in the dtype of the points.
+        arena: the ring with the rows of the pass, in the dtype of the points.
     """
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (len(updates), len(points), triton.cdiv(width, block))

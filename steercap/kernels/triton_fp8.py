@@ -1,8 +1,8 @@
 """Eight-bit floating point on CUDA: rows of the ring as e4m3 codes behind their scale.
 
-One program per row. The formula is that of `encodings.fp8`; the bits of e4m3 are put together as integers, which every
-device can. Shape legend: records = tokens of a pass of one layout; points = points of it whose rows are alike; line =
-elements of a line of the ring.
+One program per row. The formula is that of `kernels.codecs.fp8`; the bits of e4m3 are assembled as integers, which
+every device supports. Shape legend: records = tokens of a pass of one layout; points = its points with equal schemas;
+line = elements of a line of the ring.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ def launch_fp8(
     points: Int[torch.Tensor, "points 2"],
     width: int,
 ) -> None:
-    """Write the codes of records of rows into lines of the ring; arguments are those of `launch_full8`."""
+    """Encode rows of the ring, and write the codes to other lines of it; arguments are those of `launch_full8`."""
     block = triton.next_power_of_2(width)
     launch_rows(_fp8_kernel, rows, ring, records, points, width=width, block=block, BLOCK=block)

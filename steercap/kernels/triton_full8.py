@@ -1,7 +1,7 @@
 """Eight bits per element on CUDA: rows of the ring as codes behind their scale and zero point.
 
-One program per row. The formula is that of `encodings.full8`, or of `encodings.calibrated8`.
-Shape legend: records = tokens of a pass of one layout; points = points of it whose rows are alike; line = elements of a
+One program per row. The formula is that of `kernels.codecs.full8`, or of `kernels.codecs.calibrated8`.
+Shape legend: records = tokens of a pass of one layout; points = its points with equal schemas; line = elements of a
 line of the ring.
 """
 
@@ -57,16 +57,16 @@ def launch_full8(
     bank: Float[torch.Tensor, "vectors width"] | None = None,
     bank_rows: Int[torch.Tensor, "points 2"] | None = None,
 ) -> None:
-    """Write the codes of records of rows into lines of the ring.
+    """Encode rows of the ring, and write the codes to other lines of it.
 
     Args:
         rows: the ring, in the dtype of the points.
         ring: the ring, as bytes.
-        records: first line of each record, and of what is stored of it, int64.
-        points: line of each point's row in a record, and byte of its codes in what is stored, int64.
+        records: first line of each raw record, and of its stored record, int64.
+        points: line of each point's row in a raw record, and byte of its codes in a stored record, int64.
         width: elements of a row.
-        bank: of rows that are calibrated, float32 vectors, a view of rows that may be wider.
-        bank_rows: which of them are the centre and the reach of each point, int64.
+        bank: float32 vectors of calibrated rows, a view that may be narrower than the bank; None without calibration.
+        bank_rows: bank rows of the centre and the reach of each point, int64.
     """
     block, calibrated = triton.next_power_of_2(width), bank is not None
     more: dict[str, Any] = {"bank": bank if calibrated else rows, "bank_rows": bank_rows if calibrated else records}

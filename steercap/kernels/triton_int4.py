@@ -1,7 +1,7 @@
 """Four bits per element on CUDA: rows of the ring as codes behind the scales and zero points of their groups.
 
-One program per row. The formula is that of `encodings.int4`. Shape legend: records = tokens of a pass of one layout;
-points = points of it whose rows are alike; line = elements of a line of the ring.
+One program per row. The formula is that of `kernels.codecs.int4`. Shape legend: records = tokens of a pass of one
+layout; points = its points with equal schemas; line = elements of a line of the ring.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _int4_kernel(  # type: ignore[no-untyped-def]
     lift = lift_of(tl.maximum(tl.abs(least), tl.abs(most)))
     code = nearest(steps_from(row, least[:, None], scale[:, None], lift[:, None]))
     code = tl.where(finite[:, None] & inside, tl.minimum(tl.maximum(code, 0.0), _STEPS), 0.0).to(tl.int32)
-    # The later of two elements in the upper half of their byte.
+    # The later of two elements goes in the upper half of their byte.
     places = 1 + 15 * tl.arange(0, 2)
     packed = tl.sum(tl.reshape(code, (BLOCK_GROUPS, _GROUP // 2, 2)) * places[None, None, :], 2)
     bytes_ = groups[:, None] * (_GROUP // 2) + tl.arange(0, _GROUP // 2)[None, :]
@@ -54,6 +54,6 @@ def launch_int4(
     points: Int[torch.Tensor, "points 2"],
     width: int,
 ) -> None:
-    """Write the codes of records of rows into lines of the ring; arguments are those of `launch_full8`."""
+    """Encode rows of the ring, and write the codes to other lines of it; arguments are those of `launch_full8`."""
     groups = triton.next_power_of_2(triton.cdiv(width, GROUP))
     launch_rows(_int4_kernel, rows, ring, records, points, width=width, block=groups * GROUP, BLOCK_GROUPS=groups)

@@ -1,7 +1,7 @@
-"""Projections on CUDA: what rows of the ring are along the directions of their point.
+"""Projections on CUDA: scalar products of rows of the ring with the directions of their point.
 
 One program per row; in a large pass a few rows of one point, which then share each direction. Shape legend: records =
-tokens of a pass of one layout; points = points of it whose rows are alike; width = elements of a row; line = elements
+tokens of a pass of one layout; points = its points with equal schemas; width = elements of a row; line = elements
 of a line of the ring.
 """
 
@@ -14,10 +14,10 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
 
-#: In passes of more records than this, a program takes TOGETHER of them.
+#: In passes of more records than this, a program handles TOGETHER of them.
 LARGE: Final = 512
 TOGETHER: Final = 4
-#: Elements of rows that one warp has in registers, 32 threads of 64.
+#: Elements of rows that one warp holds in registers, 32 threads of 64.
 WARP_ELEMENTS: Final = 2048
 
 
@@ -53,16 +53,16 @@ def launch_project(
     bank: Float[torch.Tensor, "vectors width"],
     bank_rows: Int[torch.Tensor, "points directions"],
 ) -> None:
-    """Write what records of rows are along their directions into lines of the ring.
+    """Project rows of the ring on their point's directions, and write the results to other lines of the ring.
 
     Args:
         rows: the ring, in the dtype of the points.
         results: the ring, as float32.
-        records: first line of each record, and of what is stored of it, int64.
-        points: line of each point's row in a record, and byte of its numbers in what is stored, int64.
+        records: first line of each raw record, and of its stored record, int64.
+        points: line of each point's row in a raw record, and byte of its numbers in a stored record, int64.
         width: elements of a row.
-        bank: float32 vectors, a view of rows that may be wider.
-        bank_rows: rows of the bank, int64.
+        bank: float32 vectors, a view that may be narrower than the bank.
+        bank_rows: bank rows of each point's directions, int64.
     """
     count, directions = len(records), bank_rows.shape[1]
     together = TOGETHER if count > LARGE else 1

@@ -1,9 +1,9 @@
 """Random projections on CUDA: rows of the ring times a matrix of signs, as codes behind the scales of their groups.
 
 A program takes a tile of rows of one point, and a group of their numbers: a matrix product in the rows' own dtype, in
-which 1 and -1 are exact, added up in float32. The formula is that of `encodings.random_projection`. Shape legend:
-records = tokens of a pass of one layout; points = points of it whose rows are alike; line = elements of a line of the
-ring; k = numbers of a row.
+which 1 and -1 are exact, added up in float32. The formula is that of `kernels.codecs.random_projection`. Shape
+legend: records = tokens of a pass of one layout; points = its points with equal schemas; line = elements of a line of
+the ring; k = numbers of a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from steercap.kernels.bits import GROUP
 from steercap.kernels.triton_uniform import all_finite, lift_of, nearest, step_of, steps_from
 
-#: Rows of a tile, for passes of few records and of many; and elements of a row at a time, by bytes of one.
+#: Rows of a tile, for passes of few records and of many; and elements of a row at a time, by bytes of an element.
 FEW, MANY = 16, 64
 DEPTHS: Final = {2: 64, 4: 32}
 
@@ -70,14 +70,14 @@ def launch_rp(
     matrix: Float[torch.Tensor, "k width"],
     steps: int,
 ) -> None:
-    """Write the codes of records of rows into lines of the ring.
+    """Project and encode rows of the ring, and write the codes to other lines of it.
 
     Args:
         rows: the ring, in the dtype of the points.
         codes: the ring, as codes: int8 or int16.
         records, points: as for `launch_full8`.
         matrix: the signs, in the dtype of the points, contiguous.
-        steps: the greatest code.
+        steps: greatest code.
     """
     k, width = matrix.shape
     tile = FEW if len(records) <= FEW else MANY

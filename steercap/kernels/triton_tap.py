@@ -1,10 +1,10 @@
-"""The tap in Triton: what runs on CUDA, in eager mode, under torch.compile and inside CUDA graphs.
+"""The tap in Triton, as it runs on CUDA: in eager mode, under torch.compile and inside CUDA graphs.
 
-One program per token, or per few tokens: it reads what its tokens are to have, and is done if that is nothing.
-Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the arena. All it
-depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
+One program per token, or per few tokens: it reads its tokens' entries in the tables, and ends if there is no work.
+Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the arena. All
+inputs are tables at fixed addresses, so a replayed graph does what the step asks.
 
-`kernels.reference` says the same in PyTorch; the tests hold the two against each other.
+`kernels.reference` does the same in PyTorch; the tests compare the two.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jaxtyping import Float, Int
 from steercap.kernels import bits
 from steercap.kernels.finite import edited_most, overflows_later
 
-#: Columns of the table of a step's tokens, int32; -1 says there is none.
+#: Columns of the table of a step's tokens, int32; -1 where a token has no such thing.
 TOKEN_COLUMNS: Final = 8
 SLOT, MASK, LINE, LAYOUT, BEFORE, REPLACED, WITNESS = range(7)
-#: Columns of an entry's integers; its eight floats are a table of their own.
+#: Integer columns of an entry; its eight floats are a table of their own.
 ENTRY_COLUMNS: Final = 8
 KIND, SCOPE, WRITE, READ, REPLACEMENT = range(5)
 #: Floats of an entry: `core.program.RESPONSE_NUMBERS`.
 RESPONSE_COLUMNS: Final = 8
-#: What the witness of a token says: the id and the position the model read, its edits and its copies.
+#: Columns of a token's witness: the id and position that the model read, the evidence of its edits and its copies.
 WITNESS_COLUMNS: Final = 4
 
 _TOKEN_COLUMNS = tl.constexpr(TOKEN_COLUMNS)
@@ -46,7 +46,7 @@ _READS, _RELATIVE, _REPLACES = tl.constexpr(bits.READS), tl.constexpr(bits.RELAT
 _HOLE = tl.constexpr(bits.HOLE)
 _JOINED, _LEADS = tl.constexpr(bits.JOINED), tl.constexpr(bits.LEADS)
 _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
-#: The tables stay in the cache that a layer's weights stream through.
+#: Cache policy that keeps the tables in the cache while a layer's weights stream through it.
 _STAY = tl.constexpr("evict_last")
 
 
@@ -62,7 +62,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     A line of the arena has `LINE` elements, a row of the bank `BANK`.
 
     With `EARLY` it is launched while the kernel before it still runs. The tables were written before that one began, so
-    all that comes from them is read while it ends; the stream is touched after that, and no program leaves before.
+    they are read while it ends; the stream is touched after that, and no program leaves before.
     """
     first = tl.program_id(0) * TOKENS
     some = first + tl.arange(0, TOKENS)
@@ -90,13 +90,13 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
 ):  # fmt: skip
     """Edit and copy the row of one token at one point.
 
-    With `LOOK` the rows of edited tokens are looked at where they are not edited too; see `kernels.finite`.
+    With `LOOK` the rows of edited tokens are checked at points without edits too; see `kernels.finite`.
     """
     asked = tokens + token * _TOKEN_COLUMNS
     known = token < num_tokens
     slot = tl.load(asked + _SLOT, mask=known, other=-1, eviction_policy=_STAY)
     line = tl.load(asked + _LINE, mask=known, other=-1, eviction_policy=_STAY)
-    # Together, since each takes as long as all of them.
+    # Loaded together, since each load takes as long as all of them.
     layout = tl.load(asked + _LAYOUT, mask=known, other=-1, eviction_policy=_STAY)
     scopes = tl.load(asked + _MASK, mask=known, other=0, eviction_policy=_STAY)
     before = tl.load(asked + _BEFORE, mask=known, other=-1, eviction_policy=_STAY)
@@ -116,7 +116,7 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
     deferred = residual + token.to(tl.int64) * residual_stride + columns
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    # The row, in case it is wanted at this point, while what the tables say is still on its way.
+    # Load the row, in case it is wanted at this point, while the loads from the tables are still under way.
     some = columns < tl.where(tl.maximum(slot, line) >= 0, WIDTH, 0)
     first_part = tl.load(stream, mask=some, other=0.0)
     other_part = first_part
@@ -161,7 +161,7 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
 
 @triton.jit
 def _weight(point):  # type: ignore[no-untyped-def]
-    """See `bits.weight`."""
+    """Return the weight of a point, see `kernels.bits.weight`."""
     mixed = (point + 1) * _SPREAD % _PRIME
     for _ in tl.static_range(_ROUNDS):
         mixed = (mixed ^ (mixed >> _FOLD)) * _MIX % _PRIME
@@ -170,7 +170,7 @@ def _weight(point):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _norm(row):  # type: ignore[no-untyped-def]
-    """The norm of a row whose squares may be out of float32's range; NaN if an element is not finite."""
+    """Return the norm of a row whose squares may be out of float32's range; NaN if an element is not finite."""
     greatest = tl.max(tl.abs(row), 0)
     part = row / tl.where(greatest > 0, greatest, 1.0)
     return greatest * tl.sqrt(tl.sum(part * part, 0))
@@ -178,7 +178,7 @@ def _norm(row):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _copy(row, target, inside, evidence, at):  # type: ignore[no-untyped-def]
-    """Copy a row, and say if it is not finite."""
+    """Copy a row, and record its point if it is not finite."""
     rounded = row.to(target.dtype.element_ty)
     tl.store(target, rounded, mask=inside)
     if tl.max(tl.where(tl.abs(rounded.to(tl.float32)) < float("inf"), 0, 1), 0) > 0:
@@ -187,7 +187,7 @@ def _copy(row, target, inside, evidence, at):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tell_stray(evidence, at):  # type: ignore[no-untyped-def]
-    """Name a point whose row is not finite, if none before it was."""
+    """Record a point whose row is not finite, unless an earlier one was recorded."""
     if tl.load(evidence) < _STRAY:
         tl.atomic_add(evidence, (at.to(tl.int64) + 1) * _STRAY, sem="relaxed")
 
@@ -197,11 +197,11 @@ def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolle
     row, columns, inside, scopes, replaced, count, kind, scope, write, constant,
     entries, responses, bank, replacements, WIDTH: tl.constexpr, BANK: tl.constexpr,
 ):  # fmt: skip
-    """The entries of one point, in order; returns the row and how many were applied.
+    """Apply the entries of one point, in order; return the row and the number of entries applied.
 
-    What the first entry is comes with the call, what the next one is gets read while this one is applied.
+    The first entry is passed in; the next one is loaded while the current one is applied.
     """
-    # What joined entries read. Not `row` itself: Triton takes one value under two names for a name that never changes.
+    # The row that joined entries read. Not `row` itself: Triton treats a second name of one value as constant.
     start = tl.zeros_like(row)
     norm = 0.0
     applied = count * 0
@@ -264,7 +264,7 @@ def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolle
 def _close_kernel(  # type: ignore[no-untyped-def]
     tokens, evidence, witness, token_ids, positions, first, count, BLOCK: tl.constexpr
 ):
-    """Say what became of each token of a pass, and make the tables idle."""
+    """Write the witness of each token of a pass, and make the tables idle."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < count
     asked = tokens + token * _TOKEN_COLUMNS
@@ -300,15 +300,15 @@ def launch_tap(
     Args:
         hidden, residual: the stream; edited rows are written to `hidden` whole, and their `residual` becomes zero.
         point: index of the point among this rank's, int32 [1].
-        tokens: what each token is to have, int32; see `SLOT` and what follows.
-        counts: entries of each slot at each point, int32.
-        entries: their integers, int32; see `KIND` and what follows.
-        responses: their floats, in the order of `core.program.RESPONSE_NUMBERS`.
-        bank: float32 vectors, a view of rows that may be wider.
+        tokens: instructions for each token, int32; columns from `SLOT` on.
+        counts: number of entries of each slot at each point, int32.
+        entries: integers of the entries, int32; columns from `KIND` on.
+        responses: floats of the entries, in the order of `core.program.RESPONSE_NUMBERS`.
+        bank: float32 vectors, a view that may be narrower than the bank.
         replacements: bank row that each replacement puts in place of a token's row, -1 for none: int32.
-        arena: where rows are copied to, rounded to its dtype: lines of `LINE_BYTES`.
+        arena: memory to copy rows to, rounded to its dtype: lines of `LINE_BYTES`.
         layouts: line of each point in a record, -1 where it is not kept: int32.
-        evidence: what was done to each token, int64: edits and copies, added up; see `bits.weight`.
+        evidence: evidence of each token's edits and copies, int64; see `kernels.bits.weight`.
     """
     num_tokens, width = hidden.shape
     block = triton.next_power_of_2(width)
@@ -325,9 +325,9 @@ def launch_tap(
     )  # fmt: skip
 
 
-#: Elements of a row that 32 threads hold in registers.
+#: Elements of a row that one warp of 32 threads holds in registers.
 WARP_ELEMENTS: Final = 512
-#: The tokens that a CUDA graph holds at most by vLLM's default, and the tokens of one program in passes of more.
+#: Maximum tokens of a CUDA graph by vLLM's default; and tokens of one program in passes of more.
 MANY_TOKENS: Final = 512
 TOGETHER: Final = 8
 
@@ -338,7 +338,7 @@ def _warps(block: int) -> int:
 
 @functools.cache
 def _can_be_early() -> bool:
-    """Whether the device can launch a kernel while the one before it runs, and a kernel can wait for that one."""
+    """Return whether the device supports launching a kernel early, before the previous one ends (compute 9.0)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -355,10 +355,10 @@ def launch_close(
 
     Args:
         tokens, evidence: as for `launch_tap`.
-        witness: of each token, the id and the position the model read, its edits and its copies: int64; on the device
-            or of pinned memory of the host.
-        token_ids, positions: what the model reads.
-        first: row of `witness` of the first token that has one.
+        witness: per token, the id and position that the model read, and the evidence of its edits and copies: int64;
+            on the device or in pinned host memory.
+        token_ids, positions: the model's inputs.
+        first: row of `witness` that the first token is written to.
         count: tokens of the pass, padding not counted.
     """
     block = 128

@@ -1,8 +1,8 @@
-"""The greatest elements on CUDA: rows of the ring as indices and codes behind their scale, zero point, least magnitude.
+"""Greatest elements on CUDA: rows of the ring as indices and codes behind their scale, zero point, least magnitude.
 
-One program per row. The formula is that of `encodings.topk8`. The magnitude of the last element kept is found bit by
-bit, by counting: the bits of positive floats order as the floats do. Shape legend: records = tokens of a pass of one
-layout; points = points of it whose rows are alike; line = elements of a line of the ring.
+One program per row. The formula is that of `kernels.codecs.topk8`. The magnitude of the last element kept is found bit
+by bit, by counting: the bits of positive floats order as the floats do. Shape legend: records = tokens of a pass of
+one layout; points = its points with equal schemas; line = elements of a line of the ring.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from steercap.kernels.bits import FULL8_STEPS, TOPK8_HEAD
 from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, nearest, step_of, steps_from
 
 _HEAD, _STEPS = tl.constexpr(TOPK8_HEAD), tl.constexpr(FULL8_STEPS)
-#: Bits at the end of a float32 that are zero in every number of a dtype.
+#: Low bits of a float32 that are zero in every number of a dtype.
 IDLE_BITS: Final = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
@@ -64,11 +64,11 @@ def launch_topk8(
     width: int,
     kept: int,
 ) -> None:
-    """Write the codes of records of rows into lines of the ring.
+    """Encode rows of the ring, and write the codes to other lines of it.
 
     Args:
         rows, ring, records, points, width: as for `launch_full8`.
-        kept: elements of each row.
+        kept: number of elements kept of each row.
     """
     block = triton.next_power_of_2(width)
     indices, idle = ring.view(torch.uint16), IDLE_BITS[rows.dtype]

@@ -1,6 +1,6 @@
-"""Uniform quantisation on CUDA: the arithmetic that the kernels of codecs have in common, that of `encodings.uniform`.
+"""Uniform quantisation on CUDA: the arithmetic that the codecs' kernels share, that of `kernels.codecs.uniform`.
 
-Scales and values are tensors of any shape; `axis` is what a scale covers.
+Scales and values are tensors of any shape; `axis` is the one that a scale covers.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-#: Elements of a row that one warp has in registers.
+#: Elements of a row that one warp holds in registers.
 WARP_ELEMENTS: Final = 1024
 
-#: Numbers below it are computed as so many times themselves.
+#: Numbers below the first are multiplied by the second before they are computed with.
 _SMALL, _LIFT = tl.constexpr(2.0**-90), tl.constexpr(2.0**100)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def step_of(least, most, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The float32 step of which STEPS cover what lies between two float32 numbers."""
+    """Return the float32 step of which STEPS cover the range between two float32 numbers."""
     spread = most.to(tl.float64) - least.to(tl.float64)
     step = (spread / STEPS).to(tl.float32)
     larger = (step.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
@@ -29,27 +29,28 @@ def step_of(least, most, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def lift_of(magnitude):  # type: ignore[no-untyped-def]
-    """A power of two by which numbers up to a magnitude are multiplied before they are subtracted and divided: no
-    difference overflows then, and none of denormal numbers is lost.
+    """Return a power of two to multiply numbers up to a magnitude by before they are subtracted and divided.
+
+    With it no difference overflows, and no denormal number is lost.
     """
     return tl.where(magnitude < _SMALL, _LIFT, 0.5)
 
 
 @triton.jit
 def steps_from(values, zero, scale, lift):  # type: ignore[no-untyped-def]
-    """How many steps numbers are from zero points; 0 where there is no step."""
+    """Return the number of steps from zero points; 0 where the step is 0."""
     return tl.where(scale > 0, (values * lift - zero * lift) / tl.where(scale > 0, scale * lift, 1.0), 0.0)
 
 
 @triton.jit
 def nearest(steps):  # type: ignore[no-untyped-def]
-    """The nearest whole number; of two the even one. Of numbers below 2^22."""
+    """Round to the nearest whole number, ties to even; for numbers below 2^22."""
     return (steps + 12582912.0) - 12582912.0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def all_finite(values, inside, axis: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether all numbers along an axis are."""
+    """Return whether all numbers along an axis are finite."""
     odd = inside & ((values != values) | (tl.abs(values) == float("inf")))
     return tl.sum(odd.to(tl.int32), axis) == 0
 
@@ -65,13 +66,13 @@ def launch_rows(
     block: int,
     **more: Any,
 ) -> None:
-    """Run the kernel of a codec with a program for each row.
+    """Launch the kernel of a codec with one program per row.
 
     Args:
-        kernel: what takes `rows, codes, heads, records, points` and the constants of their layout.
+        kernel: kernel that takes `rows, codes, heads, records, points` and the constants of their layout.
         rows, ring, records, points, width: as for `launch_full8`.
-        block: elements that a program has.
-        **more: what else the kernel takes.
+        block: elements of a program.
+        **more: further arguments of the kernel.
     """
     kernel[(len(records), len(points))](
         rows,

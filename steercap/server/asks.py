@@ -1,11 +1,11 @@
-"""The field `steercap` of a request's body, from JSON to specs.
+"""Parser of a request body's `steercap` field, from JSON to specs.
 
     {"capture": {"layers": [5, 10], "sites": "resid_post", "tokens": "generated", "codec": "full8"},
      "steering": {"edits": [{"op": "add", "vector": "calm", "layers": [10], "scale": 4.0}]},
      "deliver": "inline"}
 
-A vector is a list of numbers or the name of one that was uploaded. Steering by name alone is a spec that was uploaded,
-or vectors that are added as they are.
+A vector is a list of numbers or the name of an uploaded one. Steering that is just a name stands for an uploaded spec,
+or for uploaded vectors, which are added unscaled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from steercap.steering.spec import SteeringSpec
 
 Made = TypeVar("Made")
 
-#: What `capture` may hold: fields of CaptureSpec whose values JSON has, and `project` and `sae` by name.
+#: Fields of `capture`: those fields of CaptureSpec that JSON can express, and `project` and `sae` by name.
 CAPTURE: Final = (
     "layers",
     "sites",
@@ -46,9 +46,9 @@ CAPTURE: Final = (
     "project",
     "sae",
 )
-#: Fields of edits that hold a vector, or several.
+#: Fields of edits that hold one or several vectors.
 VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")
-#: The operation of `LogitBias`, beside those of edits.
+#: Name of the operation of `LogitBias`, beside those of edits.
 LOGIT_BIAS: Final = "logit_bias"
 DELIVERIES: Final = get_args(Delivery)
 _ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -56,15 +56,15 @@ _SLICE: Final = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::(-?\d{1,9}))?")
 
 
 def asked_of(body: Any, library: Library, owner: str) -> Asked:
-    """What the field asks.
+    """Parse the `steercap` field of a request.
 
     Args:
-        body: its value.
-        library: what has names.
-        owner: whose request it is.
+        body: value of the field.
+        library: named vectors, steering and SAEs.
+        owner: owner of the request.
 
     Raises:
-        InvalidRequest: it does not say what can be done; of the kind that says why.
+        InvalidRequest: the field is invalid; the subclass and message say why.
     """
     given = _object(body, "steercap", ("capture", "steering", "monitors", "codec", "deliver"))
     deliver = given.get("deliver", "fetch")
@@ -91,10 +91,10 @@ def asked_of(body: Any, library: Library, owner: str) -> Asked:
 
 
 def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
-    """A CaptureSpec from JSON.
+    """Parse a CaptureSpec from JSON.
 
     Raises:
-        InvalidSpec: of the kind that says what is wrong.
+        InvalidSpec: the JSON is invalid.
     """
     if asked is True:
         return CaptureSpec()
@@ -112,10 +112,10 @@ def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
 
 
 def steering_of(asked: Any, library: Library, owner: str) -> SteeringSpec:
-    """A SteeringSpec from JSON: a name, an edit, a list of these, or an object with `edits`.
+    """Parse a SteeringSpec from JSON: a name, an edit, a list of these, or an object with `edits`.
 
     Raises:
-        InvalidSpec: of the kind that says what is wrong.
+        InvalidSpec: the JSON is invalid.
     """
     if isinstance(asked, Mapping) and "edits" in asked:
         given = _object(asked, "steercap.steering", ("edits", "preserve_norm"))
@@ -128,10 +128,10 @@ def steering_of(asked: Any, library: Library, owner: str) -> SteeringSpec:
 
 
 def monitors_asked(asked: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
-    """Monitors from JSON: a list of objects, in which a probe is a list of numbers or the name of vectors.
+    """Parse monitors from JSON: a list of objects, in which a probe is a list of numbers or the name of vectors.
 
     Raises:
-        InvalidSpec: of the kind that says what is wrong.
+        InvalidSpec: the JSON is invalid.
     """
     if asked is None:
         return ()
@@ -201,7 +201,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
 
 
 def _bias_of(asked: Mapping[str, Any]) -> LogitBias:
-    """A bias of logits; JSON has token ids as text."""
+    """Parse a logit bias, whose token ids are text in JSON."""
     given = _object(asked, f"an edit {LOGIT_BIAS!r}", ("op", "bias", "tokens"))
     bias: Any = given.get("bias")
     if isinstance(bias, Mapping):
@@ -210,12 +210,12 @@ def _bias_of(asked: Mapping[str, Any]) -> LogitBias:
 
 
 def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], named: Mapping[str, str]) -> list[int]:
-    """The layers of edits whose vectors have names: those asked for, or all that the vectors have.
+    """Return the layers of edits with named vectors: those asked for, or all that the vectors have in common.
 
     Args:
-        given: the edit.
-        found: its vectors, by field.
-        named: their names, by field.
+        given: fields of the edit.
+        found: vectors of the edit, by field.
+        named: names of the vectors, by field.
     """
     common = [layer for layer in next(iter(found.values())) if all(layer in one for one in found.values())]
     asked = given.get("layer") if given.get("layer") is not None else given.get("layers")
@@ -232,12 +232,12 @@ def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], name
 
 
 def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:
-    """Say that vectors by name have none for a layer, and for which they have one.
+    """Describe that named vectors lack a layer, and the layers that they have.
 
     Args:
-        layer: that was asked for.
+        layer: layer that was asked for.
         named: names of the vectors, by field.
-        known: the layers that they have, at least one.
+        known: layers that they have, at least one.
     """
     what = " and ".join(f"{field}={name!r}" for field, name in named.items())
     near = f"; the nearest is {min(known, key=lambda one: abs(one - layer))}" if isinstance(layer, int) else ""
@@ -253,10 +253,10 @@ def _made(kind: type[Made], given: Mapping[str, Any]) -> Made:
 
 
 def layer_vectors(name: str, library: Library, owner: str) -> LayerVectors:
-    """Find the vectors of a name: "calm", the only direction of a set "calm", or one of several, "traits/calm".
+    """Return the vectors of a name: "calm", the only direction of a set "calm", or one of several, "traits/calm".
 
     Raises:
-        InvalidSpec: nothing has the name, or what has it is not one direction.
+        InvalidSpec: the name is unknown, or does not stand for one direction.
     """
     first, slash, direction = name.partition("/")
     content = library.get(first, owner).content
@@ -279,10 +279,10 @@ def layer_vectors(name: str, library: Library, owner: str) -> LayerVectors:
 
 
 def directions_of(name: Any, library: Library, owner: str) -> LayerVectors | DirectionSet:
-    """What rows are projected on, by name.
+    """Return the named directions to project rows on.
 
     Raises:
-        InvalidSpec: nothing has the name, or what has it holds no directions.
+        InvalidSpec: the name is unknown, or stands for something without directions.
     """
     if not _is_name(name):
         raise InvalidSpec(f"steercap.capture.project={shown(name)}; give the name of vectors that were uploaded")
@@ -291,7 +291,7 @@ def directions_of(name: Any, library: Library, owner: str) -> LayerVectors | Dir
 
 
 def ranges(value: Any) -> Any:
-    """A value with slices in place of texts such as "4:12" and "::2"."""
+    """Replace texts such as "4:12" and "::2" in a JSON value by slices."""
     if isinstance(value, str) and (found := _SLICE.fullmatch(value)):
         return slice(*(None if part is None else int(part) for part in found.groups()))
     return [ranges(one) for one in value] if isinstance(value, list) else value

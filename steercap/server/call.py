@@ -1,4 +1,4 @@
-"""One HTTP request while it is served: what it asks of steercap, and what came of it."""
+"""State of one HTTP request while it is served: its `steercap` field and its results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from steercap.core.spec import CaptureSpec
 from steercap.steering.monitor import Monitor
 from steercap.steering.spec import SteeringSpec
 
-#: How the rows of an answer are handed over.
+#: Delivery of the captured rows.
 Delivery = Literal["fetch", "inline", "folder"]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the field `steercap` of a body asks, read.
+    """Parsed `steercap` field of a request body.
 
     Args:
-        capture: what is kept.
-        steering: what is changed.
-        delivery: whether rows are in the answer, fetched, or written to the server's folder.
-        monitors: what watches each of its requests.
+        capture: capture spec, or None.
+        steering: edits, or None.
+        delivery: delivery of rows: fetched later, in the answer, or written to the server's folder.
+        monitors: monitors of each of its samples.
     """
 
     capture: CaptureSpec | None = None
@@ -32,17 +32,17 @@ class Asked:
     monitors: tuple[Monitor, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether it asks anything."""
+        """Return whether the field asks for anything."""
         return self.capture is not None or self.steering is not None or bool(self.monitors)
 
 
 class Live(NamedTuple):
-    """Numbers of tokens, as JSON, that go out with an event of a stream.
+    """Per-token numbers, as JSON, that are sent with an event of a stream.
 
     Args:
-        choice: whose.
-        kind: the field of the event that has them: "scores" or "crossings".
-        content: they.
+        choice: index of the choice.
+        kind: field of the event for them: "scores" or "crossings".
+        content: the numbers.
     """
 
     choice: int
@@ -52,17 +52,17 @@ class Live(NamedTuple):
 
 @dataclass
 class Call:
-    """One HTTP request that asks something of steercap.
+    """HTTP request that uses steercap.
 
     Args:
-        asked: what.
-        owner: whose it is, see `serve.captures.owner_of`.
-        results: what came of each of its choices, as JSON, in the order of their ends.
-        prompts: how many of its prompts have been given to the engine.
-        live: numbers of tokens that wait for the next event of their choice in the stream, see `Live`.
-        error: the class of the error of ours that it failed with; "" where there was none.
-        inline: bytes of rows that its answer holds.
-        unsaid: lets go of the captures that the client has not been told of.
+        asked: its parsed `steercap` field.
+        owner: its owner, see `server.captures.owner_of`.
+        results: results of its choices, as JSON, in the order in which they ended.
+        prompts: number of its prompts that were given to the engine.
+        live: numbers that wait for the next event of their choice in the stream, see `Live`.
+        error: class of the steercap error that it failed with; "" for none.
+        inline: bytes of rows in its answer.
+        unsaid: functions that release captures whose ids the client has not received.
     """
 
     asked: Asked
@@ -75,5 +75,5 @@ class Call:
     unsaid: list[Callable[[], object]] = field(default_factory=list)
 
 
-#: The request that is being served, where it asks anything of steercap.
+#: Call of the request being served, None for a request that does not use steercap.
 CURRENT: Final[ContextVar[Call | None]] = ContextVar("steercap call", default=None)

@@ -1,4 +1,4 @@
-"""Captures that wait to be fetched: each belongs to one key, has a time to live, and counts against a limit."""
+"""Store of captures that wait to be fetched; each belongs to one key, expires, and counts against limits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Final
 
 from steercap.errors import CaptureMemoryFull
 
-#: Seconds that a capture waits.
+#: Seconds until a capture expires.
 TIME_TO_LIVE: Final = 600.0
-#: Bytes of rows that may wait, of all keys and of each.
+#: Maximum bytes of waiting captures, of all keys and of each.
 MOST_BYTES: Final = 4 << 30
 MOST_BYTES_OF_A_KEY: Final = 1 << 30
 
 
 def owner_of(authorization: str) -> str:
-    """Whose a request is: the digest of what its `Authorization` header says, "" for none.
+    """Return the owner of a request: a digest of its `Authorization` header, "" without one.
 
-    The name of a scheme means the same in capitals, and so vLLM reads it.
+    Names of schemes are case-insensitive, as in vLLM.
     """
     scheme, _, said = authorization.partition(" ")
     return hashlib.sha256(f"{scheme.lower()} {said}".encode()).hexdigest() if authorization else ""
@@ -29,13 +29,13 @@ def owner_of(authorization: str) -> str:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A capture that waits.
+    """Capture that waits to be fetched.
 
     Args:
-        name: its id, which cannot be guessed.
-        owner: whose it is.
-        content: the safetensors file that `CaptureHandle.save` would write.
-        until: when it goes, in seconds of the store's clock.
+        name: unguessable id.
+        owner: its owner.
+        content: safetensors file, as `CaptureHandle.save` would write it.
+        until: time of expiry, in seconds of the store's clock.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Waiting:
 
 
 class Captures:
-    """The captures of a server.
+    """Store of the captures of a server.
 
     Args:
-        time_to_live: seconds that each waits.
-        most_bytes: bytes of rows that wait at once.
-        most_of_a_key: of these, those of one owner.
-        clock: gives the time in seconds.
+        time_to_live: seconds until each expires.
+        most_bytes: maximum bytes of all waiting captures.
+        most_of_a_key: maximum bytes of one owner's.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Captures:
         self.most_bytes = most_bytes
         self.most_of_a_key = most_of_a_key
         self._clock = clock
-        self._waiting: dict[str, Waiting] = {}  # in the order of their ends: all live as long
+        self._waiting: dict[str, Waiting] = {}  # in order of expiry, since all have the same time to live
 
     def put(self, content: bytes, owner: str) -> Waiting:
-        """Keep a file.
+        """Store a file.
 
         Raises:
-            CaptureMemoryFull: there is no room for it.
+            CaptureMemoryFull: a limit leaves no room for it.
         """
         self.require_room(owner, len(content))
         one = Waiting(f"cap-{secrets.token_hex(16)}", owner, content, self._clock() + self.time_to_live)
@@ -85,10 +85,10 @@ class Captures:
         return one
 
     def require_room(self, owner: str, size: int = 0) -> None:
-        """Check that a key may keep more.
+        """Check that an owner may store `size` bytes more.
 
         Raises:
-            CaptureMemoryFull: it may not.
+            CaptureMemoryFull: a limit leaves no room.
         """
         self.sweep()
         held = self.held(owner)
@@ -104,34 +104,34 @@ class Captures:
             )
 
     def held(self, owner: str | None = None) -> int:
-        """Bytes of rows that wait, of one owner or of all."""
+        """Return the bytes of waiting captures, of one owner or of all."""
         self.sweep()
         return sum(one.size for one in self._waiting.values() if owner is None or one.owner == owner)
 
     def get(self, name: str, owner: str) -> Waiting | None:
-        """One of an owner's own; None where there is none of the name, or it is another's."""
+        """Return an owner's capture; None if there is none of the name, or it is another owner's."""
         self.sweep()
         one = self._waiting.get(name)
         return one if one is not None and secrets.compare_digest(one.owner, owner) else None
 
     def remove(self, name: str, owner: str) -> bool:
-        """Let go of one of an owner's own; whether it was there."""
+        """Remove an owner's capture; return whether it existed."""
         if self.get(name, owner) is None:
             return False
         del self._waiting[name]
         return True
 
     def of(self, owner: str) -> Iterator[Waiting]:
-        """Those of an owner, in the order of their ends."""
+        """Iterate over an owner's captures, in order of expiry."""
         self.sweep()
         return (one for one in tuple(self._waiting.values()) if one.owner == owner)
 
     def expires_in(self, one: Waiting) -> float:
-        """Seconds until it goes."""
+        """Return the seconds until a capture expires."""
         return max(0.0, one.until - self._clock())
 
     def sweep(self) -> None:
-        """Let go of those whose time is over."""
+        """Remove expired captures."""
         now = self._clock()
         while self._waiting:
             first = next(iter(self._waiting.values()))

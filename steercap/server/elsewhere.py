@@ -1,6 +1,6 @@
-"""Routes of vLLM's that answer nothing of steercap's: presets steer those that generate, the rest is refused.
+"""Wrapper of vLLM's routes without support for steercap: presets steer those that generate, other uses are refused.
 
-A field that a route does not know is no error to vLLM. Unseen, it would be asked, answered, and not done.
+vLLM ignores fields that a route does not know, so a request for steercap would be accepted and not carried out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from steercap.server.middleware import (
 )
 from steercap.server.presets import Presets
 
-#: Where a preset steers: what they generate goes through the engine's `generate`, once or several times.
+#: Routes that presets can steer: they generate through the engine's `generate`, once or several times.
 STEERED: Final = (
     "/v1/responses",
     "/v1/messages",
@@ -34,17 +34,17 @@ STEERED: Final = (
     "/cohere/v2/chat",
     "/inference/v1/generate",
 )
-#: What runs no model, where a preset's name is the model's.
+#: Routes that run no model, where a preset's name stands for the model.
 AT_REST: Final = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
 
 class Elsewhere:
-    """Put around a route of vLLM's.
+    """ASGI wrapper of a route of vLLM that does not support the `steercap` field.
 
     Args:
-        app: the route's own.
-        presets: names of models that stand for steering.
-        most_body: bytes that a body may have.
+        app: application of the route.
+        presets: model names that stand for steering.
+        most_body: maximum bytes of a body.
     """
 
     def __init__(self, app: App, presets: Presets, most_body: int = MOST_BODY) -> None:
@@ -76,7 +76,7 @@ class Elsewhere:
         token = CURRENT.set(call)
         try:
             await self._app(scope, replayed(body, receive), send)
-        except RecursionError:  # /invocations reads a body by itself, and answers 500
+        except RecursionError:  # /invocations parses the body itself, and would answer 500
             await refuse(send, 400, "the body is nested too deeply")
         finally:
             CURRENT.reset(token)

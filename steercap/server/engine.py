@@ -1,4 +1,4 @@
-"""What vLLM's server takes for its engine: requests that ask something of steercap run as jobs, others as they are."""
+"""Engine that vLLM's server uses: requests that use steercap run as jobs, others unchanged."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from steercap.core.budget import Ticket
     from steercap.model import SteerModel
 
-#: The most bytes of files that are handed over within an answer.
+#: Maximum bytes of files within an answer.
 MOST_INLINE: Final = 8 << 20
 
 
 class ServedEngine:
-    """vLLM's engine, as vLLM's server sees it.
+    """Wrapper of vLLM's engine for vLLM's server.
 
     Args:
         model: the open model.
-        captures: where rows wait.
-        translated: what vLLM's server answers with the right status, of an error of ours.
-        folder: where rows are written that are asked for so, if the operator gave one.
+        captures: store of captures that wait to be fetched.
+        translated: function from a steercap error to one that vLLM's server answers with the right status.
+        folder: folder for rows that requests ask to be written, None if the operator gave none.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class ServedEngine:
         return getattr(self._llm, name)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Nothing: the model is closed by those who opened it."""
+        """Do nothing: the model is closed by its opener."""
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """vLLM's outputs of one request; see `AsyncLLM.generate`."""
+        """Return vLLM's outputs of one request; see `AsyncLLM.generate`."""
         call = CURRENT.get()
         if call is None:
             found: AsyncGenerator[RequestOutput, None] = self._llm.generate(
@@ -104,9 +104,9 @@ class ServedEngine:
             raise self._translated(error) from error
 
     async def _run(self, call: Call, first: int, job: Job) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a job, the last of them once its edits are known to have been made and its rows are here."""
+        """Yield the outputs of a job; the last one once its edits are confirmed and its rows are fetched."""
         ticket = await memory_for(job, object())
-        ours = job.plan is not None  # the workers hold something of it that is for us to free
+        ours = job.plan is not None  # the workers hold state of the job that we must free
         texts: dict[int, str] = {}
         tokens: dict[int, list[int]] = {}
         numbers = Numbers(call, first, job)
@@ -137,7 +137,7 @@ class ServedEngine:
         ticket: Ticket | None,
         receipts: Sequence[SteeringReceipt] | None,
     ) -> list[dict[str, Any]]:
-        """What the answer says of each sample."""
+        """Return the results of each sample for the answer."""
         found: list[dict[str, Any]] = [{} for _ in samples]
         for one, receipt in zip(found, receipts or (), strict=False):
             one["steering"] = {
@@ -166,18 +166,18 @@ class ServedEngine:
         return found
 
     def _room(self, call: Call) -> Captures | Folder:
-        """What keeps the rows of a request."""
+        """Return the store for the rows of a request."""
         return self._folder if self._folder is not None and call.asked.delivery == "folder" else self._captures
 
     async def _delivered(self, call: Call, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
-        """Where the rows of each handle are."""
+        """Deliver the rows of each handle; return their places for the answer."""
         if isinstance(folder := self._room(call), Folder):
             written = await folder.write(handles, call.owner)
             return [{"file": one.file, "bytes": one.bytes, "sha256": one.sha256} for one in written]
         return [self._handed(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
 
     def _handed(self, call: Call, content: bytes) -> dict[str, Any]:
-        """Where a file is that the client gets from here."""
+        """Deliver a file in the answer or by the store; return its place for the answer."""
         if call.asked.delivery == "inline":
             call.inline += len(content)
             if call.inline > MOST_INLINE:
@@ -188,7 +188,7 @@ class ServedEngine:
             return {"bytes": len(content), "data": base64.b64encode(content).decode()}
         waiting = self._captures.put(content, call.owner)
         call.unsaid.append(partial(self._captures.remove, waiting.name, call.owner))
-        # It goes when its time is over, also where nobody asks for anything any more.
+        # The capture is removed when it expires, even if no further request comes.
         asyncio.get_running_loop().call_later(self._captures.time_to_live + 1, self._captures.sweep)
         return {
             "id": waiting.name,
@@ -199,7 +199,7 @@ class ServedEngine:
 
 
 def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dict[int, list[int]]) -> None:
-    """Enter what an output says of its samples: all of each, or what is new."""
+    """Add an output's texts and tokens to those of its samples: its outputs are cumulative, or deltas."""
     new = params.output_kind.name == "DELTA"
     for sample in output.outputs:
         texts[sample.index] = (texts.get(sample.index, "") if new else "") + sample.text
@@ -210,8 +210,10 @@ def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dic
 
 
 def described(handle: CaptureHandle) -> dict[str, Any]:
-    """What a handle holds, for msgspec's JSON: its points with shapes and dtypes, which tokens its rows are of, and the
-    header of its file, less the text, which the answer has.
+    """Describe a handle for msgspec's JSON.
+
+    The result has its points with shapes and dtypes, its numbers of rows and tokens, and its file's header without the
+    text, which the answer has already.
     """
     saved, receipt = handle.as_saved(), handle.receipt
     points = []

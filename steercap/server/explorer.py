@@ -1,6 +1,6 @@
-"""`/explorer`: the page that looks through a model, and its parts, from the package alone.
+"""`/explorer`: web page for exploring a model, and its assets, served from the package alone.
 
-The page is open, as it says nothing of the model; what it shows comes from `/v1`, which keys guard.
+The page needs no key, as it reveals nothing of the model; its data comes from `/v1`, which keys guard.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from starlette.routing import Route
 
 PATH: Final = "/explorer"
 PAGE: Final = "index.html"
-#: What browsers are told of the parts, by the end of their names; of other files none is served.
+#: Content types of the assets, by extension; other files are not served.
 KINDS: Final[Mapping[str, str]] = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-#: Nothing from elsewhere is loaded, asked or framed, and no script or style stands in the page.
+#: Nothing is loaded from or sent to other hosts, no frames, no inline scripts or styles.
 POLICY: Final = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
 HEADERS: Final[Mapping[str, str]] = {
     "content-security-policy": POLICY,
@@ -33,14 +33,14 @@ HEADERS: Final[Mapping[str, str]] = {
 
 
 def routes() -> list[Route]:
-    """The page, and its parts."""
+    """Return the routes of the page and its assets."""
     parts = assets()
 
     async def page(_request: Request) -> Response:
         return Response(parts[PAGE], 200, dict(HEADERS), KINDS["html"])
 
     async def part(request: Request) -> Response:
-        name = request.path_params["name"]  # looked up among what was read: no path is made of it
+        name = request.path_params["name"]  # looked up among the assets: it never becomes part of a path
         if name not in parts:
             return Response("no such part of the page", 404, media_type="text/plain")
         return Response(parts[name], 200, dict(HEADERS), KINDS[name.rpartition(".")[2]])
@@ -49,6 +49,6 @@ def routes() -> list[Route]:
 
 
 def assets() -> dict[str, bytes]:
-    """The parts of the page by name."""
+    """Return the contents of the page's files, by name."""
     folder = resources.files("steercap.server") / "assets"
     return {one.name: one.read_bytes() for one in folder.iterdir() if one.name.rpartition(".")[2] in KINDS}

@@ -1,4 +1,4 @@
-"""`/v1/steercap/saes`: sparse autoencoders that the operator loaded, and the features of rows that wait."""
+"""`/v1/steercap/saes`: sparse autoencoders that the operator loaded, and features of captured rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.saes.features import Features
 
-#: Rows that one question has read.
+#: Maximum rows per request.
 MOST_ROWS: Final = 1 << 13
 
 
@@ -30,8 +30,8 @@ def loaded(folders: Mapping[str, Path]) -> dict[str, SAE]:
     """Load SAEs by name.
 
     Raises:
-        InvalidSpec: not a name.
-        InvalidFile: a folder that holds no SAE.
+        InvalidSpec: an invalid name.
+        InvalidFile: a folder holds no SAE.
     """
     for name in folders:
         if not NAME.fullmatch(name):
@@ -40,10 +40,10 @@ def loaded(folders: Mapping[str, Path]) -> dict[str, SAE]:
 
 
 def require_fitting(saes: Mapping[str, SAE], model: SteerModel) -> None:
-    """Check that SAEs are of rows that the model has.
+    """Check that the model has the rows that SAEs read.
 
     Raises:
-        InvalidSpec: one reads what this model does not have, or is not armed.
+        InvalidSpec: an SAE reads a point that is not armed, or rows of another width.
     """
     for name, sae in saes.items():
         schema = model.points.get(sae.input)
@@ -54,11 +54,11 @@ def require_fitting(saes: Mapping[str, SAE], model: SteerModel) -> None:
 
 
 class FeaturesOfRows:
-    """The routes that read rows with SAEs.
+    """Routes that read captured rows with SAEs.
 
     Args:
-        captures: what waits.
-        saes: by name.
+        captures: captures that wait to be fetched.
+        saes: SAEs by name.
     """
 
     def __init__(self, captures: Captures, saes: Mapping[str, SAE]) -> None:
@@ -67,14 +67,14 @@ class FeaturesOfRows:
 
     @property
     def routes(self) -> list[Route]:
-        """All of them."""
+        """All routes of this class."""
         return [
             Route("/v1/steercap/saes", self.list_saes, methods=["GET"]),
             Route("/v1/steercap/captures/{name}/features", answering(self.features), methods=["POST"]),
         ]
 
     async def list_saes(self, _request: Request) -> Response:
-        """What was loaded: of which rows, and how many features."""
+        """List the loaded SAEs, with their points and numbers of features."""
         data = [
             {"name": name, "layer": sae.input.layer, "site": sae.input.site, "features": sae.d_sae, "label": sae.name}
             for name, sae in self._saes.items()
@@ -82,7 +82,7 @@ class FeaturesOfRows:
         return JSONResponse({"object": "list", "data": data})
 
     async def features(self, request: Request) -> Response:
-        """The most active features of rows: `{"sae": name, "positions": [...], "top": 8}`."""
+        """Answer with the most active features of rows: `{"sae": name, "positions": [...], "top": 8}`."""
         given = await asked(request, ("sae", "positions", "top"))
         name = given.get("sae")
         sae = self._saes.get(name) if isinstance(name, str) else None
@@ -107,7 +107,7 @@ class FeaturesOfRows:
 
 
 def described(found: Features) -> dict[str, Any]:
-    """By row its features as pairs of index and activation, greatest first, and how many are active."""
+    """Return each row's features as pairs of index and activation, greatest first, and its number of active ones."""
     pairs = [
         [[feature, float(f"{value:.6g}")] for feature, value in zip(ids, values, strict=True) if feature >= 0]
         for ids, values in zip(found.ids.tolist(), found.values.tolist(), strict=True)

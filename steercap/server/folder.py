@@ -1,7 +1,7 @@
-"""The operator's folder that rows are written to: a run of captures with its manifest, which `Manifest.load` reads.
+"""Operator's folder for captures: a run of captures with a manifest, which `Manifest.load` reads.
 
-Names of files are numbers that the run gives: nothing of a client's becomes part of a path. A file that is listed is
-whole; what was being written when a disk was full is neither there nor listed.
+File names are numbers that the run assigns: no client input becomes part of a path. A listed file is complete; a file
+whose writing failed on a full disk is neither kept nor listed.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from steercap.captures.saving import CaptureRun
 from steercap.concurrency.loops import finished, on_thread
 from steercap.errors import CaptureMemoryFull, ServerFailure
 
-#: Bytes of files in the folder, of all keys and of each.
+#: Maximum bytes of files in the folder, in total and per key.
 MOST_BYTES: Final = 64 << 30
 MOST_BYTES_OF_A_KEY: Final = 16 << 30
-#: Why a file cannot be written where others that are smaller, or later, can.
+#: Errors that mean a lack of room.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _LOG: Final = logging.getLogger(__name__)
 
 
 class Folder:
-    """A folder that a server writes captures to; a context manager, which seals its manifest.
+    """Folder that a server writes captures to; a context manager that seals its manifest.
 
-    What was there of the same model stays, and counts against `most_bytes`.
+    Existing captures of the same model stay, and count against `most_bytes`.
 
     Args:
-        path: made if it is not there.
-        model: whose captures.
-        most_bytes: bytes of files in it.
-        most_of_a_key: bytes that one key's requests may write while this server runs.
+        path: path of the folder, created if missing.
+        model: name of the model.
+        most_bytes: maximum bytes of files in it.
+        most_of_a_key: maximum bytes that one key's requests may write while this server runs.
 
     Raises:
         RunDiffers: it holds a run of another model.
@@ -64,18 +64,18 @@ class Folder:
         self._closed = False
 
     def written(self, owner: str) -> int:
-        """Bytes that requests of a key have written."""
+        """Return the bytes that requests of a key have written."""
         return self._written[owner]
 
     def require_room(self, owner: str, size: int = 0) -> None:
         """Check that a key may write more.
 
         Args:
-            owner: whose the request is.
+            owner: owner of the request.
             size: bytes of its rows, as far as they are known.
 
         Raises:
-            CaptureMemoryFull: it may not.
+            CaptureMemoryFull: a limit leaves no room.
         """
         mine = self._written[owner]
         if mine + size > self.most_of_a_key or mine >= self.most_of_a_key:
@@ -92,14 +92,14 @@ class Folder:
     async def write(self, handles: Sequence[CaptureHandle], owner: str) -> list[Request]:
         """Write the captures of a request, and list them; one request at a time.
 
-        A file that has been begun is finished, also where nobody waits for it any more.
+        A file that was begun is finished even if the request is cancelled.
 
         Args:
-            handles: fetched.
-            owner: whose they are.
+            handles: fetched handles.
+            owner: their owner.
 
         Returns:
-            What the manifest says of each.
+            The manifest's entry for each.
 
         Raises:
             CaptureMemoryFull: a limit, or the disk, leaves no room.
@@ -128,8 +128,8 @@ class Folder:
         return request
 
     def close(self) -> None:
-        """Seal the manifest, once the file that is being written is there. Idempotent."""
-        self._closed = True  # what waits for its turn does not begin
+        """Seal the manifest, after the file that is being written. Idempotent."""
+        self._closed = True  # files that wait for their turn are refused
         with self._writing:
             self._run.close()
 
@@ -143,6 +143,6 @@ class Folder:
 
 
 def _size(saved: Saved) -> int:
-    """Bytes of the tensors of a capture; its file has a header too."""
+    """Return the bytes of a capture's tensors; its file has a header too."""
     kept = [tensor for point, rows in saved.rows.items() for _, tensor in named(point, rows)]
     return sum(tensor.nbytes for tensor in kept)

@@ -1,4 +1,4 @@
-"""Vectors and steering by name: what clients upload, and what the operator loads at the start."""
+"""Library of named vectors and steering, uploaded by clients or loaded by the operator at the start."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from steercap.steering.formats import load_control_vector
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
-#: What can be named.
+#: Content that can have a name.
 Content: TypeAlias = "LayerVectors | DirectionSet | SteeringSpec"
-#: What a name may be: it stands in addresses and, behind "+", in names of models.
+#: Pattern of valid names, which are used in URLs and, behind "+", in names of models.
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-#: Bytes of one file, of all files of one key, and of all keys: without API keys, whoever asks says whose it is.
+#: Maximum bytes of one file, of one key's files, and of all keys': without API keys, owners are not authenticated.
 MOST_BYTES: Final = 256 << 20
 MOST_BYTES_OF_A_KEY: Final = 1 << 30
 MOST_BYTES_OF_ALL: Final = 4 << 30
-#: What a file counts at least, for what Python makes of it.
+#: Minimum size that a file counts as, for its Python objects.
 LEAST_BYTES: Final = 64 << 10
-#: Whose the operator's own are: everybody reads them.
+#: Owner of the operator's content, which everybody may read.
 OPERATOR: Final = "operator"
 
 _READERS: Final[Mapping[str, Any]] = {
@@ -42,14 +42,14 @@ _READERS: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Named:
-    """Something with a name.
+    """Content with a name.
 
     Args:
-        name: see `NAME`.
-        owner: whose it is.
-        content: what it is.
+        name: its name, which matches `NAME`.
+        owner: its owner.
+        content: vectors, directions or steering.
         size: bytes of its file.
-        added: when it came, seconds since 1970.
+        added: time of the upload, seconds since 1970.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Named:
     added: float
 
     def described(self) -> dict[str, Any]:
-        """As JSON: what it is, how wide, of which layers, and where it comes from."""
+        """Describe the content as JSON: kind, width, layers and origin."""
         found: dict[str, Any] = {"name": self.name, "bytes": self.size, "created": int(self.added)}
         found["owner"] = "operator" if self.owner == OPERATOR else "you"
         content = self.content
@@ -76,13 +76,13 @@ class Named:
 
 
 class Library:
-    """What has names on a server: each key sees its own, and the operator's.
+    """Named content on a server: each key sees its own, and the operator's.
 
     Args:
-        most_bytes: of one file.
-        most_of_a_key: of all files of a key.
-        most_of_all: of all files of all keys.
-        folder: whether the operator gave a folder to write rows to.
+        most_bytes: maximum bytes of one file.
+        most_of_a_key: maximum bytes of one key's files.
+        most_of_all: maximum bytes of all keys' files.
+        folder: True if the operator gave a folder to write rows to.
         saes: the operator's SAEs, by name.
     """
 
@@ -104,29 +104,29 @@ class Library:
         self._coming: dict[object, tuple[str, int]] = {}
 
     def add(self, name: str, owner: str, data: bytes) -> Named:
-        """Keep what a file holds, in place of what had the name.
+        """Store the content of a file, replacing content of the same name.
 
         Raises:
-            InvalidSpec: not a name.
+            InvalidSpec: an invalid name.
             InvalidFile: not a file of vectors, directions or steering, in safetensors or GGUF.
-            CaptureMemoryFull: beyond what a key may keep.
+            CaptureMemoryFull: a limit leaves no room.
         """
         with self.receiving(name, owner) as came:
             came(len(data))
             return self.keep(name, owner, read(data), len(data))
 
     def keep(self, name: str, owner: str, content: Content, size: int) -> Named:
-        """Keep what was read of a file that came by `receiving`, in place of what had the name."""
+        """Store the parsed content of a file received by `receiving`, replacing content of the same name."""
         self._kept[owner, name] = Named(name, owner, content, size, time.time())
         return self._kept[owner, name]
 
     @contextmanager
     def receiving(self, name: str, owner: str) -> Iterator[Callable[[int], None]]:
-        """While a file comes. What is given is called with the bytes so far, and counts them with what is kept.
+        """Reserve room while a file is received; yield a function to call with the bytes received so far.
 
         Raises:
-            InvalidSpec: not a name.
-            CaptureMemoryFull: beyond what a key may keep, or the server; also by what is given.
+            InvalidSpec: an invalid name.
+            CaptureMemoryFull: a limit of the key or the server leaves no room; the yielded function raises it too.
         """
         if not NAME.fullmatch(name):
             raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
@@ -151,10 +151,10 @@ class Library:
             self._coming.pop(this, None)
 
     def get(self, name: str, owner: str) -> Named:
-        """What an owner calls so: their own before the operator's.
+        """Return the content of a name, the owner's before the operator's.
 
         Raises:
-            InvalidSpec: nothing has the name.
+            InvalidSpec: the name is unknown.
         """
         for whose in (owner, OPERATOR):
             if (found := self._kept.get((whose, name))) is not None:
@@ -163,26 +163,26 @@ class Library:
         raise InvalidSpec(f"no vector or steering is called {name[:80]!r}; {choices(name, known)}")
 
     def sae(self, name: Any) -> SAE:
-        """Find an SAE by name.
+        """Return an SAE by name.
 
         Raises:
-            InvalidSpec: the operator gave none of the name.
+            InvalidSpec: the name is unknown.
         """
         if not isinstance(name, str) or name not in self.saes:
             raise InvalidSpec(f"no SAE is called {shown(name)}; {choices(name, sorted(self.saes))}")
         return self.saes[name]
 
     def of(self, owner: str) -> Iterator[Named]:
-        """What an owner sees."""
+        """Iterate over the content that an owner sees."""
         return (one for one in tuple(self._kept.values()) if one.owner in {owner, OPERATOR})
 
     def remove(self, name: str, owner: str) -> bool:
-        """Let go of one of an owner's own; whether it was there."""
+        """Remove an owner's content; return whether it existed."""
         return self._kept.pop((owner, name), None) is not None
 
 
 def read(data: bytes) -> Content:
-    """What the bytes of a file hold; nothing in them is run.
+    """Parse the bytes of a file; no code in it is executed.
 
     Raises:
         InvalidFile: not vectors, directions or steering, in safetensors or GGUF.

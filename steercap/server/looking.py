@@ -1,4 +1,4 @@
-"""`/v1/steercap`: rows that wait, looked at along directions and through the logit lens; directions made of texts."""
+"""`/v1/steercap`: projections and logit lens of captured rows, and directions extracted from texts."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from steercap.steering.layers import LayerVectors
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Rows that one question takes through the lens, and directions at once.
+#: Maximum rows per logit lens request, and maximum directions per request.
 MOST_ROWS: Final = 1 << 13
 MOST_DIRECTIONS: Final = 16
-#: Numbers of one answer.
+#: Maximum numbers of one answer.
 MOST_NUMBERS: Final = 1 << 21
-#: Texts of each kind that a direction is made of.
+#: Maximum texts of each kind that a direction is extracted from.
 MOST_TEXTS: Final = 64
 SITE: Final = "resid_post"
 
 
 class Looking:
-    """The routes that look.
+    """Routes that analyse captured rows.
 
     Args:
         model: the open model.
-        captures: what waits.
-        library: what has names.
+        captures: captures that wait to be fetched.
+        library: named vectors and steering.
     """
 
     def __init__(self, model: SteerModel, captures: Captures, library: Library) -> None:
@@ -53,7 +53,7 @@ class Looking:
 
     @property
     def routes(self) -> list[Route]:
-        """All of them."""
+        """All routes of this class."""
         return [
             Route("/v1/steercap/captures/{name}/scores", answering(self.scores), methods=["POST"]),
             Route("/v1/steercap/captures/{name}/lens", answering(self.lens), methods=["POST"]),
@@ -61,7 +61,7 @@ class Looking:
         ]
 
     async def scores(self, request: Request) -> Response:
-        """Tokens, norms of rows by layer, and rows along directions by name: `{"directions": [...], "site": ...}`."""
+        """Answer with tokens, norms of rows and projections on directions: `{"directions": [...], "site": ...}`."""
         given = await asked(request, ("directions", "site"))
         site, names = given.get("site", SITE), given.get("directions", [])
         if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -75,7 +75,7 @@ class Looking:
         return JSONResponse(self._tokens(handle) | found)
 
     async def lens(self, request: Request) -> Response:
-        """What rows would say next: `{"layers": [...], "positions": [...], "top": 5, "site": ...}`."""
+        """Answer with the logit lens of rows: `{"layers": [...], "positions": [...], "top": 5, "site": ...}`."""
         given = await asked(request, ("layers", "positions", "top", "site"))
         handle = await rows_of(request, self._captures)
         site, layers = given.get("site", SITE), given.get("layers", "all")
@@ -100,7 +100,7 @@ class Looking:
         )
 
     async def contrast(self, request: Request) -> Response:
-        """A direction from the texts of one kind to those of another: `{"more": [...], "less": [...]}`."""
+        """Extract and store a direction that separates two kinds of texts: `{"more": [...], "less": [...]}`."""
         name, owner = request.path_params["name"], owner_of(request.headers.get("authorization", ""))
         given = await asked(request, ("more", "less"))
         more, less = _texts("more", given.get("more")), _texts("less", given.get("less"))
@@ -111,7 +111,7 @@ class Looking:
         return JSONResponse(self._library.add(name, owner, content).described(), 201)
 
     def _tokens(self, handle: CaptureHandle) -> dict[str, Any]:
-        """The tokens of the rows as texts, and what was generated behind the last of them."""
+        """Return the tokens of the rows as texts, and the texts of the tokens after the last row."""
         tokenizer, prompt = self._model.tokenizer, len(handle.prompt_token_ids)
         special = set(tokenizer.all_special_ids)
         ids, positions = handle.token_ids.tolist(), handle.positions.tolist()
@@ -124,7 +124,7 @@ class Looking:
         return {"tokens": tokens, "rest": texts_of(tokenizer, [one for one in rest if one not in special])}
 
     def _named(self, token_ids: torch.Tensor, log_probs: torch.Tensor, rows: int) -> list[list[list[Any]]]:
-        """By layer and row the likeliest tokens, each as text and probability."""
+        """Return the likeliest tokens by layer and row, each as text and probability."""
         distinct = token_ids.unique().tolist()
         texts = dict(zip(distinct, texts_of(self._model.tokenizer, distinct), strict=True))
         said = [
@@ -135,13 +135,14 @@ class Looking:
 
 
 def scored(handle: CaptureHandle, site: Any, directions: Mapping[str, LayerVectors]) -> dict[str, Any]:
-    """Norms of rows by layer, and what they have of directions: the scalar product with the unit vector, and the
-    cosine.
+    """Compute norms of rows by layer, and their projections and cosines with directions.
+
+    A projection is the scalar product with the unit vector.
 
     Args:
         handle: fetched, with rows.
-        site: where.
-        directions: by name.
+        site: site of the rows.
+        directions: directions by name.
 
     Raises:
         InvalidRequest: directions of another site or width, or rows that were not captured.
@@ -202,5 +203,5 @@ def _texts(what: str, given: Any) -> Sequence[str]:
 
 
 def _short(values: Sequence[Any] | torch.Tensor) -> list[float | None]:
-    """Numbers as JSON, to six digits; JSON has neither NaN nor infinity."""
+    """Convert numbers to JSON, with six significant digits, and None for NaN and infinity."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in map(float, values)]

@@ -1,5 +1,6 @@
-"""Between vLLM's server and the network: takes `steercap` out of a request's body, and puts what came of it into the
-answer, one JSON document or the last event of a stream.
+"""ASGI wrappers that take `steercap` out of request bodies, and add its results to the answers.
+
+Results go into the JSON document of an answer, or into the last event of a stream.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
-#: The routes whose requests may ask something of steercap.
+#: Routes whose requests may use steercap.
 PATHS: Final = ("/v1/chat/completions", "/v1/completions")
-#: Bytes of a body, which are counted while it is read.
+#: Maximum bytes of a body, counted while it is read.
 MOST_BODY: Final = 128 << 20
-#: Fields of a body that ask something of steercap.
+#: Fields of a body that belong to steercap.
 FIELDS: Final = ("steercap", "store_activations", "selectors")
-#: Of a body that asks something of steercap; vLLM takes it, and its engine may fail on it with a 500.
+#: Error for a body that uses steercap: vLLM accepts such text, but its engine may fail on it with status 500.
 NO_TEXT: Final = "steercap: the body holds half of a surrogate pair, which no text does"
 _DONE: Final = b"data: [DONE]"
 #: Types of errors, as vLLM's server names them.
@@ -42,24 +43,24 @@ _KINDS: Final[Mapping[int, str]] = {
     429: "RateLimitError",
     500: "InternalServerError",
 }
-#: How the events of a stream begin that hold an object.
+#: Start of the events of a stream that hold an object.
 _OBJECT: Final = b"data: {"
 
 
 class Keyless:
-    """Put around the routes of a server that asks for no API key: all clients are one, whichever key they send.
+    """ASGI wrapper for a server without API keys: all clients are one owner, whichever key they send.
 
-    OpenAI's clients always send one, and curl sends none: what one of them captured, the other fetches.
+    OpenAI's clients always send a key, and curl sends none: each may fetch the other's captures.
 
     Args:
-        app: the routes.
+        app: application to wrap.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request without the key that it brought."""
+        """Serve one request without its Authorization header."""
         if scope["type"] == "http":
             headers = [(name, said) for name, said in scope["headers"] if name.lower() != b"authorization"]
             scope = {**scope, "headers": headers}
@@ -67,13 +68,13 @@ class Keyless:
 
 
 class Asking:
-    """Put around a route of vLLM's.
+    """ASGI wrapper of a route of vLLM that supports the `steercap` field.
 
     Args:
-        app: the route's own.
-        library: what has names.
-        presets: names of models that stand for steering.
-        most_body: bytes that a body may have.
+        app: application of the route.
+        library: named vectors, steering and SAEs.
+        presets: model names that stand for steering.
+        most_body: maximum bytes of a body.
     """
 
     def __init__(self, app: App, library: Library, presets: Presets, most_body: int = MOST_BODY) -> None:
@@ -109,14 +110,14 @@ class Asking:
                 forget()
 
     def _read(self, body: bytes, owner: str) -> tuple[bytes, Call | None]:
-        """The body as vLLM is to read it, and what it asks of steercap.
+        """Split a body into the body for vLLM and the call of steercap, None for a request that does not use it.
 
         Raises:
-            SteercapError: what it asks cannot be done.
+            SteercapError: the request is invalid.
         """
         given, is_text = decoded(body)
         if not isinstance(given, dict):
-            return body, None  # vLLM says what is wrong with it
+            return body, None  # vLLM reports the error
         steering = self._presets.of(given.get("model"))
         field, store, selectors = (given.pop(name, None) for name in FIELDS)
         if field is None and store is None and selectors is None and steering is None:
@@ -135,7 +136,7 @@ class Asking:
 
 
 def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
-    """`store_activations` and `selectors`, as `capture` says them."""
+    """Convert `store_activations` and `selectors` to the `steercap` field."""
     if field is not None and (not isinstance(field, Mapping) or "capture" in field):
         raise InvalidSpec("store_activations and selectors say what steercap.capture says; give one of them")
     if store is not None and not isinstance(store, bool):
@@ -148,11 +149,11 @@ def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
 
 
 class Answer:
-    """An answer on its way out, into which what came of the request is put.
+    """Wrapper of `send` that adds the results of a request to its answer.
 
     Args:
-        call: the request.
-        send: where it goes.
+        call: call of steercap.
+        send: ASGI send function.
     """
 
     def __init__(self, call: Call, send: Send) -> None:
@@ -163,7 +164,7 @@ class Answer:
         self._held = b""
 
     async def __call__(self, message: Message) -> None:
-        """Pass one message on."""
+        """Send one message."""
         if message["type"] == "http.response.start":
             kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
             self._stream = kind.startswith(b"text/event-stream")
@@ -180,12 +181,12 @@ class Answer:
             await self._document(message)
 
     async def _event(self, message: Message) -> None:
-        """One part of a stream; the event of ours comes before the last."""
+        """Send one part of a stream; our event comes before the last one."""
         self._held += message.get("body", b"")
         more = message.get("more_body", False)
         end = self._held.rfind(b"\n\n") + 2 if more else len(self._held)
         ready, self._held = self._held[:end], self._held[end:]
-        events = [self._with_numbers(event) for event in ready.split(b"\n\n")]  # whose own text has no bare line ends
+        events = [self._with_numbers(event) for event in ready.split(b"\n\n")]  # JSON text has no bare newlines
         if (self._call.results or self._call.error) and _DONE in events:
             failed = self._call.error
             came: dict[str, Any] = (
@@ -199,7 +200,7 @@ class Answer:
         await self._send({**message, "body": ready})
 
     def _with_numbers(self, event: bytes) -> bytes:
-        """An event with what waits of its choices."""
+        """Add the waiting numbers of its choices to an event."""
         if not self._call.live or not event.startswith(_OBJECT):
             return event
         found = msgspec.json.decode(event[len(_OBJECT) - 1 :])
@@ -207,7 +208,7 @@ class Answer:
         return _OBJECT[:-1] + msgspec.json.encode({**found, "steercap": numbers}) if numbers else event
 
     def _numbers(self, choices: Collection[Any] | None) -> dict[str, list[Any]]:
-        """What waits of choices, None for all, by its kind; it waits no more."""
+        """Take the waiting numbers of choices, None for all, by kind."""
         found: dict[str, list[Any]] = {}
         left = []
         for one in self._call.live:
@@ -219,7 +220,7 @@ class Answer:
         return found
 
     async def _document(self, message: Message) -> None:
-        """One part of a JSON document."""
+        """Collect one part of a JSON document, and send the document when it is complete."""
         self._held += message.get("body", b"")
         if message.get("more_body", False):
             return
@@ -234,7 +235,7 @@ class Answer:
 
 
 async def body_of(scope: Message, receive: Receive, send: Send, most: int) -> bytes | None:
-    """The whole body; None if it is longer than may be, which is answered, or its client has gone."""
+    """Read the whole body; None if the client is gone, or the body is too long, which is answered."""
     said = header(scope, b"content-length")
     length = int(said) if said.isdecimal() and len(said) < len(str(most)) + 9 else 0
     fits, parts, length = length <= most, list[bytes](), 0
@@ -252,10 +253,10 @@ async def body_of(scope: Message, receive: Receive, send: Send, most: int) -> by
 
 
 def decoded(body: bytes) -> tuple[Any, bool]:
-    """A body as vLLM's server reads it, None where it cannot be read, and whether all its texts are texts.
+    """Decode a body as vLLM's server does; None if it is invalid. Also return whether all its texts are valid.
 
-    vLLM reads by Python's json, which knows NaN, encodings other than UTF-8, and halves of surrogate pairs. What that
-    takes and we did not see would be asked and not done.
+    vLLM uses Python's json, which accepts NaN, encodings other than UTF-8, and lone surrogates. If we decoded less than
+    vLLM, requests for steercap could be answered without being carried out.
     """
     try:
         return msgspec.json.decode(body), True
@@ -272,7 +273,7 @@ def decoded(body: bytes) -> tuple[Any, bool]:
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
-    """Gives the body once, then what comes after it."""
+    """Return a receive function that returns the body once, then passes on later messages."""
     given = False
 
     async def again() -> Message:
@@ -286,13 +287,13 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def failure(status: int, reason: str, error: str = "", param: str | None = None) -> tuple[bytes, dict[str, str]]:
-    """An error as OpenAI's clients read it: its body and headers.
+    """Build the body and headers of an error for OpenAI's clients.
 
     Args:
-        status: of HTTP.
-        reason: what they are told.
-        error: its class, if it is one of ours that clients raise.
-        param: the field of the request that is to blame.
+        status: HTTP status.
+        reason: message for the client.
+        error: class of the error, if it is one of steercap's that clients raise.
+        param: field of the request that caused it.
     """
     body = json.dumps({"error": {"message": reason, "type": _KINDS[status], "param": param, "code": status}}).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body))}
@@ -304,7 +305,7 @@ def failure(status: int, reason: str, error: str = "", param: str | None = None)
 
 
 async def refuse(send: Send, status: int, reason: str, error: str = "") -> None:
-    """Answer a request by an error."""
+    """Answer a request with an error."""
     body, headers = failure(status, reason, error, "steercap")
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
@@ -312,12 +313,12 @@ async def refuse(send: Send, status: int, reason: str, error: str = "") -> None:
 
 
 def _blamed(headers: Any, error: str) -> list[tuple[bytes, bytes]]:
-    """Headers of an answer that say, if it is an error of ours, of which class."""
+    """Add the class of a steercap error to an answer's headers, if there is one."""
     return [*headers, *([(ERROR_HEADER.encode(), error.encode())] if error else [])]
 
 
 def header(scope: Message, name: bytes) -> str:
-    """The first of a name, "" where there is none."""
+    """Return the first header of a name, "" if there is none."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
 
 

@@ -1,4 +1,4 @@
-"""Numbers of tokens as they are generated, on their way into a stream: what rows project to, where monitors fire."""
+"""Per-token numbers that are streamed with generated tokens: projections of rows, and crossings of monitors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from steercap.server.call import Call, Live
 
 
 class Numbers:
-    """The numbers of one job.
+    """Streamed numbers of one job.
 
     Args:
-        call: the request that they are for.
-        first: the first of its choices that is the job's.
-        job: that runs; nothing is to be said meanwhile of one whose answer is one document.
+        call: call that the numbers belong to.
+        first: index of the job's first choice in the call.
+        job: the running job; numbers are only streamed if its answer is a stream.
     """
 
     def __init__(self, call: Call, first: int, job: Job) -> None:
@@ -31,13 +31,13 @@ class Numbers:
         self._crossings: dict[int, int] = {}
 
     async def take(self, tokens: Mapping[int, Sequence[int]]) -> None:
-        """Enter what is new.
+        """Queue the new numbers for the stream.
 
         Args:
-            tokens: generated so far, by the index of the sample.
+            tokens: tokens generated so far, by the index of the sample.
 
         Raises:
-            CaptureIncomplete, CaptureNotFinite: a row is not there, or wrong.
+            CaptureIncomplete, CaptureNotFinite: a row is missing or invalid.
         """
         if self._projects:
             grown = {index: ids for index, ids in tokens.items() if len(ids) > self._tokens.get(index, 0)}
@@ -55,7 +55,7 @@ class Numbers:
                 self._crossings[index] = len(found)
 
     def _scores(self, came: Arrived) -> dict[str, Any]:
-        """What rows project to, by point and direction."""
+        """Return the projections of rows, by point and direction."""
         assert self._job.projected is not None
         names = self._job.projected.names
         scores = {

@@ -1,4 +1,4 @@
-"""Names of models that stand for steering: `model: "qwen3-8b+calm"` for clients that know nothing of steercap."""
+"""Presets: model names that stand for steering, such as "qwen3-8b+calm", for clients unaware of steercap."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from steercap.steering.spec import SteeringSpec
 
 
 class Presets:
-    """The operator's presets.
+    """Presets of the operator.
 
     Args:
-        names: of the model itself.
-        steering: by the names of the presets.
+        names: served names of the model itself.
+        steering: steering by preset name.
     """
 
     def __init__(self, names: Iterable[str], steering: Mapping[str, SteeringSpec]) -> None:
@@ -21,9 +21,9 @@ class Presets:
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """All names that stand for steering."""
+        """All model names that stand for steering."""
         return tuple(self._steering)
 
     def of(self, model: Any) -> SteeringSpec | None:
-        """What a model is steered by, None if it is not."""
+        """Return the steering of a model name, None if it is no preset."""
         return self._steering.get(model) if isinstance(model, str) else None

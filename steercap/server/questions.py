@@ -1,4 +1,4 @@
-"""What questions about rows that wait have in common: their body, the rows, and errors as answers."""
+"""Shared parts of the routes about captured rows: body, rows, and errors as answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSpec, Stee
 from steercap.server.captures import Captures, owner_of
 from steercap.server.routes import NOT_WAITING, refused
 
-#: Bytes of a body, and entries named for each row.
+#: Maximum bytes of a body, and maximum entries per row.
 MOST_BODY: Final = 1 << 20
 MOST_TOP: Final = 50
 
@@ -26,11 +26,11 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class NotThereError(Exception):
-    """No such capture."""
+    """Error for a capture that does not exist."""
 
 
 def answering(handler: Handler) -> Handler:
-    """A handler whose errors are answers."""
+    """Wrap a handler so that its errors become answers."""
 
     async def answered(request: Request) -> Response:
         try:
@@ -48,10 +48,10 @@ def answering(handler: Handler) -> Handler:
 
 
 async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
-    """The body, an object.
+    """Read the body, which must be an object with known fields.
 
     Raises:
-        InvalidSpec: it is none, too long, or has what means nothing.
+        InvalidSpec: it is no such object, or too long.
     """
     parts: list[bytes] = []
     length = 0
@@ -72,10 +72,10 @@ async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
 
 
 async def rows_of(request: Request, captures: Captures) -> CaptureHandle:
-    """The rows that a request names in its path, which are the caller's own.
+    """Load the capture named in a request's path, which must be the caller's own.
 
     Raises:
-        NotThereError: no such capture waits.
+        NotThereError: there is no such capture.
         InvalidRequest: it holds no rows of tokens.
     """
     owner = owner_of(request.headers.get("authorization", ""))
@@ -89,10 +89,10 @@ async def rows_of(request: Request, captures: Captures) -> CaptureHandle:
 
 
 def rows_at(handle: CaptureHandle, positions: Any) -> torch.Tensor:
-    """Which of its rows are those of some positions, of all by default.
+    """Return the indices of a handle's rows at some positions, all rows by default.
 
     Raises:
-        InvalidSpec: not positions whose rows are there.
+        InvalidSpec: not positions, or positions without rows.
     """
     if positions is None:
         return torch.arange(len(handle.positions))
@@ -105,10 +105,10 @@ def rows_at(handle: CaptureHandle, positions: Any) -> torch.Tensor:
 
 
 def top_of(given: Any, most: int = MOST_TOP) -> int:
-    """How many are to be named for each row.
+    """Check the number of entries per row that a request asks for.
 
     Raises:
-        InvalidSpec: not a number that can be.
+        InvalidSpec: not a whole number, or out of range.
     """
     top = index_of(given)
     if top is None or not 1 <= top <= most:

@@ -1,4 +1,4 @@
-"""`/v1/steercap`: captures, vectors, the model."""
+"""`/v1/steercap`: routes for captures, vectors and the model."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from steercap.server.middleware import failure
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Bytes of a capture that are sent at once: what a slow client does not take is not copied for it.
+#: Bytes of a capture sent at once, so that a slow client's capture is not copied as a whole.
 _PART: Final = 1 << 20
-#: Of a capture that is asked for by its name.
+#: Error for an unknown capture.
 NOT_WAITING: Final = "no such capture is waiting: it was deleted, its time is over, or it is not yours"
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class Routes:
-    """The routes of one server.
+    """Routes of one server.
 
     Args:
         model: the open model.
-        captures: what waits.
-        library: what has names.
-        aliases: names of models that stand for steering.
-        folder: what rows are written to, if the operator gave one.
+        captures: captures that wait to be fetched.
+        library: named vectors and steering.
+        aliases: model names that stand for steering.
+        folder: folder that rows are written to, None if the operator gave none.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Routes:
 
     @property
     def routes(self) -> list[Route]:
-        """All of them."""
+        """All routes of this class."""
         return [
             Route("/v1/steercap/model", self.model, methods=["GET"]),
             Route("/v1/steercap/captures", self.list_captures, methods=["GET"]),
@@ -70,7 +70,7 @@ class Routes:
         ]
 
     async def model(self, request: Request) -> Response:
-        """What the model has, and what is held of it."""
+        """Answer with the model's properties, the limits, and the caller's and the engine's usage."""
         owner, model = owner_of(request.headers.get("authorization", "")), self._model
         stats, folder = await model.stats(), self._folder
         points = [
@@ -103,7 +103,7 @@ class Routes:
         )
 
     async def list_captures(self, request: Request) -> Response:
-        """Those of the caller."""
+        """List the caller's captures."""
         owner = owner_of(request.headers.get("authorization", ""))
         found = [
             {"id": one.name, "bytes": one.size, "expires_in": round(self._captures.expires_in(one), 1)}
@@ -112,7 +112,7 @@ class Routes:
         return JSONResponse({"object": "list", "data": found})
 
     async def capture(self, request: Request) -> Response:
-        """One, as a safetensors file, whole or a range of its bytes."""
+        """Send a capture as a safetensors file, whole or a range of its bytes."""
         one = self._captures.get(*_named(request))
         if one is None:
             return refused(404, NOT_WAITING)
@@ -131,30 +131,30 @@ class Routes:
         return _file(one.content, start, stop, 206, headers)
 
     async def forget_capture(self, request: Request) -> Response:
-        """Let go of one."""
+        """Delete a capture."""
         name, owner = _named(request)
         if not self._captures.remove(name, owner):
             return refused(404, NOT_WAITING)
         return JSONResponse({"id": name, "object": "steercap.capture", "deleted": True})
 
     async def list_vectors(self, request: Request) -> Response:
-        """The caller's own, and the operator's."""
+        """List the caller's vectors, and the operator's."""
         owner = owner_of(request.headers.get("authorization", ""))
         return JSONResponse({"object": "list", "data": [one.described() for one in self._library.of(owner)]})
 
     async def vector(self, request: Request) -> Response:
-        """What one is."""
+        """Describe named vectors or steering."""
         try:
             return JSONResponse(self._library.get(*_named(request)).described())
         except SteercapError as error:
             return refused(404, str(error))
 
     async def put_vector(self, request: Request) -> Response:
-        """Upload a file of vectors, directions or steering; what had the name goes."""
+        """Upload a file of vectors, directions or steering, replacing content of the same name."""
         try:
             found = await self._received(request, *_named(request))
         except ClientDisconnect:
-            return Response(status_code=400)  # which nobody reads
+            return Response(status_code=400)  # the client is gone
         except CaptureMemoryFull as error:
             return refused(429, str(error), type(error).__name__)
         except SteercapError as error:
@@ -164,10 +164,10 @@ class Routes:
         return JSONResponse(found.described(), 201)
 
     async def _received(self, request: Request, name: str, owner: str) -> Named | None:
-        """What came as a file, kept; None where it is too long, of which no more is read than shows it.
+        """Receive and store a file; None if it is too long, when reading stops at the limit.
 
         Raises:
-            SteercapError: it cannot be kept.
+            SteercapError: it cannot be stored.
         """
         said = request.headers.get("content-length", "")
         length, counted, parts = 0, 0, list[bytes]()
@@ -180,14 +180,14 @@ class Routes:
                 length += len(part)
                 if length > self._library.most_bytes:
                     return None
-                if length > counted:  # in steps, as counting goes through all that is kept
+                if length > counted:  # in steps, since counting goes through all stored files
                     came(counted := length + _PART)
                 parts.append(part)
             content = await asyncio.to_thread(read, b"".join(parts))
             return self._library.keep(name, owner, content, length)
 
     async def forget_vector(self, request: Request) -> Response:
-        """Let go of one of the caller's own."""
+        """Delete the caller's vectors or steering."""
         name, owner = _named(request)
         if not self._library.remove(name, owner):
             return refused(404, "no vector or steering of yours has the name")
@@ -195,7 +195,7 @@ class Routes:
 
 
 def _file(content: bytes, start: int, stop: int, status: int, headers: Mapping[str, str]) -> Response:
-    """A part of a file, sent as fast as it is taken."""
+    """Send part of a file in pieces, as fast as the client reads it."""
 
     async def parts() -> AsyncIterator[memoryview]:
         for first in range(start, stop, _PART):
@@ -210,7 +210,7 @@ def _named(request: Request) -> tuple[str, str]:
 
 
 def _range(asked: str, size: int) -> tuple[int, int] | None:
-    """Where a range of bytes starts and stops; None where there is none such."""
+    """Return start and stop of a byte range; None if it is invalid or empty."""
     found = _RANGE.fullmatch(asked.strip())
     if found is None or not any(found.groups()):
         return None
@@ -224,6 +224,6 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
 
 
 def refused(status: int, message: str, error: str = "") -> Response:
-    """An error as OpenAI's clients read it; `error` is its class, if it is one of ours that clients raise."""
+    """Build an error answer for OpenAI's clients; `error` is its class, if it is one that clients raise."""
     body, headers = failure(status, message, error)
     return Response(body, status, headers)

@@ -1,4 +1,4 @@
-"""One server from its start to its end."""
+"""Start and run of one server."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a server keeps, and for whom.
+    """Settings of a server: named content and limits.
 
     Args:
-        vectors: files of vectors, directions or steering that everybody may use, by name.
-        saes: folders of SAEs, by name, that rows can be looked at with.
-        presets: steering by name, as a request says it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
-        captures_seconds: how long a capture waits to be fetched.
-        captures_bytes: bytes of captures that wait at once.
-        captures_bytes_of_a_key: of these, those of one API key.
-        folder: where rows are written that are asked for so; None for nowhere.
-        folder_bytes: bytes of files in it.
-        folder_bytes_of_a_key: bytes that requests of one API key write to it.
+        vectors: files of vectors, directions or steering for all clients, by name.
+        saes: folders of SAEs for analysing captured rows, by name.
+        presets: steering by name, as requests give it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
+        captures_seconds: seconds until a capture expires.
+        captures_bytes: maximum bytes of captures that wait to be fetched.
+        captures_bytes_of_a_key: maximum bytes of one API key's.
+        folder: folder for rows that requests ask to be written; None for none.
+        folder_bytes: maximum bytes of files in it.
+        folder_bytes_of_a_key: maximum bytes that requests of one API key write to it.
     """
 
     vectors: Mapping[str, Path] = field(default_factory=dict)
@@ -59,11 +59,11 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Names:
-    """What the operator gave names.
+    """Named content that the operator gave.
 
     Args:
         library: vectors, steering and SAEs.
-        presets: what each preset steers by.
+        presets: steering of each preset.
     """
 
     library: Library
@@ -71,11 +71,11 @@ class Names:
 
     @staticmethod
     def of(settings: ServerSettings) -> Names:
-        """Read the files that settings name; no model is needed for it, so that it comes before the engine's start.
+        """Read the files that settings name; needs no model, so that it can run before the engine's start.
 
         Raises:
-            InvalidSpec: not a name, or a preset that means nothing.
-            InvalidFile: a file of vectors, or of an SAE, that cannot be used.
+            InvalidSpec: an invalid name or preset.
+            InvalidFile: a file of vectors, or of an SAE, cannot be used.
         """
         with extra("cuda", "cpu"):
             from steercap.server.features import loaded
@@ -101,19 +101,19 @@ async def application(
     folder: Folder | None = None,
     names: Names | None = None,
 ) -> FastAPI:
-    """vLLM's application over an open model, with routes and a field of a request's body of our own.
+    """Create vLLM's application over an open model, with the `steercap` field and our own routes.
 
     Args:
-        model: open, and for as long as it is served.
-        flags: of `vllm serve`, see `adapters.server.read_flags`; those of the engine count for nothing here.
-        settings: of the server.
-        folder: where rows are written that are asked for so; open, and for as long as it is served.
-        names: what `Names.of` read of the settings; read here if left out.
+        model: open model, which must stay open while it is served.
+        flags: flags of `vllm serve`, see `adapters.server.read_flags`; engine flags are ignored.
+        settings: settings of the server.
+        folder: open folder for rows that requests ask to be written; must stay open while it is served.
+        names: result of `Names.of`; computed here if left out.
 
     Raises:
-        InvalidSpec: an SAE of rows that this model does not have.
-        UnsupportedRunner: vLLM's server is not what is known of it.
-        InvalidSetting: the model's engine is to be started again if it dies.
+        InvalidSpec: an SAE reads rows that this model does not have.
+        UnsupportedRunner: vLLM's server does not have the expected structure.
+        InvalidSetting: the model has `restart=True`.
         The errors of `Names.of`.
     """
     if model.settings.restart:
@@ -152,7 +152,7 @@ async def application(
 
 
 def _look_at_models(library: Library, names: Collection[str]) -> None:
-    """Warn of what the operator gave that was made for another model than the one of these names."""
+    """Warn about content from the operator that was made for a model with other names."""
     for one in library.of(OPERATOR):
         parts = one.content.of_rows() if isinstance(one.content, SteeringSpec) else [one.content]
         for label in sorted({part.model for part in parts}):
@@ -168,13 +168,13 @@ async def serve(
 
     Args:
         model: path or name of the model.
-        flags: of `vllm serve`.
-        settings: of the server.
-        names: what `Names.of` read of the settings; read here, before the engine's start, if left out.
-        **steercap: of `SteerModel`, beside vLLM's arguments, which are among the flags.
+        flags: flags of `vllm serve`.
+        settings: settings of the server.
+        names: result of `Names.of`; computed here, before the engine's start, if left out.
+        **steercap: settings of `SteerModel`, beside vLLM's arguments, which are among the flags.
 
     Raises:
-        InvalidRequest, InvalidFile: flags, files or presets that cannot be used.
+        InvalidRequest, InvalidFile: flags, files or presets cannot be used.
         The errors of `SteerModel.start`.
     """
     with extra("cuda", "cpu"), importing():
@@ -182,8 +182,8 @@ async def serve(
 
     names = names or Names.of(settings)
     read = server.read_flags(model, flags)
-    with closing(server.listening(read)) as sock:  # before the engine: a port that is taken is known at once
-        # Pictures that vLLM's cache leaves out of one request must have come with another before; requests that wait
+    with closing(server.listening(read)) as sock:  # before the engine, so that a port in use fails at once
+        # vLLM's cache would omit pictures that came with an earlier request; requests that wait
         # for room would change the order.
         arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
         with opened_folder(model, settings) as folder:
@@ -193,7 +193,7 @@ async def serve(
 
 @contextmanager
 def opened_folder(model: str, settings: ServerSettings) -> Iterator[Folder | None]:
-    """The folder that settings name, for as long as the block runs; None where they name none.
+    """Open the folder that settings name, while the block runs; None if they name none.
 
     Raises:
         The errors of `Folder`.

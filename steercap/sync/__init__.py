@@ -1,4 +1,4 @@
-"""The same names for people who do not await: `steercap.sync` instead of `steercap`, and no `await`.
+"""The API of steercap without `await`: `steercap.sync` has the same names as `steercap`.
 
     from steercap.sync import SteerModel
     from steercap.sync.directions import extract
@@ -10,8 +10,8 @@
 
 `steercap.sync.directions`, `steercap.sync.collecting`, `steercap.sync.sweeps`, `steercap.sync.evaluation`,
 `steercap.sync.patching`, `steercap.sync.analysis`, `steercap.sync.personas` and `steercap.sync.roles` hold the
-functions that take an open model; all but both `run`s are names of `steercap.sync` too. What is not awaited, such as
-edits and specs, is `steercap`'s own.
+functions that take an open model; all but both `run`s are names of `steercap.sync` too. Names that need no `await`,
+such as edits and specs, are in `steercap` only.
 In a notebook `await` works at the top level, and `steercap.SteerModel` is the better choice.
 """
 
@@ -112,5 +112,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """What completion offers: names that are not loaded yet included."""
+    """Return the names for completion, including those that are not loaded yet."""
     return sorted({*__all__, "__doc__", "__file__", "__name__", "__path__"})

@@ -1,4 +1,4 @@
-"""Where vectors matter, without `await`: the functions of `steercap.lab.mechanism.analysis` that take an open model."""
+"""Layer and position sweeps without `await`: twins of functions in `steercap.lab.mechanism.analysis`."""
 
 from steercap.lab.mechanism.analysis import sweeps as _sweeps
 from steercap.sync.twins import blocking
@@ -10,5 +10,5 @@ position_sweep = blocking(_sweeps.position_sweep)
 
 
 def __dir__() -> list[str]:
-    """The functions, and no more."""
+    """Return the names of the functions."""
     return [*__all__, "__doc__", "__file__", "__name__"]

@@ -1,4 +1,4 @@
-"""What stands between a caller that does not await and the event loop of its model."""
+"""Bridge from blocking callers to the event loop of a model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Value = TypeVar("Value")
 
 
 class Life(Protocol):
-    """What a model is from its start to its end."""
+    """Model with a start and an end."""
 
     def start(self) -> Coroutine[Any, Any, Any]:
-        """Begin it."""
+        """Start it."""
 
     def aclose(self) -> Coroutine[Any, Any, None]:
-        """End it."""
+        """Close it."""
 
 
 class Opened(Protocol):
-    """What says whether a model is open."""
+    """State that knows whether a model is open."""
 
     idiom: Idiom
 
     def opened(self) -> Any:
-        """What is open.
+        """Return the open connection or engine.
 
         Raises:
-            ModelClosed: it is not.
+            ModelClosed: the model is not open.
         """
 
 
@@ -44,11 +44,11 @@ Model_co = TypeVar("Model_co", bound=Life, covariant=True)
 
 
 class Bridge(Generic[Model_co]):
-    """A model that is awaited, and the thread whose loop it belongs to.
+    """Asynchronous model, with the thread of its event loop.
 
     Args:
         model: the model; not started.
-        state: says whether it is open.
+        state: knows whether the model is open.
     """
 
     def __init__(self, model: Model_co, state: Opened) -> None:
@@ -70,7 +70,7 @@ class Bridge(Generic[Model_co]):
 
     def close(self) -> None:
         """Close the model and end the loop. Idempotent."""
-        with self._life:  # a second caller returns when it is closed
+        with self._life:  # a second caller returns once it is closed
             thread, self._thread = self._thread, None
             if thread is not None:
                 try:
@@ -86,23 +86,23 @@ class Bridge(Generic[Model_co]):
         """
         if self._thread is None:
             work.close()
-            self._state.opened()  # says that it is closed, or was never started
+            self._state.opened()  # raises an error: it was closed, or never started
             raise AssertionError
         return self._thread.run(work)
 
     def done(self, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any) -> Any:
-        """Run a coroutine function with the model behind this one, and with the handles behind those given."""
+        """Run a coroutine function with the asynchronous model, and with the handles behind blocking ones."""
         arguments = [unwrapped(argument) for argument in args]
         named = {name: unwrapped(argument) for name, argument in kwargs.items()}
         return self._wrapped(self.run(work(self.model, *arguments, **named)))
 
     def taken(self, chunks: AsyncGenerator[Value, None]) -> Generator[Value, None, None]:
-        """What an asynchronous generator yields; closing this one closes it."""
+        """Iterate over an asynchronous generator; closing this one closes it."""
         try:
             while (chunk := self.run(_after(chunks))) is not None:
                 yield chunk
         finally:
-            with suppress(ModelClosed):  # which has ended it
+            with suppress(ModelClosed):  # closing the model has ended it
                 self.run(chunks.aclose())
 
     def freed(self, sketch: RunningSketch) -> None:
@@ -125,7 +125,7 @@ async def _after(chunks: AsyncGenerator[Value, None]) -> Value | None:
 
 
 def unwrapped(handles: Any) -> Any:
-    """The handles behind those given, in lists as they came."""
+    """Return the asynchronous handles behind blocking ones, in lists of the same structure."""
     if isinstance(handles, CaptureHandle):
         return handles.awaited
     return type(handles)(unwrapped(item) for item in handles) if type(handles) in {list, tuple} else handles

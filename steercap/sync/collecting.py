@@ -1,4 +1,4 @@
-"""Reading a corpus without `await`: the functions of `steercap.lab.datasets.collecting` that take an open model."""
+"""Collection of activations without `await`: twins of functions in `steercap.lab.datasets.collecting`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ INSTEAD = "it is read by the process that has the model; in a DataLoader use num
 
 
 class ActivationStream(Unshared, IterableDataset["Rows | Labelled"], instead=INSTEAD):
-    """Shuffled batches of a model's rows, made by `activations`; it is read once.
+    """Shuffled batches of a model's rows, made by `activations`; it can be iterated once.
 
     The engine works ahead in its own thread and processes while the caller computes. A loop that ends, however it ends,
     closes the stream; so does leaving it as a context manager, and `close`.
 
     Attributes:
-        awaited: the stream behind this one.
+        awaited: the asynchronous stream.
     """
 
     def __init__(self, awaited: streaming.ActivationStream, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
@@ -42,30 +42,30 @@ class ActivationStream(Unshared, IterableDataset["Rows | Labelled"], instead=INS
 
     @property
     def points(self) -> tuple[str, ...]:
-        """The names of the points that are read, in order."""
+        """Names of the points, in order."""
         return self.awaited.points
 
     @property
     def normalisations(self) -> dict[str, Normalisation]:
-        """How rows of each point are normalised, by its name; {} where they are not.
+        """Normalisation of each point's rows, by the name of the point; {} without normalisation.
 
         Raises:
-            InvalidRequest: they are to be found in the first rows, and no batch was taken yet.
+            InvalidRequest: it is estimated from the first rows, and no batch was taken yet.
         """
         return self.awaited.normalisations
 
     @property
     def rows(self) -> int:
-        """Rows that were handed over."""
+        """Number of rows returned so far."""
         return self.awaited.rows
 
     @property
     def tokens(self) -> int:
-        """Tokens that the model read, for these rows and those to come."""
+        """Number of tokens that the model has read, for these rows and later ones."""
         return self.awaited.tokens
 
     def __iter__(self) -> Iterator[Rows | Labelled]:
-        """The batches that are left.
+        """Iterate over the remaining batches.
 
         Raises:
             The errors of `SteerModel.read` and of the corpus.
@@ -77,8 +77,8 @@ class ActivationStream(Unshared, IterableDataset["Rows | Labelled"], instead=INS
             self.close()
 
     def close(self) -> None:
-        """End what runs and free what is held. Idempotent."""
-        with suppress(ModelClosed):  # which has ended it
+        """Stop reading, and free everything held. Idempotent."""
+        with suppress(ModelClosed):  # closing the model has ended it
             self._run(self.awaited.aclose())
 
     def __enter__(self) -> ActivationStream:
@@ -114,5 +114,5 @@ activations = _streaming(_there.activations)
 
 
 def __dir__() -> list[str]:
-    """The functions, and no more."""
+    """Return the names of the functions."""
     return [*__all__, "__doc__", "__file__", "__name__"]

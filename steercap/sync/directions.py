@@ -1,4 +1,4 @@
-"""From texts to directions, without `await`: the functions of `steercap.lab.directions` that take an open model."""
+"""Extraction of directions from texts without `await`: twins of functions in `steercap.lab.directions`."""
 
 from steercap.lab.directions import calibrating as _calibrating
 from steercap.lab.directions import extraction as _there
@@ -12,5 +12,5 @@ mean_rows = blocking(_there.mean_rows)
 
 
 def __dir__() -> list[str]:
-    """The functions, and no more."""
+    """Return the names of the functions."""
     return [*__all__, "__doc__", "__file__", "__name__"]

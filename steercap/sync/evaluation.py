@@ -1,4 +1,4 @@
-"""Evaluation, without `await`: the functions of `steercap.lab.studies.evaluation` that take an open model."""
+"""Evaluation of steering methods without `await`: twins of functions in `steercap.lab.studies.evaluation`."""
 
 from steercap.lab.studies.evaluation import methods as _methods
 from steercap.lab.studies.evaluation import running as _running
@@ -11,5 +11,5 @@ shuffled = blocking(_methods.shuffled)
 
 
 def __dir__() -> list[str]:
-    """The functions, and no more."""
+    """Return the names of the functions."""
     return [*__all__, "__doc__", "__file__", "__name__"]

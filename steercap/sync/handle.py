@@ -1,4 +1,4 @@
-"""A handle for callers that do not await."""
+"""Capture handle for blocking callers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class CaptureHandle(Unshared, instead=handles.INSTEAD):
-    """`steercap.CaptureHandle` without `await`.
+    """Handle of a request's rows: `steercap.CaptureHandle` without `await`.
 
-    `fetch()` returns when the rows are here, and `with handle:` fetches and frees. Everything else is the handle's own.
+    `fetch()` returns when the rows are here, and `with handle:` fetches and frees. All else is that of the handle.
 
     Attributes:
-        awaited: the `steercap.CaptureHandle` behind this one, whose `fetch` is awaited in the model's event loop.
+        awaited: the `steercap.CaptureHandle`, whose `fetch` is awaited in the model's event loop.
     """
 
     request_id: str
@@ -95,10 +95,10 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
         full: bool = False,
         max_bytes: int = MOST_BYTES,
     ) -> Lens:
-        """What rows of the stream would say next; see `steercap.CaptureHandle.lens`.
+        """Compute the logit lens of the handle's rows; see `steercap.CaptureHandle.lens`.
 
         Args:
-            layer, site, tokens, translator, top, ids, full, max_bytes: as there.
+            layer, site, tokens, translator, top, ids, full, max_bytes: as for `steercap.CaptureHandle.lens`.
 
         Raises:
             The errors of `steercap.CaptureHandle.lens`.
@@ -118,10 +118,10 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
         return self._thread.run(asked)
 
     def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
-        """Which experts a layer sent tokens to, and with which weights; see `steercap.CaptureHandle.experts`.
+        """Return the experts that a layer chose for tokens, with their weights; see `steercap.CaptureHandle.experts`.
 
         Args:
-            layer, tokens: as there.
+            layer, tokens: as for `steercap.CaptureHandle.experts`.
 
         Raises:
             The errors of `steercap.CaptureHandle.experts`.
@@ -152,12 +152,12 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
         self.release()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "awaited":  # a copy that is being made has none yet
+        if name.startswith("_") or name == "awaited":  # a copy that is being made has no attributes yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.awaited, name)
 
     def __dir__(self) -> list[str]:
-        """Its own names, and those of the handle."""
+        """Return its own names, and those of the asynchronous handle."""
         return sorted({*super().__dir__(), *(name for name in dir(self.awaited) if not name.startswith("_"))})
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers who do not await."""
+"""Event loop in a thread of its own, for blocking callers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from steercap.errors import ModelClosed, WrongEventLoop
 
 Value = TypeVar("Value")
 
-#: Seconds that the end waits for what still runs to clean up.
+#: Seconds that `stop` waits for running tasks to clean up.
 STOP_SECONDS: Final = 3.0
 
 
 class LoopThread:
-    """An event loop that runs in a daemon thread, until it is stopped or the interpreter ends."""
+    """Event loop in a daemon thread, running until it is stopped or the interpreter ends."""
 
     def __init__(self) -> None:
         self.loop: Final = asyncio.new_event_loop()
@@ -28,18 +28,18 @@ class LoopThread:
         self._process: Final = os.getpid()
         self._thread: Final = threading.Thread(target=self._serve, name="steercap-sync", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # or it would run on in an interpreter that falls apart
+        atexit.register(self.stop)  # or it would still run during the interpreter's shutdown
 
     def run(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Run a coroutine to its end, from any other thread; an interrupt cancels it.
 
         Raises:
-            ModelClosed: the loop was stopped, now or meanwhile.
+            ModelClosed: the loop was stopped, before or during the call.
             WrongEventLoop: called from within the loop, or in a fork of the process.
         """
         try:
             self._require_elsewhere()
-            with self._entering:  # so that nothing is begun which the end no longer sees
+            with self._entering:  # so that `stop` sees everything that was begun
                 self._require_open()
                 future = asyncio.run_coroutine_threadsafe(work, self.loop)
         except BaseException:
@@ -54,13 +54,13 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """Cancel what runs, end the loop and its thread; from any other thread. Idempotent."""
+        """Cancel running tasks, end the loop and its thread; from any other thread. Idempotent."""
         with self._entering:
             first, self._open = self._open, False
         atexit.unregister(self.stop)
         if os.getpid() != self._process:
             return
-        if first:  # a second one would stop what cleans up
+        if first:  # a second stop would interrupt the clean-up
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(2 * STOP_SECONDS)
 
@@ -90,7 +90,7 @@ class LoopThread:
 
 
 async def _cancel_others() -> None:
-    """Let whatever still runs, such as a start that was interrupted, clean up after itself."""
+    """Cancel all running tasks, such as an interrupted start, and wait for their clean-up."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

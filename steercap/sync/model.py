@@ -1,6 +1,6 @@
-"""SteerModel for callers that do not await: each call runs on an event loop in a thread of its own.
+"""SteerModel for blocking callers: each call runs on an event loop in a thread of its own.
 
-No logic here. What is asked, checked and answered is `steercap.SteerModel`'s.
+There is no logic here; `steercap.SteerModel` does all the work.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ async def _call(work: Callable[[], Value]) -> Value:
 
 
 class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
-    """`steercap.SteerModel` without `await`, with the same arguments.
+    """Model with captures and steering: `steercap.SteerModel` without `await`, with the same arguments.
 
-    Use it as a context manager, or `start()` and `close()`. Several threads may call it at once; vLLM batches what
-    they ask.
+    Use it as a context manager, or `start()` and `close()`. Several threads may call it at once; vLLM batches their
+    requests.
     """
 
     @as_there(_model.SteerModel)
@@ -58,7 +58,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     @staticmethod
     @functools.wraps(_model.SteerModel.connect)
     def connect(*args: Any, **kwargs: Any) -> RemoteModel:
-        """See `steercap.SteerModel.connect`."""
+        """Return a model on a server; see `steercap.SteerModel.connect`."""
         return RemoteModel(*args, **kwargs)
 
     def start(self) -> Self:
@@ -72,7 +72,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
         return self
 
     def close(self) -> None:
-        """Cancel what runs, free what is held, stop the engine. Idempotent."""
+        """Cancel running calls, free everything held, and stop the engine. Idempotent."""
         self.bridge.close()
 
     def __enter__(self) -> Self:
@@ -121,14 +121,14 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
         before_edits: bool = False,
         size: int | None = None,
     ) -> Iterator[RunningSketch]:
-        """Take the rows of every request inside into statistics, in the workers: `with model.sketch(...) as s:`.
+        """Add the rows of every request inside to statistics, in the workers: `with model.sketch(...) as s:`.
 
         It holds for the calls of this thread; see `steercap.SteerModel.sketch`.
 
         Args:
             kind: "moments", "variances" or "frequent_directions".
-            layers, sites, tokens, before_edits: whose rows; as for `CaptureSpec`.
-            size: of "frequent_directions", how many rows; 64 if left out.
+            layers, sites, tokens, before_edits: rows to add; as for `CaptureSpec`.
+            size: number of rows of a "frequent_directions" sketch; 64 if left out.
 
         Yields:
             A `RunningSketch`.
@@ -146,17 +146,17 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
 
     @functools.wraps(_model.SteerModel.check_capture)
     def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
-        """See `SteerModel.check_capture`."""
+        """Check a capture spec; see `SteerModel.check_capture`."""
         return self.bridge.run(_call(lambda: self.bridge.model.check_capture(spec)))
 
     @functools.wraps(_model.SteerModel.identity)
     def identity(self) -> dict[str, str]:
-        """See `SteerModel.identity`."""
+        """Return the identity of the model; see `SteerModel.identity`."""
         return self.bridge.model.identity()
 
     @property
     def serving(self) -> Serving:
-        """The engine from its start to its end; it runs on this facade's loop."""
+        """Lifecycle of the engine; it runs on this facade's loop."""
         return self.bridge.model.serving
 
     @property
@@ -171,7 +171,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
 
     @property
     def engine(self) -> AsyncLLM:
-        """The AsyncLLM that serves the model, vLLM's own; it runs on this facade's loop."""
+        """vLLM's AsyncLLM that serves the model; it runs on this facade's loop."""
         return self.bridge.model.engine
 
     @property
@@ -181,7 +181,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
 
     @property
     def factory(self) -> Callable[[], _model.SteerModel]:
-        """See `SteerModel.factory`; it makes that, not this facade."""
+        """Factory of an asynchronous model; see `SteerModel.factory`."""
         return self.bridge.model.factory
 
     @property
@@ -191,17 +191,17 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens that the context holds, those of the prompt and of the answer together."""
+        """Maximum tokens of the context, prompt and answer together."""
         return self.bridge.model.max_model_len
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
+        """Number of decoder layers of the model."""
         return self.bridge.model.num_layers
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row of the residual stream; `points` has the shape at every other site."""
+        """Number of elements of a row of the residual stream; `points` has the shape at every other site."""
         return self.bridge.model.hidden_size
 
     @property
@@ -221,7 +221,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
 
     @property
     def points(self) -> Mapping[Point, PointSchema]:
-        """Points that have a tap, layer by layer, and what the tensor at each of them is."""
+        """Points that have a tap, layer by layer, with the schema of the tensor at each."""
         return self.bridge.model.points
 
     @property

@@ -1,4 +1,4 @@
-"""Activation patching, without `await`: the functions of `steercap.lab.mechanism.patching` that take an open model."""
+"""Activation patching without `await`: twins of functions in `steercap.lab.mechanism.patching`."""
 
 from steercap.lab.mechanism.patching import ablation as _ablation
 from steercap.lab.mechanism.patching import activation as _activation
@@ -13,5 +13,5 @@ path_patch = blocking(_paths.path_patch)
 
 
 def __dir__() -> list[str]:
-    """The functions, and no more."""
+    """Return the names of the functions."""
     return [*__all__, "__doc__", "__file__", "__name__"]

@@ -1,4 +1,4 @@
-"""From a trait to its vector, without `await`: the functions of `steercap.lab.personas` that take an open model."""
+"""Persona vectors without `await`: twins of functions in `steercap.lab.personas`."""
 
 from steercap.lab.personas import pipeline as _there
 from steercap.sync.twins import blocking
@@ -9,5 +9,5 @@ run = blocking(_there.run)
 
 
 def __dir__() -> list[str]:
-    """The functions, and no more."""
+    """Return the names of the functions."""
     return [*__all__, "__doc__", "__file__", "__name__"]

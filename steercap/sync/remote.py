@@ -1,4 +1,4 @@
-"""A model that a server has open, for callers that do not await."""
+"""Model on a server, for blocking callers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 class RemoteModel(Unshared, Bridged[Awaited], instead=INSTEAD):
-    """`steercap.client.RemoteModel` without `await`, with the same arguments; made by `SteerModel.connect`.
+    """Model on a server: `steercap.client.RemoteModel` without `await`, with the same arguments.
+
+    Made by `SteerModel.connect`.
 
     Use it as a context manager, or `start()` and `close()`. Several threads may call it at once.
     """
@@ -38,7 +40,7 @@ class RemoteModel(Unshared, Bridged[Awaited], instead=INSTEAD):
         self.bridge = Bridge(self.awaited, self.awaited.connection)
 
     def start(self) -> Self:
-        """Ask the server what it has.
+        """Connect to the server, and read the model's properties.
 
         Raises:
             The errors of `steercap.client.RemoteModel.start`.
@@ -47,7 +49,7 @@ class RemoteModel(Unshared, Bridged[Awaited], instead=INSTEAD):
         return self
 
     def close(self) -> None:
-        """Cancel what runs, let the server free what it holds for this connection, and close it. Idempotent."""
+        """Cancel running calls, let the server free what it holds for this connection, and close it. Idempotent."""
         self.bridge.close()
 
     def __enter__(self) -> Self:
@@ -122,21 +124,21 @@ class RemoteModel(Unshared, Bridged[Awaited], instead=INSTEAD):
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
+        """Number of decoder layers of the model."""
         return self.awaited.num_layers
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row of the residual stream; `points` has the shape at every other site."""
+        """Number of elements of a row of the residual stream; `points` has the shape at every other site."""
         return self.awaited.hidden_size
 
     @property
     def points(self) -> Mapping[Point, PointSchema]:
-        """Points that have a tap, layer by layer, and what the tensor at each of them is."""
+        """Points that have a tap, layer by layer, with the schema of the tensor at each."""
         return self.awaited.points
 
     def __getattr__(self, name: str) -> Any:
-        if name in {"awaited", "bridge"}:  # a copy that is being made has none yet
+        if name in {"awaited", "bridge"}:  # a copy that is being made has no attributes yet
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.awaited, name) if not name.startswith("_") else object.__getattribute__(self, name)
 

@@ -1,4 +1,4 @@
-"""Many personas at once, without `await`: the functions of `steercap.lab.personas.roles` that take an open model."""
+"""Roles and the assistant axis without `await`: twins of functions in `steercap.lab.personas.roles`."""
 
 from steercap.lab.personas.roles import effects as _effects
 from steercap.lab.personas.roles import floors as _floors
@@ -16,5 +16,5 @@ compare_steering = blocking(_effects.compare_steering)
 
 
 def __dir__() -> list[str]:
-    """The functions, and no more."""
+    """Return the names of the functions."""
     return [*__all__, "__doc__", "__file__", "__name__"]

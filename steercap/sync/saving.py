@@ -1,4 +1,4 @@
-"""Captures in a folder, of handles that are not awaited."""
+"""`save_run` for blocking handles."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["save_run"]
 
 
 def save_run(folder: str | Path, handles: Any) -> Manifest:
-    """`steercap.save_run`, of handles of `steercap.sync`.
+    """Save captures in a folder: `steercap.save_run` for handles of `steercap.sync`.
 
     Args:
-        folder, handles: as there.
+        folder, handles: as for `steercap.save_run`.
 
     Returns:
-        The manifest. Its handles are fetched, so nothing of them is to be awaited.
+        The manifest. Its handles are fetched, and need no `await`.
 
     Raises:
         The errors of `steercap.save_run`.

@@ -1,4 +1,4 @@
-"""A sketch that requests join, for callers that do not await."""
+"""Running sketch for blocking callers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class RunningSketch(Unshared, instead=sketching.INSTEAD):
-    """`steercap.RunningSketch` without `await`: statistics of the rows of every request made in the context.
+    """Statistics of the rows of every request made in a context: `steercap.RunningSketch` without `await`.
 
     Attributes:
-        awaited: the `steercap.RunningSketch` behind this one.
+        awaited: the asynchronous `steercap.RunningSketch`.
     """
 
     def __init__(self, awaited: sketching.RunningSketch, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
@@ -30,56 +30,56 @@ class RunningSketch(Unshared, instead=sketching.INSTEAD):
 
     @property
     def kind(self) -> str:
-        """What it is; see `Sketch`."""
+        """Kind of the sketch; see `Sketch`."""
         return self.awaited.kind
 
     @property
     def size(self) -> int:
-        """Of frequent directions, how many rows; 0 for other kinds."""
+        """Number of rows of a frequent directions sketch; 0 for other kinds."""
         return self.awaited.size
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """The points that are sketched, layer by layer."""
+        """Points of the sketch, layer by layer."""
         return self.awaited.points
 
     @property
     def tokens(self) -> TokenSelection:
-        """Which tokens' rows are sketched."""
+        """Selection of the tokens whose rows are added."""
         return self.awaited.tokens
 
     @property
     def requests(self) -> int:
-        """Requests that are in it."""
+        """Number of requests in the sketch."""
         return self.awaited.requests
 
     @property
     def rows(self) -> int:
-        """Rows of each point that are in it."""
+        """Number of rows of each point in the sketch."""
         return self.awaited.rows
 
     def mean(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """The mean of the rows of a point so far; see `Sketch.mean`."""
+        """Return the mean of the rows of a point so far; see `Sketch.mean`."""
         found: torch.Tensor = self._run(self.awaited.mean(layer, site))
         return found
 
     def variance(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """The variance of each element so far; see `Sketch.variance`."""
+        """Return the variance of each element so far; see `Sketch.variance`."""
         found: torch.Tensor = self._run(self.awaited.variance(layer, site))
         return found
 
     def covariance(self, layer: int, site: str | None = None) -> torch.Tensor:
-        """The covariance of the elements so far; see `Sketch.covariance`."""
+        """Return the covariance of the elements so far; see `Sketch.covariance`."""
         found: torch.Tensor = self._run(self.awaited.covariance(layer, site))
         return found
 
     def principal_directions(self, layers: Layers, k: int, site: str | None = None) -> DirectionSet:
-        """The first k principal directions so far; see `Sketch.principal_directions`."""
+        """Return the first k principal directions so far; see `Sketch.principal_directions`."""
         found: DirectionSet = self._run(self.awaited.principal_directions(layers, k, site))
         return found
 
     def fetch(self) -> Sketch:
-        """What is known so far of all points; see `steercap.RunningSketch.fetch`."""
+        """Return the sketch of all points so far; see `steercap.RunningSketch.fetch`."""
         found: Sketch = self._run(self.awaited.fetch())
         return found
 

@@ -1,4 +1,4 @@
-"""Sweeps, without `await`: the functions of `steercap.lab.studies.sweeps` that take an open model."""
+"""Steering sweeps without `await`: twins of functions in `steercap.lab.studies.sweeps`."""
 
 from steercap.lab.studies.sweeps import running as _there
 from steercap.sync.twins import blocking
@@ -9,5 +9,5 @@ run_sweep = blocking(_there.run_sweep)
 
 
 def __dir__() -> list[str]:
-    """The functions, and no more."""
+    """Return the names of the functions."""
     return [*__all__, "__doc__", "__file__", "__name__"]

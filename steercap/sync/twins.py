@@ -1,4 +1,4 @@
-"""From what is awaited to what is not: functions and methods that take an open model."""
+"""Blocking twins of asynchronous functions and methods that take an open model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Model_co = TypeVar("Model_co", bound=Life, covariant=True)
 
 
 class Bridged(Generic[Model_co]):
-    """A model whose calls run on a loop of its own.
+    """Blocking model, whose calls run on an event loop of its own.
 
     Attributes:
-        bridge: to the one that is awaited there.
+        bridge: bridge to the asynchronous model.
     """
 
     bridge: Bridge[Model_co]
@@ -30,10 +30,10 @@ class Bridged(Generic[Model_co]):
 def blocking(
     work: Callable[Concatenate[Any, Params], Coroutine[Any, Any, Value]],
 ) -> Callable[Concatenate[Bridged[Any], Params], Value]:
-    """The twin of a coroutine function that takes an open model: same arguments and docstring, and no `await`.
+    """Make the blocking twin of a coroutine function that takes an open model: same arguments and docstring.
 
     Args:
-        work: takes the model first; may take and give back handles.
+        work: function whose first argument is the model; it may take and return handles.
     """
     return _twin(work)
 
@@ -41,7 +41,7 @@ def blocking(
 def calling(
     work: Callable[Concatenate[Calls[CaptureHandle], Params], Coroutine[Any, Any, Value]],
 ) -> Callable[Concatenate[Bridged[Any], Params], Value]:
-    """The same for a method, overload by overload: what it gives holds handles of this facade."""
+    """Make the blocking twin of a method, overload by overload; it returns blocking handles."""
     return _twin(work)
 
 
@@ -57,14 +57,14 @@ def _twin(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
 def bridge_of(
     work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Bridge[Any], tuple[Any, ...]]:
-    """The bridge of the model that the twin of a function was given, and the other arguments by position.
+    """Find the bridge of the model that a twin was called with, and the other positional arguments.
 
     Args:
         work: the function, which takes the model first.
-        args, kwargs: of the twin; a model by name is taken out of them.
+        args, kwargs: arguments of the twin; a model given by name is removed from `kwargs`.
 
     Raises:
-        InvalidRequest: it is no model of this facade.
+        InvalidRequest: the model is not a blocking one.
     """
     name = next(iter(inspect.signature(work).parameters))
     model, rest = (args[0], args[1:]) if args else (kwargs.pop(name, None), ())
@@ -79,7 +79,7 @@ def bridge_of(
 def iterating(
     work: Callable[Concatenate[Any, Params], AsyncGenerator[Value, None]],
 ) -> Callable[Concatenate[Bridged[Any], Params], Generator[Value, None, None]]:
-    """The same for an asynchronous generator; closing its twin closes it."""
+    """Make the blocking twin of an asynchronous generator method; closing it closes the generator."""
 
     @functools.wraps(work)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def iterating(
 def as_there(
     there: Callable[Params, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Params], None]]:
-    """Show the arguments of another class."""
+    """Make a decorator that copies signature and docstring from the constructor of another class."""
 
     def shown(here: Callable[..., None]) -> Callable[Concatenate[Any, Params], None]:
         return functools.wraps(there.__init__)(here)

@@ -1,4 +1,4 @@
-"""For tests of what is built on steercap: tiny random models, and transformers as the reference of rows and edits."""
+"""Support for tests: tiny random models, and transformers as the reference of rows and edits."""
 
 from steercap.testing.parity import Parity, compare_rows
 from steercap.testing.reference import Reference

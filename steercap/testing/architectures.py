@@ -1,6 +1,6 @@
-"""Tiny configurations of architectures besides the families' own, each as small as exercises what its layers do.
+"""Tiny configurations of further architectures, each as small as still exercises all parts of its layers.
 
-Plain vLLM gives transformers' log probabilities for all of them on CPU, in float32 unless `ENGINES` says otherwise.
+For all of them plain vLLM gives the log probabilities of transformers on CPU, in float32 unless `ENGINES` differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SLIDING: Final = {"sliding_window": 24, "layer_types": ["sliding_attention", "fu
 EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ROUTED: Final = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GROUPED: Final = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-#: Multi-head latent attention, of the least sizes that vLLM's kernels take.
+#: Multi-head latent attention, of the smallest sizes that vLLM's kernels accept.
 LATENT: Final = {
     "num_key_value_heads": 4,
     "q_lora_rank": 64,
@@ -23,7 +23,7 @@ LATENT: Final = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }
-#: Short convolutions between attention.
+#: Short convolutions between attention layers.
 SHORT: Final = {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 128, "conv_dim_out": 128}
 MAMBA: Final = {
     "mamba_n_heads": 8,
@@ -34,7 +34,7 @@ MAMBA: Final = {
     "mamba_chunk_size": 32,
 }
 
-#: By a name of its own, keyword arguments of transformers' `AutoConfig.for_model`.
+#: Keyword arguments of transformers' `AutoConfig.for_model`, by a name for the configuration.
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere": {"model_type": "cohere", **TINY, "tie_word_embeddings": True},
     "gemma4_text": {
@@ -371,10 +371,10 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "model_type": "qwen3_next",
         **TINY,
         **EXPERTS,
-        "num_experts_per_tok": 8,  # all of them: in bfloat16, near ties would be decided otherwise
+        "num_experts_per_tok": 8,  # all of them: in bfloat16, near ties would be broken differently
         "head_dim": 32,
         "shared_expert_intermediate_size": 64,
-        # What one head gives can be next to nothing before its norm, the more so of embeddings alone: many, and later.
+        # A head's output can be almost zero before its norm, mainly on embeddings: so many heads, in later layers.
         "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
@@ -415,7 +415,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "tie_word_embeddings": False,
         "head_dim": 32,
         "layers_block_type": ["mamba", "mlp", "full_attention", "mlp"],
-        "time_step_min": 1e-9,  # which transformers holds steps to while it runs, and vLLM does not
+        "time_step_min": 1e-9,  # lower bound of steps, which transformers applies when it runs, and vLLM does not
         "ssm_state_size": 16,
         "mamba_num_heads": 8,
         "mamba_head_dim": 32,
@@ -481,7 +481,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "hidden_size_per_layer_input": 0,
         "global_head_dim": 32,
     },
-    "gemma3n_text": {  # four streams, which are refused
+    "gemma3n_text": {  # four residual streams, which steercap refuses
         "model_type": "gemma3n_text",
         **TINY,
         **SLIDING,
@@ -535,10 +535,10 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 
-#: vLLM's own rotary kernel for CPU turns queries of three dimensions wrongly (0.32), so these give other tokens there.
+#: vLLM's rotary kernel for CPU rotates 3-D queries wrongly (0.32), so these architectures give other tokens with it.
 _PLAIN_ROTARY: Final = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 _TRANSFORMERS: Final = {"model_impl": "transformers"}
-#: Engine arguments that some of them need.
+#: Engine arguments that some of these configurations need.
 ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus_bf16": {"dtype": "bfloat16"},
     "axk1": _PLAIN_ROTARY,
@@ -549,14 +549,14 @@ ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "lfm2": _PLAIN_ROTARY,
     "lfm2_moe": _PLAIN_ROTARY,
     "llama_tf": _TRANSFORMERS,
-    "nemotron_h_attn": {"enable_prefix_caching": False},  # which asks for states of Mamba layers
-    "phimoe": {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},  # as vLLM writes it, not transformers
+    "nemotron_h_attn": {"enable_prefix_caching": False},  # it would need states of Mamba layers
+    "phimoe": {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},  # vLLM's spelling, not transformers'
     "qwen3_moe_tf": _TRANSFORMERS,
     "qwen3_next": {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
 }
 
 _BFLOAT16: Final = {"dtype": "bfloat16"}
-#: What they need besides on CUDA, where vLLM's latent attention takes 16 bits only.
+#: Further arguments on CUDA, where vLLM's latent attention takes 16-bit dtypes only.
 ON_CUDA: Final[Mapping[str, Mapping[str, Any]]] = {
     "axk1": _BFLOAT16,
     "deepseek_v2": _BFLOAT16,

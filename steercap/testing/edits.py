@@ -1,6 +1,6 @@
-"""What each edit says it does, written out in plain float64: the reference that the one kernel is compared with.
+"""Reference of the edits: each one's definition in plain float64, to compare the kernels with.
 
-Nothing here knows rank-one edits, programs or slots: each operation is its own formula.
+It uses no rank-one edits, programs or slots: each operation has a formula of its own.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Rows = Float[torch.Tensor, "rows hidden"]
 
 
 def edited(spec: SteeringSpec, point: Point, rows: Rows, prompt_len: int, num_layers: int) -> Rows:
-    """The rows of one sequence at one point after the edits of a spec.
+    """Apply the edits of a spec to the rows of one sequence at one point.
 
     Args:
         spec: the edits.
-        point: where.
+        point: point of the rows.
         rows: the row of every position, any dtype.
-        prompt_len: prompt tokens.
-        num_layers: decoder layers of the model.
+        prompt_len: number of prompt tokens.
+        num_layers: number of decoder layers of the model.
 
     Returns:
         The rows, float64.
@@ -55,7 +55,7 @@ def edited(spec: SteeringSpec, point: Point, rows: Rows, prompt_len: int, num_la
 
 
 def _parted(edit: Edit, rows: Rows, prompt_len: int) -> Rows:
-    """The rows after one edit: of the part that its vectors are of, or of each, one after the other."""
+    """Apply one edit to the part of the rows that it names, or to each part in turn."""
     if edit.part is None:
         return _one(edit, rows, prompt_len)
     width = max(len(one.write[0]) for one in edit.lower())

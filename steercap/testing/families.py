@@ -1,11 +1,11 @@
-"""The smallest configurations of the families of architectures that are tested at every change."""
+"""Smallest configurations of the architecture families that are tested at every change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-#: Shape shared by the tiny models: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention takes.
+#: Shape shared by the tiny models: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention accepts.
 TINY: Final = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -17,7 +17,7 @@ TINY: Final = {
     "tie_word_embeddings": False,
 }
 
-#: By family, keyword arguments of transformers' `AutoConfig.for_model` that exercise what its layers do.
+#: Keyword arguments of transformers' `AutoConfig.for_model`, by family; each exercises all parts of its layers.
 FAMILY_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma": {"model_type": "gemma", **TINY, "head_dim": 32, "tie_word_embeddings": True},
     "gemma2": {"model_type": "gemma2", **TINY, "head_dim": 32, "sliding_window": 24, "tie_word_embeddings": True},

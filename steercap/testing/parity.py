@@ -1,4 +1,4 @@
-"""How close two sets of rows are, by their worst row: a mean over tokens hides the one that is wrong."""
+"""Comparison of two sets of rows by their worst row, since a mean over tokens hides a single wrong one."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from jaxtyping import Float
 
 
 class Parity(NamedTuple):
-    """The worst row.
+    """Agreement of the worst row with its reference.
 
     Args:
-        cosine: least cosine of a row with its reference.
-        error: greatest absolute error of a row, over the norm of its reference row.
+        cosine: least cosine of any row with its reference.
+        error: greatest absolute error of any row, over the norm of its reference row.
     """
 
     cosine: float
     error: float
 
     def worse(self, other: Parity) -> Parity:
-        """The worse of both, each measure by itself."""
+        """Return the worse of both, each measure by itself."""
         return Parity(min(self.cosine, other.cosine), max(self.error, other.error))
 
 
-#: Nothing compared yet.
+#: Initial value before any comparison.
 PERFECT = Parity(1.0, 0.0)
 
 

@@ -1,6 +1,6 @@
-"""What transformers computes for the same tokens: the reference that captures are compared with.
+"""Reference of captures: the rows that transformers computes for the same tokens.
 
-Teacher-forced: the finished sequence goes through the model in one pass, and hooks keep the rows.
+The finished sequence goes through the model in one pass (teacher forcing), and hooks keep the rows.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Chosen: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class Reference:
-    """A transformers model whose rows can be read at steercap's points.
+    """Model of transformers whose rows can be read at steercap's points.
 
     Args:
-        path: checkpoint.
+        path: path of the checkpoint.
         dtype: dtype to compute in.
         **loading: further arguments of transformers' `from_pretrained`.
     """
@@ -58,20 +58,20 @@ class Reference:
         prompt_len: int = 0,
         media: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[Point, torch.Tensor]:
-        """Rows of every token at every point: [tokens, width], in the model's dtype.
+        """Compute the rows of every token at every point: [tokens, width], in the model's dtype.
 
         Args:
             token_ids: the sequence, without its last sampled token.
-            points: where to read.
-            inputs: rows [tokens, hidden] to put in place of what reaches each of these layers. A 16-bit model drifts
+            points: points to read.
+            inputs: rows [tokens, hidden] that replace the inputs of these layers. A 16-bit model drifts
                 from layer to layer; given the rows captured before it, each layer is compared by itself.
-            given: rows [tokens, width] to put in place of those of these points, once they have been read.
-            chosen: by layer, experts and weights to put in place of those that the layer chooses.
+            given: rows [tokens, width] that replace those of these points, after they have been read.
+            chosen: experts and weights that replace a layer's own choice, by layer.
             steering: edits to make at their points, in float64, before the rows are read.
-            prompt_len: prompt tokens, which the edits' token selections refer to.
-            media: what the model takes besides the tokens, such as a picture.
+            prompt_len: number of prompt tokens, which the edits' token selections refer to.
+            media: further inputs of the model, such as a picture.
 
-        Threads may call it at once; they take turns.
+        Calls from several threads take turns.
         """
         found: dict[Point, torch.Tensor] = {}
         edits = self._edits(steering, prompt_len)
@@ -93,7 +93,7 @@ class Reference:
     def attention(
         self, token_ids: Sequence[int], *, steering: SteeringSpec | None = None, prompt_len: int = 0
     ) -> list[torch.Tensor]:
-        """The attention weights of each layer, as transformers gives them: [heads, tokens, tokens], in float32.
+        """Compute the attention weights of each layer: [heads, tokens, tokens], float32.
 
         Args:
             token_ids, steering, prompt_len: as for `rows`.
@@ -112,8 +112,9 @@ class Reference:
         steering: SteeringSpec | None = None,
         prompt_len: int = 0,
     ) -> dict[int, Chosen]:
-        """By layer, what transformers' module of the experts is called with: their ids, int64 [tokens, k], and weights,
-        float32 [tokens, k], of each token the greatest weight first.
+        """Return the experts of each layer that has any: ids, int64 [tokens, k], and weights, float32 [tokens, k].
+
+        They are the inputs of transformers' module of the experts, sorted by weight, greatest first.
 
         Args:
             token_ids, given, steering, prompt_len: as for `rows`.
@@ -132,11 +133,11 @@ class Reference:
     def greedy(
         self, token_ids: Sequence[int], tokens: int, steering: SteeringSpec | None = None
     ) -> tuple[list[int], torch.Tensor]:
-        """What transformers' own greedy decoding makes of a prompt, edits by hooks and biases by a LogitsProcessor.
+        """Decode a prompt greedily with transformers, with edits by hooks and biases by a LogitsProcessor.
 
         Args:
-            token_ids: the prompt.
-            tokens: how many to generate; no token ends the text before.
+            token_ids: token ids of the prompt.
+            tokens: number of tokens to generate; none of them ends the text earlier.
             steering: edits and biases.
 
         Returns:
@@ -167,7 +168,7 @@ class Reference:
         return found.sequences[0, prompt_len:].tolist(), scores.log_softmax(-1).cpu()
 
     def _edits(self, spec: SteeringSpec | None, prompt_len: int) -> list[Visited]:
-        """What is done to the rows of each point that the spec edits."""
+        """Return the changes to make at each point that the spec edits."""
         if spec is None:
             return []
         count = len(self.layers)
@@ -182,7 +183,7 @@ class Reference:
 
 
 def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
-    """A LogitsProcessor of transformers that adds the biases of a spec where their scopes say so."""
+    """Create a LogitsProcessor of transformers that adds the biases of a spec at the positions in their scopes."""
     with extra("cuda", "cpu"):
         from transformers import LogitsProcessor
 
@@ -205,13 +206,13 @@ def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
 
 
 def _experts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The module that holds a layer's experts, and the experts."""
+    """Return the module that holds a layer's experts, and the experts' module."""
     path = next(name for name, _ in layer.named_modules() if name.rpartition(".")[2] == "experts")
     return layer.get_submodule(path.rpartition(".")[0]), layer.get_submodule(path)
 
 
 def _choose(experts: nn.Module, chosen: Chosen) -> RemovableHandle:
-    """Put experts and weights in place of those that a layer chooses."""
+    """Replace the experts and weights that a layer chooses."""
 
     def called(_module: nn.Module, args: tuple[Any, ...]) -> Any:
         return (args[0], chosen[0].to(args[1]), chosen[1].to(args[2]))
@@ -220,7 +221,7 @@ def _choose(experts: nn.Module, chosen: Chosen) -> RemovableHandle:
 
 
 def _watch_experts(block: nn.Module, experts: nn.Module, keep: Callable[[Chosen], None]) -> RemovableHandle:
-    """Keep what a layer's experts are called with."""
+    """Pass the ids and weights that a layer's experts are called with to `keep`."""
 
     def kept(ids: torch.Tensor, weights: torch.Tensor) -> None:
         order = weights.float().sort(dim=1, descending=True, stable=True).indices
@@ -231,7 +232,7 @@ def _watch_experts(block: nn.Module, experts: nn.Module, keep: Callable[[Chosen]
         kept(ids, weights)
 
     def scored(router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Llama 4's experts read rows that are multiplied by the scores of all experts, most of them 0."""
+        """Recover Llama 4's choice: its experts read rows multiplied by the scores of all experts, most of them 0."""
         best = output[0].topk(router.top_k, dim=1)  # type: ignore[arg-type]
         kept(best.indices, best.values)
 
@@ -245,7 +246,7 @@ def _keep(point: Point, found: dict[Point, torch.Tensor], hidden: torch.Tensor) 
 
 
 def _rows(hidden: torch.Tensor) -> torch.Tensor:
-    """Of one sequence, [tokens, width]."""
+    """Reshape the rows of one sequence to [tokens, width]."""
     return (hidden[0] if hidden.dim() > 2 and hidden.shape[0] == 1 else hidden).flatten(1)
 
 

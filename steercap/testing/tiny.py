@@ -16,22 +16,22 @@ from steercap.lab.demo.cache import cached
 from steercap.testing.architectures import ARCHITECTURES
 from steercap.testing.families import FAMILY_CONFIGS
 
-#: Weights wide enough that rows differ between tokens, positions and layers, and attention is not uniform.
+#: Standard deviation of weights: rows differ between tokens, positions and layers, and attention is not uniform.
 INIT_STD: Final = 0.15
 SEED: Final = 20260
-#: Ids of the tokens that every tokenizer here has besides bytes.
+#: Ids of the special tokens of every tokenizer here.
 SPECIAL: Final = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
 
 
 def tiny_checkpoint(family: str, **changes: Any) -> Path:
-    """A random float32 checkpoint of one family, 4 layers × 128, with a byte-level tokenizer.
+    """Create a random float32 checkpoint of one family, 4 layers × 128, with a byte-level tokenizer.
 
     Args:
-        family: which, or which of `ARCHITECTURES`.
-        **changes: of its configuration.
+        family: name of a family, or one of `ARCHITECTURES`.
+        **changes: changes to its configuration.
 
     Raises:
-        UnknownName: no such family.
+        UnknownName: there is no such family.
     """
     settings = {**tiny_config(family), **changes}
     tiny = json.dumps([settings, INIT_STD, SEED], sort_keys=True)
@@ -39,10 +39,10 @@ def tiny_checkpoint(family: str, **changes: Any) -> Path:
 
 
 def tiny_config(name: str) -> Mapping[str, Any]:
-    """Keyword arguments of `AutoConfig.for_model` for a family's smallest model, or one of `ARCHITECTURES`.
+    """Return the keyword arguments of `AutoConfig.for_model` for a tiny model of a family, or one of `ARCHITECTURES`.
 
     Raises:
-        UnknownName: neither.
+        UnknownName: the name is neither.
     """
     known = {**FAMILY_CONFIGS, **ARCHITECTURES}
     if name not in known:
@@ -63,9 +63,9 @@ def write_model(kind: Any, config: Any, folder: Path) -> None:
     """Write a model of random weights.
 
     Args:
-        kind: transformers' class that makes it.
-        config: transformers' configuration of it.
-        folder: where.
+        kind: transformers' class of the model.
+        config: transformers' configuration of the model.
+        folder: folder to write to.
     """
     import torch
 
@@ -77,13 +77,13 @@ def write_model(kind: Any, config: Any, folder: Path) -> None:
             noise = torch.randn_like(weights) * INIT_STD
             weights.copy_(weights + noise if norm else noise)
         for name, weights in model.named_buffers():
-            if name.endswith("layer_scalar"):  # Gemma 4's, which would be 1
+            if name.endswith("layer_scalar"):  # of Gemma 4, which would be 1
                 weights.copy_(weights + torch.randn_like(weights) * INIT_STD)
     model.save_pretrained(folder)
 
 
 def tokenizer(**special: str) -> Any:
-    """A byte-level tokenizer: a token for each byte, then the special ones, those of `SPECIAL` first.
+    """Create a byte-level tokenizer: a token for each byte, then the special ones, those of `SPECIAL` first.
 
     Args:
         **special: further tokens by transformers' names for them, such as `image_token`.

@@ -1,1 +1,1 @@
-"""Beside the model: what becomes of each token of a pass, where its rows go, and what became of them."""
+"""Worker side of steercap: it tracks the tokens of each forward pass, stores their rows and reports on them."""

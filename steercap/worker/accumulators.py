@@ -1,12 +1,12 @@
-"""Reductions that run along with their requests: what of a pass is added to which of them, and what must wait.
+"""Bookkeeping of running reductions: which rows of a pass are added now, and which are held back.
 
-A row is added once, and for good; so it must be known to belong to its sequence. A prompt's rows do. A generated
-token's row may be that of a draft that is rejected, or lie past an end that the scheduler learns of later: it is held
-apart until its request has come far enough beyond it. A row that is computed again, after a preemption, was added
-before, or is held and replaced.
+A row cannot be taken out once it is added, so it must be known to belong to its sequence. Prompt rows do. A generated
+token's row may belong to a draft that is rejected, or lie past an end that the scheduler learns of later: it is held
+apart until its request has advanced far enough beyond it. A row that is computed again after a preemption was either
+added before, or is held and gets replaced.
 
-What happens to the rows of one request in one pass is an update: some held rows are added, some of the pass's are, and
-the newest of those are held. This module decides; the taps of each device carry it out.
+The changes to one request's rows in one pass are an update: some held rows are added, some of the pass's rows are
+added, and the newest of the pass's rows are held. This module decides; the taps of each device carry it out.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from steercap.kernels.bits import LAST, MAX, SUM
 from steercap.worker.step import Step
 
 _KINDS: Final[dict[Reduction, int]] = {"sum": SUM, "mean": SUM, "max": MAX, "last": LAST}
-#: No row is held there.
+#: Position of a slot that holds no row.
 EMPTY: Final = -1
 
 
 @dataclass(frozen=True)
 class Updates:
-    """What one pass does to the accumulators, one row per request: int64 [requests] unless said otherwise.
+    """Updates of the accumulators in one pass, one entry per request: int64 [requests] unless said otherwise.
 
     Args:
-        accumulators: which accumulator.
+        accumulators: index of each request's accumulator.
         kinds: SUM, MAX or LAST.
-        fresh: whether it begins: bool.
+        fresh: True where the accumulator starts empty: bool.
         added: indices in the step of the rows that are added, request by request: int64 [rows].
-        counts: how many of them each request has.
-        first: index in the step of the first of them, or of any row of the request if it has none.
-        adds: slots of held rows that are added before, the oldest first, NONE for none: [requests, held].
-        holds: index in the step of the row that each slot then holds, NONE where it keeps its own: [requests, held].
+        counts: number of added rows of each request.
+        first: index in the step of the first added row of each request, or of any row of the request if none is added.
+        adds: slots of the held rows to add first, oldest first, padded with NONE: [requests, held].
+        holds: index in the step of the row to hold in each slot, NONE where the slot keeps its row: [requests, held].
     """
 
     accumulators: Ints
@@ -58,14 +58,14 @@ class Updates:
 
 
 class Accumulators:
-    """The accumulators, whose each is, and how far it has come.
+    """Pool of accumulators, with the progress of the request that owns each.
 
     A request that has ended keeps its accumulator until the client says where its sequence ends, or another needs it.
 
     Args:
-        total: accumulators at once.
-        lag: how many positions vLLM may compute past a sequence's end, rejected drafts among them.
-        held: rows that can be held apart for each.
+        total: number of accumulators.
+        lag: maximum positions that vLLM may compute past a sequence's end, rejected drafts included.
+        held: number of slots for held rows of each accumulator.
     """
 
     def __init__(self, total: int, lag: int, held: int) -> None:
@@ -75,17 +75,17 @@ class Accumulators:
         self._kinds: Ints = np.zeros(total, dtype=np.int64)
         self._sure: Ints = np.zeros(total, dtype=np.int64)  # positions below belong to the sequence: its prompt
         self._added: Ints = np.zeros(total, dtype=np.int64)  # rows added so far
-        self._next: Ints = np.zeros(total, dtype=np.int64)  # positions below are added, or not selected
+        self._next: Ints = np.zeros(total, dtype=np.int64)  # all selected positions below are added
         self._fresh = np.zeros(total, dtype=np.bool_)
-        self._positions: Ints = np.full((total, held), EMPTY, dtype=np.int64)  # whose row each slot holds
+        self._positions: Ints = np.full((total, held), EMPTY, dtype=np.int64)  # position of the row in each slot
 
     @property
     def in_use(self) -> int:
-        """Accumulators that belong to a request."""
+        """Number of accumulators in use by a request."""
         return self.total - len(self._free)
 
     def acquire(self, reduce: Reduction, prompt_len: int) -> int | None:
-        """An accumulator for a request, which may spill that of one that has ended; None if running ones have all."""
+        """Take an accumulator for a request, spilling that of an ended request if needed; None if none can be had."""
         if not self._free and self._ended:
             next(iter(self._ended.values()))()
         if not self._free:
@@ -98,17 +98,17 @@ class Accumulators:
         return accumulator
 
     def end(self, accumulator: int, spill: Callable[[], None]) -> None:
-        """An accumulator's request has ended; `spill` puts the reduction elsewhere and releases the accumulator."""
+        """Mark an accumulator's request as ended; `spill` moves its reduction to the arena and releases it."""
         self._ended[accumulator] = spill
 
     def release(self, accumulator: int) -> tuple[int, Ints]:
-        """Free an accumulator; gives how many rows it has, and the positions of those it holds, slot by slot."""
+        """Free an accumulator; return its number of added rows, and the positions that it holds, slot by slot."""
         self._ended.pop(accumulator, None)
         self._free.append(accumulator)
         return int(self._added[accumulator]), self._positions[accumulator].copy()
 
     def finish(self, accumulators: Ints, totals: Ints) -> tuple[Updates, Ints]:
-        """Add the held rows that belong to sequences of `totals` inputs; gives how many rows each accumulator has."""
+        """Add held rows within sequences of `totals` inputs; return the updates and each accumulator's row count."""
         held = self._positions[accumulators]
         late = (held != EMPTY) & (held < totals[:, None])
         nothing = np.zeros(len(accumulators), dtype=np.int64)
@@ -119,20 +119,20 @@ class Accumulators:
         return updates, self._added[accumulators] + late.sum(1)
 
     def update(self, step: Step) -> tuple[Updates | None, Ints]:
-        """What a pass does to the accumulators, from here on as if it were done.
+        """Compute the updates of a pass, and record them as done.
 
         A position is sure to belong to its sequence if it is one of the prompt, or if the position `lag` behind it is
         computed too, since at most `lag` positions past a sequence's end are computed.
 
-        - Added for good: held rows that have become sure, and then the pass's rows that are sure. What was added cannot
-          be taken out again, so each is added once: rows that were added before a preemption are left out.
+        - Added for good: held rows that have become sure, and then the pass's rows that are sure. A row cannot be taken
+          out again, so each is added once: rows that were added before a preemption are left out.
         - Held apart: the pass's other rows. They may be of drafts that will be rejected, or lie past the end.
-        - Dropped: held rows that this pass computes again; what it computes is added, or held, in their place.
-        - Held on: all other held rows.
+        - Dropped: held rows that this pass computes again; the new row is added or held in their place.
+        - Kept as held: all other held rows.
 
         Returns:
-            The updates, None if the pass has no such rows; and the indices, in the ledger, of requests whose newest
-            rows are more than can be held, none of which is added from here on.
+            The updates, None if the pass has no reduced rows; and the indices, in the ledger, of requests with more
+            newest rows than can be held: none of these is added from here on.
         """
         if not (step.accumulators != NONE).any():
             return None, np.empty(0, dtype=np.int64)
@@ -150,7 +150,7 @@ class Accumulators:
         added = new & (rows.positions < sure[request])
         counts = np.bincount(request[added], minlength=len(accumulators))
         first = rows.tokens[rows.begins]
-        first[request[added][::-1]] = rows.tokens[added][::-1]  # backwards, so that the first of each is what stays
+        first[request[added][::-1]] = rows.tokens[added][::-1]  # backwards: each request's first is written last
 
         row, slot, crowded = _slots_for(np.flatnonzero(new & ~added), request, held == EMPTY)
         holds = np.full(held.shape, NONE, dtype=np.int64)
@@ -168,16 +168,16 @@ class Accumulators:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a pass that are reduced, request by request.
+    """Reduced rows of a pass, request by request.
 
     Args:
-        tokens: their indices in the step: int64 [rows].
-        positions: of each: int64 [rows].
-        request: whose it is, numbered in the order of the pass: int64 [rows].
-        begins: the first row of each request: int64 [requests].
-        accumulators: its accumulator: int64 [requests].
-        starts: position of its first token in this pass, whether that one is reduced or not: int64 [requests].
-        ends: the position behind its last row: int64 [requests].
+        tokens: index of each row in the step: int64 [rows].
+        positions: position of each row: int64 [rows].
+        request: number of each row's request, in the order of the pass: int64 [rows].
+        begins: index of the first row of each request: int64 [requests].
+        accumulators: accumulator of each request: int64 [requests].
+        starts: position of the request's first token in this pass, reduced or not: int64 [requests].
+        ends: position after the request's last reduced row: int64 [requests].
     """
 
     tokens: Ints
@@ -190,7 +190,7 @@ class _Rows:
 
     @staticmethod
     def of(step: Step) -> _Rows:
-        """Those of a step."""
+        """Select the reduced rows of a step."""
         tokens = np.flatnonzero(step.accumulators != NONE)
         accumulators, positions = step.accumulators[tokens], step.positions[tokens]
         begins = np.flatnonzero(np.diff(accumulators, prepend=NONE))
@@ -201,15 +201,16 @@ class _Rows:
 
 
 def _slots_for(rows: Ints, request: Ints, free: npt.NDArray[np.bool_]) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
-    """A free slot for each row that is held apart.
+    """Assign a free slot to each row that is held apart.
 
     Args:
-        rows: those rows, request by request.
-        request: whose each row of the pass is.
-        free: which slots hold nothing: bool [requests, slots].
+        rows: indices of these rows, request by request.
+        request: number of the request of each row of the pass.
+        free: True for empty slots: bool [requests, slots].
 
     Returns:
-        The rows that get a slot, and the slot of each; and which requests have fewer than they need, and get none.
+        The rows that get a slot, the slot of each, and a bool per request that is True where it has too few free
+        slots; such requests get none.
     """
     wanted = np.bincount(request[rows], minlength=len(free))
     crowded = wanted > free.sum(1)
@@ -222,6 +223,6 @@ def _slots_for(rows: Ints, request: Ints, free: npt.NDArray[np.bool_]) -> tuple[
 
 
 def _oldest(held: Ints, chosen: npt.NDArray[np.bool_]) -> Ints:
-    """The chosen slots of each accumulator, the oldest row first, then NONE: [accumulators, slots]."""
+    """Return the chosen slots of each accumulator, oldest row first, then NONE: [accumulators, slots]."""
     order = np.argsort(np.where(chosen, held, np.iinfo(np.int64).max), axis=1)
     return np.where(np.take_along_axis(chosen, order, axis=1), order, NONE)

@@ -1,7 +1,7 @@
-"""The arena: lines in shared memory that rows end up in, handed out in pages.
+"""Arena of captured rows: lines of shared memory, allocated in pages.
 
-On CPU taps write into the shared memory itself: what a tap writes is where the client reads it, and nothing is copied
-in between. On CUDA the memory is pinned, and each pass's rows are copied there from the device. A request's pages hold
+On CPU taps write into the shared memory itself, which the client reads: nothing is copied in between. On CUDA the
+memory is pinned, and each pass's rows are copied there from the device. A request's pages hold
 its records in the order of its rows; `core.records` lays a record out.
 """
 
@@ -21,17 +21,17 @@ from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
 
 #: Memory that stays resident while nothing is captured, so that short requests do not fault pages in anew.
 WARM_BYTES: Final = 64 << 20
-#: What is moved to a device in one piece.
+#: Block size, in bytes, of reads that are moved to a device.
 BUS_BYTES: Final = 64 << 20
 
 
 class Arena:
-    """Lines in shared memory.
+    """Arena of captured rows: lines in shared memory, allocated in pages.
 
     Args:
-        shape: lines of a page.
-        capture_bytes: most the arena may take.
-        device: where the model computes; on CUDA the memory is pinned, all of it, as long as the arena lives.
+        shape: size of a page, in lines.
+        capture_bytes: maximum bytes of the arena.
+        device: the model's device; on CUDA all of the memory is pinned for as long as the arena lives.
 
     Raises:
         WorkerFailure: there is not room for a page, or the memory cannot be pinned.
@@ -45,7 +45,7 @@ class Arena:
             raise WorkerFailure(f"capture_bytes={capture_bytes} holds no page of rows; {shape.page_bytes:,} at least")
         self.pages = PageAllocator(pages)
         self.segment = SharedSegment.create(pages * shape.page_bytes)
-        #: All of it: uint8 [lines, LINE_BYTES].
+        #: All lines: uint8 [lines, LINE_BYTES].
         self.lines = line_view(self.segment)
         self.pinned: Final = device.type == "cuda"
         if self.pinned:
@@ -53,11 +53,11 @@ class Arena:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.lines.data_ptr())
 
     def allocate(self, count: int) -> Ints:
-        """Take `count` pages, or as many as are free: int64."""
+        """Allocate `count` pages, or as many as are free: int64 page numbers."""
         return self.pages.allocate(count)
 
     def free(self, pages: Ints) -> None:
-        """Take pages back; once nothing is in use, memory above the warm part goes back to the system, if it can."""
+        """Free pages; once none is in use, return memory above `WARM_BYTES` to the system, unless it is pinned."""
         self.pages.free(pages)
         if self.pinned:
             return
@@ -68,28 +68,28 @@ class Arena:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes to reduce at a time: few enough for a CPU's cache, or enough to fill a bus."""
+        """Bytes to reduce at a time: one page on CPU, to fit the cache; `BUS_BYTES` on CUDA, to fill the bus."""
         return BUS_BYTES if self.pinned else self.shape.page_bytes
 
     def read(self, first: int, records: int, lines: int) -> torch.Tensor:
-        """Records of so many lines, on the device that reduces them: uint8 [records, bytes]."""
+        """Read `records` consecutive records of `lines` lines each to the arena's device: uint8 [records, bytes]."""
         found = self.lines[first : first + records * lines].view(records, lines * LINE_BYTES)
         return found.to(self.device, non_blocking=True) if self.pinned else found
 
     def write(self, first: int, stored: torch.Tensor, offset: int = 0) -> None:
-        """Put bytes, uint8 [bytes], `offset` bytes behind the start of a line."""
+        """Write bytes, uint8 [bytes], starting `offset` bytes behind the start of line `first`."""
         start = first * LINE_BYTES + offset
         self.lines.view(-1)[start : start + len(stored)] = stored.to("cpu")
 
     def windows(self, bytes_: int, itemsize: int, offset: int = 0) -> npt.NDArray[np.generic]:
-        """Every stretch of `bytes_` bytes that starts `offset` bytes behind the start of a line, by the line.
+        """View overlapping windows of `bytes_` bytes, one per line, `offset` bytes behind the start of each.
 
-        The stretches overlap: at most one write to each line may be made at once.
+        Since the windows overlap, write at most one to each line at once.
 
         Args:
-            bytes_: of a stretch.
+            bytes_: bytes of a window.
             itemsize: bytes of an element; 1, 2, 4 or 8.
-            offset: from the start of the line; may be more than a line.
+            offset: bytes from the start of the line; may be more than a line.
 
         Returns:
             Unsigned integers of that size: [lines, bytes_ / itemsize].
@@ -100,13 +100,13 @@ class Arena:
 
 
 def line_view(segment: SharedSegment) -> torch.Tensor:
-    """The lines of a segment: a tensor uint8 [lines, LINE_BYTES] over its memory."""
+    """View the memory of a segment as lines: uint8 [lines, LINE_BYTES]."""
     flat = torch.frombuffer(segment.memory, dtype=torch.uint8, offset=HEADER_BYTES)
     return flat[: len(flat) // LINE_BYTES * LINE_BYTES].view(-1, LINE_BYTES)
 
 
 def _pin(lines: torch.Tensor) -> None:
-    """Lock memory in place, so that the device can write to it by itself."""
+    """Pin memory, so that the device can write to it."""
     error = torch.cuda.cudart().cudaHostRegister(lines.data_ptr(), lines.nbytes, 1)  # 1: for every context
     if int(error):
         raise WorkerFailure(

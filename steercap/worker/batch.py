@@ -1,4 +1,4 @@
-"""One forward pass as a runner adapter describes it."""
+"""Layout of one forward pass, as a runner adapter describes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steercap.core.rows import Ints
 
 @dataclass(frozen=True)
 class BatchRows:
-    """One forward pass as the runner lays it out: request by request, tokens of a request consecutive.
+    """Layout of one forward pass: request by request, tokens of a request consecutive.
 
     Args:
         request_ids: the runner's ids, in batch order.

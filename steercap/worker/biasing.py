@@ -1,10 +1,10 @@
-"""Biases of logits: added to the rows of the right positions, pass by pass, and proof of the positions they have.
+"""Logit biases: they are added to the logits of the selected positions, and the positions are verified.
 
-The host knows which row of a pass's logits belongs to which position of which request. The device is asked for the
-same: where the row was taken from, and the position that the model read there. A position counts as biased once the two
+The host knows which row of a pass's logits belongs to which position of which request. The device reports the
+position that the model read for each of these rows. A position counts as biased once the two
 agree.
 
-Shape legend: logits = rows of logits of a pass; biased = those among them that are changed.
+Shape legend: logits = rows of logits of a pass; biased = the rows that get a bias.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from steercap.core.rows import Ints
 from steercap.worker.batch import BatchRows
 from steercap.worker.steering import Steered
 
-#: From so many entries on, what is added to several rows alike is not written out for each of them.
+#: Addends of at least this many entries are broadcast over their rows; smaller ones are repeated for each row.
 _LARGE: Final = 4096
 
 
 class Addend(NamedTuple):
-    """What is added to a row.
+    """Total bias of a row of logits.
 
     Args:
-        ids: int64 [entries], on the device.
-        values: float32 [entries], on the device.
-        entries: how many.
+        ids: token ids, int64 [entries], on the device.
+        values: bias of each id, float32 [entries], on the device.
+        entries: number of entries.
     """
 
     ids: torch.Tensor
@@ -42,18 +42,18 @@ class Addend(NamedTuple):
     entries: int
 
 
-#: What is added to which rows of the logits: rows and ids, int64, and values, float32, which broadcast.
+#: Pending additions to logits: row indices and token ids, int64, and values, float32, which broadcast.
 Writes: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]"
 
 
 class Biased(NamedTuple):
-    """A row of logits that is biased.
+    """Row of logits that gets a bias.
 
     Args:
-        steered: its request.
-        row: its index among the rows of the pass.
-        position: of the token that it was made at.
-        mask: the scopes of biases that hold it.
+        steered: the steering state of its request.
+        row: its index among the rows of logits of the pass.
+        position: position of the token that produced it.
+        mask: bits of the bias scopes that select it.
     """
 
     steered: Steered
@@ -64,12 +64,12 @@ class Biased(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pending:
-    """Biases that were put, whose rows' positions are on their way from the device.
+    """Biases that were added, but whose positions are not verified yet.
 
     Args:
-        chosen: row by row.
-        seen: the positions that the model read, on the host once `ready`, int64 [biased].
-        ready: waits for them; None if they are there.
+        chosen: the biased rows.
+        seen: positions that the model read, on the host once `ready`, int64 [biased].
+        ready: CUDA event of their copy to the host; None on CPU.
     """
 
     chosen: Sequence[Biased]
@@ -77,16 +77,16 @@ class _Pending:
     ready: Any
 
     def of(self, wanted: Sequence[Wanted]) -> bool:
-        """Whether it holds positions that are wanted."""
+        """Return whether it holds positions that are wanted."""
         totals = {item.owner: item.total for item in wanted}
         return any(one.position < totals.get(one.steered.owner, 0) for one in self.chosen)
 
 
 class Biasing:
-    """All logits that are biased on one rank.
+    """Adds and verifies the logit biases on one rank.
 
     Args:
-        device: where logits are.
+        device: device of the logits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,32 +94,32 @@ class Biasing:
         self._requests: dict[str, Steered] = {}
         self._batch: BatchRows | None = None
         self._pending: deque[_Pending] = deque()
-        #: What the last pass added where, which the next one mostly does again; and slots, which are known by their id.
+        #: Rows, slots and writes of the last pass, reused while the next has the same; the slots keep their ids unique.
         self._last: tuple[object, object, Writes, torch.Tensor] | None = None
 
     def __bool__(self) -> bool:
-        """Whether any request that runs has a bias."""
+        """Return whether any running request has a bias."""
         return bool(self._requests)
 
     def enter(self, request_id: str, steered: Steered) -> None:
-        """A request that has a bias is scheduled for the first time."""
+        """Start tracking a request that has a bias."""
         self._requests[request_id] = steered
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """These requests will not run again."""
+        """Stop tracking requests that have ended."""
         if self._requests:
             for request_id in request_ids:
                 self._requests.pop(request_id, None)
 
     def begin(self, batch: BatchRows) -> None:
-        """A pass is laid out; its logits come later."""
+        """Begin a pass; its logits come later. Fail the requests of the last pass if its biases were never added."""
         if (last := self._batch) is not None:
             self._fail(last, "tokens were sampled from logits that had not got their biases")
         self._batch = batch if self._requests else None
         self._complete(lambda pending: pending.ready is None or pending.ready.query())
 
     def refuse(self, reason: str) -> None:
-        """The logits of this pass cannot be biased."""
+        """Fail the requests with biases in this pass: its logits cannot be biased."""
         batch, self._batch = self._batch, None
         if batch is not None:
             self._fail(batch, reason)
@@ -131,13 +131,13 @@ class Biasing:
         counts: Ints,
         indices: Int[torch.Tensor, " logits"],
     ) -> Float[torch.Tensor, "logits vocabulary"]:
-        """The logits of a pass with their biases, in float32 if there are any.
+        """Return the logits of a pass with their biases added, in float32 if there are any.
 
         Args:
-            logits: of the pass that was begun last; they are changed if they are float32.
+            logits: logits of the pass that was begun last; changed in place if they are float32.
             request_ids: requests of the pass, in the order of its rows.
-            counts: how many rows of logits each has, those of its last tokens: int64 [requests].
-            indices: which token of the pass each row is of, on the device.
+            counts: rows of logits of each request, those of its last tokens: int64 [requests].
+            indices: index of each row's token in the pass, on the device.
         """
         batch, self._batch = self._batch, None
         if batch is None:
@@ -157,14 +157,14 @@ class Biasing:
         return logits
 
     def confirm(self, wanted: Sequence[Wanted]) -> None:
-        """Wait until it is known what became of these positions, and of no others."""
+        """Wait until the wanted positions are verified; do not wait for later passes."""
         last = next((pending for pending in reversed(self._pending) if pending.of(wanted)), None)
         if last is not None:
             while self._pending and self._take_in(self._pending.popleft()) is not last:
                 pass
 
     def _choose(self, batch: BatchRows, counts: Ints, vocabulary: int) -> list[Biased]:
-        """The rows that are biased. Most requests have one row in a pass, so that numbers are faster than arrays."""
+        """List the rows to bias. Most requests have one row in a pass, so plain integers are faster than arrays."""
         found, row = [], 0
         stops = (batch.starts + batch.counts).tolist()
         for name, stop, count in zip(batch.request_ids, stops, counts.tolist(), strict=True):
@@ -180,7 +180,7 @@ class Biasing:
         return found
 
     def _writes(self, chosen: Sequence[Biased]) -> tuple[Writes, torch.Tensor]:
-        """What is added where, and all rows that are biased, int64 on the device."""
+        """Return the additions to make, and the indices of all biased rows, int64 on the device."""
         key = [(one.row, one.mask, id(one.steered.slot)) for one in chosen]
         if self._last is None or self._last[0] != key:
             slots = tuple(one.steered.slot for one in chosen)
@@ -207,7 +207,7 @@ class Biasing:
         return writes
 
     def _addend(self, one: Biased) -> Addend:
-        """What the biases of a row add up to; kept with the slot that holds them."""
+        """Return the total bias of a row; cached in the slot that holds the biases."""
         slot = one.steered.slot
         assert slot is not None, "a request whose slot holds something else was never entered"
         if (addend := slot.addends.get(one.mask)) is None:
@@ -216,7 +216,7 @@ class Biasing:
         return cast("Addend", addend)
 
     def _moved(self, array: np.ndarray) -> torch.Tensor:
-        """An array on the device, without waiting for it."""
+        """Copy an array to the device without waiting for it."""
         tensor = torch.tensor(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
@@ -232,7 +232,7 @@ class Biasing:
             self._take_in(self._pending.popleft())
 
     def _take_in(self, pending: _Pending) -> _Pending:
-        """Write down which positions were biased."""
+        """Verify the positions of a pass, and record how many logits were biased at each."""
         if pending.ready is not None:
             pending.ready.synchronize()
         for one, seen in zip(pending.chosen, pending.seen.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What a client may ask of this rank, by the sizes of its tables: checked before anything is allocated or written."""
+"""Validation of client calls on this rank: sizes and indices are checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def check_configure(asked: Configure, sizes: TapSizes, width: int) -> None:
     """Check that vectors and configurations fit the bank, the slots and each other.
 
     Args:
-        asked: what is to be written.
-        sizes: of the tables.
+        asked: the vectors and configurations to write.
+        sizes: sizes of this rank's tables.
         width: elements of a row of the bank.
 
     Raises:
-        WorkerFailure: they do not.
+        WorkerFailure: they do not fit.
     """
     wrong = chain(
         (reason for vectors in asked.vectors for reason in _vectors(vectors, sizes, width)),
@@ -38,24 +38,24 @@ def check_configure(asked: Configure, sizes: TapSizes, width: int) -> None:
 
 
 def check_plan(plan: Plan, longest: int) -> None:
-    """Check that a request can be one of this model.
+    """Check that a plan is valid for this model.
 
     Args:
-        plan: the request.
-        longest: tokens that a sequence can have.
+        plan: the plan of a request.
+        longest: maximum tokens of a sequence.
 
     Raises:
-        WorkerFailure: it cannot.
+        WorkerFailure: the plan is invalid.
     """
     if reason := next(_plan(plan, longest), None):
         raise WorkerFailure(f"a plan does not fit: {reason}")
 
 
 def check_vectors(configuration: Configuration, coding: Coding) -> None:
-    """Check that a configuration has the vectors of each point that an encoding needs.
+    """Check that a configuration has as many vectors per point as an encoding needs.
 
     Raises:
-        WorkerFailure: it has others.
+        WorkerFailure: it has another number of vectors.
     """
     found = configuration.rows // max(len(configuration.reads), 1) if configuration.reads else 0
     if found != (wanted := ENCODINGS[coding.encoding].vectors(coding)):

@@ -1,4 +1,4 @@
-"""From logits of a layer's experts to those chosen and their weights, by the layer's own router, on its own ranks."""
+"""Choice of experts: from a layer's router logits to expert ids and weights, by the layer's own router."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from steercap.architectures.unembedding import rows_of
 from steercap.core.messages import Choose, Chosen, NotCapturing
 from steercap.errors import InvalidRequest
 
-#: Gives the experts that a layer chooses by logits, [n, experts], and their weights, [n, k] each, or None where the
-#: layer is on another stage. Raises `InvalidRequest` where logits do not say it.
+#: Function of a layer index and logits, [n, experts], that returns the ids and weights of the experts that the layer's
+#: router chooses, [n, k] each, or None if the layer is on another pipeline stage. Raises `InvalidRequest` where the
+#: logits alone do not determine the choice.
 Choosing: TypeAlias = "Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]"
 
 
 def chosen(choose: Choosing | None, asked: Choose, device: torch.device) -> Chosen | NotCapturing:
-    """Answer of one rank, each of which has the whole router."""
+    """Answer a `Choose` call on one rank, each of which has the whole router."""
     if choose is None:
         return NotCapturing()
     logits = rows_of(asked, device)
@@ -32,12 +33,12 @@ def chosen(choose: Choosing | None, asked: Choose, device: torch.device) -> Chos
 
 
 def checked(ids: torch.Tensor, weights: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts and weights that can be a choice, as int64 and float32.
+    """Check the experts and weights of a choice; return them as int64 and float32.
 
     Args:
-        ids: [n, k].
-        weights: [n, k].
-        experts: how many there are to choose from.
+        ids: expert ids, [n, k].
+        weights: expert weights, [n, k].
+        experts: number of experts of the layer.
 
     Raises:
         InvalidRequest: an expert that does not exist, one that is chosen twice, or a weight that is not finite.

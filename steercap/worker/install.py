@@ -1,4 +1,4 @@
-"""Put the taps into a loaded model, and say what the tensor at each of them is.
+"""Installation of the taps in a loaded model, with the schema of the tensor at each.
 
 It happens once, after the weights are loaded and before vLLM traces the model.
 """
@@ -32,20 +32,20 @@ def install_taps(
     num_layers: int,
     device: torch.device,
 ) -> Installed:
-    """Attach the taps of the layers that this rank holds.
+    """Attach taps to the layers that this rank holds.
 
     Args:
         decoder: the loaded layers.
-        family: how they are written.
-        armed: every point of the engine, layer by layer; those that a layer does not have are left out.
-        sizes: what the model's rows are.
-        dtype: the model's.
-        shard: this rank among those of its tensor-parallel group.
-        num_layers: layers of the whole model.
-        device: where the model computes.
+        family: architecture family of the layers.
+        armed: all armed points of the engine, layer by layer; those that a layer does not have are left out.
+        sizes: row sizes of the model.
+        dtype: the model's dtype.
+        shard: index of this rank in its tensor-parallel group.
+        num_layers: number of layers of the whole model.
+        device: the model's device.
 
     Raises:
-        UnsupportedModel: a layer is not written as its family says.
+        UnsupportedModel: a layer does not have the structure that its family describes.
     """
     found = {
         index: schema
@@ -69,10 +69,10 @@ def install_taps(
 def schema_of(  # noqa: PLR0917 -- a module, and where it is in its model
     module: nn.Module, family: Family, point: Point, sizes: Sizes, dtype: torch.dtype, num_layers: int
 ) -> PointSchema | None:
-    """What the tensor at a point is; None where the family has no such site, or some of its layers have not.
+    """Return the schema of the tensor at a point; None if this layer has no such site.
 
     Raises:
-        UnsupportedModel: the layer is not written as its family says.
+        UnsupportedModel: the layer does not have the structure that its family describes.
     """
     site = SITES[point.site]
     if not site.known(family):

@@ -1,6 +1,6 @@
-"""Record layouts: what is kept of a token, and where each point lies; shared by all requests that keep the same.
+"""Layouts of a token's record: which points it keeps, and the offset of each; shared by requests that keep the same.
 
-A layout has two shapes: that of the rows as the model computes them, which is how they wait on a device, and that of
+A layout has two shapes: that of the raw rows as the model computes them, which wait on the device, and that of
 the rows as they are stored.
 """
 
@@ -20,22 +20,22 @@ from steercap.kernels.bits import weight
 from steercap.kernels.codecs import record_of
 from steercap.saes.encoder import Encoder
 
-#: Layouts in use at once; requests that run rarely have more than a few.
+#: Maximum layouts in use at once; running requests rarely need more than a few.
 LAYOUTS: Final = 4096
 
-#: Points, and what reads their rows before they are stored; () where nothing does.
+#: Points, and the SAE encoder that reads each one's rows before they are stored; () if there is none.
 Reads: TypeAlias = "tuple[tuple[int, Encoder], ...]"
 
 
 @dataclass(frozen=True)
 class Form:
-    """How rows are stored.
+    """Storage form of rows: encoding, vectors and readers.
 
     Args:
         coding: the encoding.
-        slot: of the vectors that it needs, such as directions, NONE where it needs none.
-        before_edits: whether rows are those before the edits of their point.
-        reads: what reads them first; a layout in use keeps it alive.
+        slot: slot of the vectors that the encoding needs, such as directions; NONE if it needs none.
+        before_edits: True to keep rows as they were before the edits of their point.
+        reads: SAE encoders that read the rows first; a layout in use keeps them alive.
     """
 
     coding: Coding = RAW
@@ -46,15 +46,15 @@ class Form:
 
 @dataclass(frozen=True)
 class Layout:
-    """A record on this rank.
+    """Layout of a token's record on this rank.
 
     Args:
-        number: its row in the tables.
+        number: index of the layout in the tables.
         points: indices into the engine's armed points, in the order of the record.
-        locals: the same among the points of this rank.
-        form: how its rows are stored.
-        raw: the record of the rows as they are computed.
-        stored: the record as it is stored.
+        locals: the same points, as indices among the points of this rank.
+        form: storage form of its rows.
+        raw: shape of the record of raw rows, as they are computed.
+        stored: shape of the record as it is stored.
     """
 
     number: int
@@ -66,14 +66,14 @@ class Layout:
 
 
 class Layouts:
-    """The layouts in use, and tables of them in which a pass looks up many tokens at once.
+    """Registry of the layouts in use, with tables for looking up many tokens at once.
 
     The last row of each table stands for no layout: `table[NONE]` is 0, or NONE.
 
     Args:
         local: index of every point of this rank among the engine's armed points, ascending.
-        schemas: of these points.
-        kept: which of them this rank keeps: others keep what is whole on every rank.
+        schemas: schemas of these points.
+        kept: True for the points whose rows this rank keeps; rows that all ranks hold whole are kept by one.
     """
 
     def __init__(self, local: Sequence[int], schemas: Sequence[PointSchema], kept: Sequence[bool]) -> None:
@@ -81,19 +81,19 @@ class Layouts:
         self._kept = tuple(point for point, keeps in zip(local, kept, strict=True) if keeps)
         self._schemas = dict(zip(local, schemas, strict=True))
         size = LAYOUTS + 1
-        #: Line of every local point in a record as it is computed, NONE where it is not kept: int32 [layouts, points].
+        #: Line of every local point in a raw record, NONE where it is not kept: int32 [layouts, points].
         self.offsets = np.full((size, len(self._local)), NONE, dtype=np.int32)
-        #: Lines of such a record: int64 [layouts].
+        #: Lines of a raw record: int64 [layouts].
         self.raw_lines = np.zeros(size, dtype=np.int64)
-        #: Lines of a record as it is stored: int64 [layouts].
+        #: Lines of a stored record: int64 [layouts].
         self.lines = np.zeros(size, dtype=np.int64)
-        #: Whether rows are stored in another form than they are computed in: bool [layouts].
+        #: True where rows are stored in another form than they are computed in: bool [layouts].
         self.encoded = np.zeros(size, dtype=np.bool_)
-        #: Whether rows are kept as they were before the edits of their point: bool [layouts].
+        #: True where rows are kept as they were before the edits of their point: bool [layouts].
         self.before = np.zeros(size, dtype=np.bool_)
-        #: What the copies of one token add up to if all of them are made: int64 [layouts].
+        #: Expected evidence of one token's copies, if all of them are made: int64 [layouts].
         self.evidence = np.zeros(size, dtype=np.int64)
-        #: Rows of `offsets` written since they were last taken away.
+        #: Numbers of layouts written to `offsets` since the taps last read them.
         self.fresh: dict[int, None] = {}
         self._known: dict[tuple[tuple[int, ...], Form], Layout] = {}
         self._used: dict[int, Layout] = {}
@@ -101,34 +101,34 @@ class Layouts:
         self._free = list(range(LAYOUTS - 1, -1, -1))
 
     def __getitem__(self, number: int) -> Layout:
-        """A layout in use, by its number."""
+        """Return a layout in use, by its number."""
         return self._used[number]
 
     def points(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """Which of the wanted points this rank keeps, in the order of a record."""
+        """Select the wanted points that this rank keeps, in the order of a record."""
         if tuple(wanted) == self._kept:
             return self._kept
         known = set(wanted)
         return tuple(index for index in self._kept if index in known)
 
     def schemas(self, points: Sequence[int]) -> list[PointSchema]:
-        """Schemas of points of this rank."""
+        """Return the schemas of points of this rank."""
         return [self._schemas[point] for point in points]
 
     def acquire(self, wanted: Sequence[int], form: Form) -> Layout | None:
-        """Use the layout of a record; None when too many different ones are in use."""
+        """Return the layout of a record, with one user more; None when too many different ones are in use."""
         key = self.points(wanted), form
         if key not in self._known:
             if not self._free:
                 return None
             self._known[key] = self._write(self._free[-1], *key)
-            self._free.pop()  # once it is written: what is no record takes no number
+            self._free.pop()  # only now: a failed write must not use up a number
         layout = self._known[key]
         self._users[layout.number] = self._users.get(layout.number, 0) + 1
         return layout
 
     def release(self, layout: Layout) -> None:
-        """One user less."""
+        """Remove one user of a layout; drop the layout with its last user."""
         self._users[layout.number] -= 1
         if not self._users[layout.number]:
             del self._users[layout.number], self._used[layout.number]

@@ -1,8 +1,8 @@
-"""The requests that run on this rank, and what must become of each token of a pass.
+"""Ledger of the requests running on this rank, which determines the work for each token of a pass.
 
-In almost every pass, almost every request is one token further than before, on the same page, in the same scopes. All
+In almost every pass, almost every request has advanced by one token, on the same page and in the same scopes. All
 of these are looked up in one array at once, so that a pass over hundreds of requests costs a few numpy calls. The
-others (a prompt, a new page, a preemption, a prefix-cache hit, drafts, the end of a selection) are worked out one by
+others (a prompt, a new page, a preemption, a prefix-cache hit, drafts, the end of a selection) are processed one by
 one.
 """
 
@@ -25,21 +25,21 @@ from steercap.worker.series import Series
 from steercap.worker.steering import Slot, Steered
 from steercap.worker.step import Step
 
-#: What is known of the next tokens of a request: they are alike from position NEXT up to STOP, which is not among them.
+#: Columns of the state of a request. They hold for the positions from NEXT up to STOP, STOP excluded.
 #: The line of position p is LINE + p × the lines of its layout, unless its row goes into a reduction.
 _NEXT, _STOP, _LINE, _ACCUMULATOR, _LAYOUT, _SLOT, _MASK, _EDITS, _FIELDS = range(9)
-#: No position is reached by it.
+#: A position that no sequence reaches.
 NEVER: Final = np.iinfo(np.int64).max
 
 
 class Tracked:
-    """One sample of one request that is kept or changed.
+    """State of one sample of a request whose rows are kept or edited.
 
     Args:
-        owner: whose rows.
-        outbox: where its rows go, None if none are kept or they were given back.
-        steered: what is changed, None if nothing is.
-        vectors: the slot of those that the encoding of its rows needs, and what it holds; None if it needs none.
+        owner: key of the request and number of the sample.
+        outbox: storage of its rows, None if none are kept or they were released.
+        steered: its steering state, None if it is not steered.
+        vectors: number and contents of the slot with the vectors that its encoding needs; None if it needs none.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Tracked:
         self.steered = steered
         self.vectors = vectors
         self.index = NONE
-        self.run_from = 0  # first position of those that only the ledger's array knows of
+        self.run_from = 0  # first position that ran according to the ledger's array alone
 
 
 class Ledger:
-    """The requests that run, or whose last passes are not completed yet.
+    """Table of the requests that run, or whose last passes are not completed yet.
 
     Args:
-        programs: what each slot holds.
-        layouts: what is kept of a token.
+        programs: contents of the slots.
+        layouts: record layouts of this rank.
     """
 
     def __init__(self, programs: Programs, layouts: Layouts) -> None:
@@ -70,8 +70,8 @@ class Ledger:
         self._layouts = layouts
         self._state: Ints = np.zeros((64, _FIELDS), dtype=np.int64)
         self._tracked: list[Tracked | None] = [None] * len(self._state)
-        self._holding = np.zeros(len(self._state), dtype=np.bool_)  # whether rows are held
-        #: The token that the model read at each position of each request that keeps rows, NONE where it read none.
+        self._holding = np.zeros(len(self._state), dtype=np.bool_)  # True where the request's rows are held
+        #: Token id that the model read at each position of each request that keeps rows, NONE where it read none.
         #: Memory that was never written to is not resident.
         self._token_ids = np.empty((len(self._state), 256), dtype=np.int32)
         self._free = list(range(len(self._state) - 1, -1, -1))
@@ -79,32 +79,32 @@ class Ledger:
         self._owners: dict[Owner, Tracked] = {}
         self._leaving: list[tuple[int, int]] = []  # (passes begun when it left, index)
         self._begun = self._completed = 0
-        #: Names of the last pass, which of them are tracked, and their indices; None when somebody came or left.
+        #: Names of the last pass, positions of the tracked ones, and their indices; None after a request came or left.
         self._last: tuple[tuple[str, ...], Ints, Ints] | None = None
-        #: Passes like the last one; None once other requests, or something else of the same, may come next.
+        #: Series of passes that the last pass belongs to; None once the next pass may differ.
         self._series: Series | None = None
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._indices
 
     def __iter__(self) -> Iterator[Tracked]:
-        """Requests that run."""
+        """Iterate over the requests that run."""
         for index in self._indices.values():
             if (tracked := self._tracked[index]) is not None:
                 yield tracked
 
     def find(self, owner: Owner) -> Tracked | None:
-        """A request that runs, or some passes of which are not completed yet."""
+        """Return a request that runs or has passes that are not completed yet; None if it is unknown."""
         return self._owners.get(owner)
 
     def at(self, index: int) -> Tracked:
-        """The request at an index that a step names."""
+        """Return the request at an index that a step names."""
         tracked = self._tracked[index]
         assert tracked is not None, "an index is kept until every pass that names it was completed"
         return tracked
 
     def enter(self, request_id: str, tracked: Tracked) -> None:
-        """A request is scheduled for the first time."""
+        """Add a request that is scheduled for the first time."""
         if not self._free:
             self._grow()
         tracked.index = self._free.pop()
@@ -121,7 +121,7 @@ class Ledger:
             outbox.token_ids = self._token_ids[tracked.index, : outbox.limit]
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """These requests will not run again; passes they were in may be pending."""
+        """Remove requests that will not run again; passes they were in may be pending."""
         for request_id in request_ids:
             index = self._indices.pop(request_id, None)
             if index is not None:
@@ -133,18 +133,18 @@ class Ledger:
         self._reuse()
 
     def label(self, step: Step, token_ids: Ints) -> None:
-        """Write down what the model read at the tokens of a step that are kept, unless their rows were given back."""
+        """Record the token ids that the model read at the kept tokens of a step, unless their rows were released."""
         kept = step.kept & self._holding[step.requests]
         if kept.any():
             self._token_ids[step.requests[kept], step.positions[kept]] = token_ids[kept]
 
     def complete_pass(self) -> None:
-        """The next pass, in their order, was completed."""
+        """Count the next pass, in their order, as completed."""
         self._completed += 1
         self._reuse()
 
     def flush(self, tracked: Tracked) -> None:
-        """Tell a request which of its tokens ran that only the array knows of."""
+        """Report to a request the tokens that ran according to the ledger's array alone."""
         reached = NONE if tracked.index == NONE else int(self._state[tracked.index, _NEXT])
         if reached <= tracked.run_from:
             return
@@ -155,7 +155,7 @@ class Ledger:
         tracked.run_from = reached
 
     def forget_rows(self, tracked: Tracked) -> None:
-        """The rows of a request were given back; only its steering is left, if it has any."""
+        """Drop the rows of a request that were released; only its steering is left, if it has any."""
         self.flush(tracked)
         tracked.outbox = None
         if tracked.index != NONE:
@@ -164,14 +164,14 @@ class Ledger:
             self._series = None
 
     def look_again(self, tracked: Tracked) -> None:
-        """What was known of the next tokens of a request may not hold any more."""
+        """Discard the prediction of a request's next tokens, which may not hold any more."""
         if tracked.index != NONE:
             self.flush(tracked)
             self._state[tracked.index, _STOP] = 0
             self._series = None
 
     def slots(self) -> dict[int, Slot]:
-        """The slots that requests that run use, and what each holds."""
+        """Return the slots in use by running requests, and the contents of each."""
         used: dict[int, Slot] = {}
         for tracked in self:
             if tracked.steered is not None and tracked.steered.slot is not None:
@@ -184,7 +184,7 @@ class Ledger:
     # The pass
 
     def make_step(self, batch: BatchRows) -> Step | None:
-        """Find what must become of each token of a pass; None if nothing must."""
+        """Build the step of a pass: the work for each of its tracked tokens; None if there is none."""
         if not self._indices:
             return None
         tracked, indices = self._find_all(tuple(batch.request_ids))
@@ -198,7 +198,7 @@ class Ledger:
         return step
 
     def _step_of(self, batch: BatchRows, tracked: Ints, indices: Ints) -> Step | None:
-        """The step of a pass that need not be like the one before it."""
+        """Build the step of a pass that need not be like the one before it."""
         starts, counts = batch.starts[tracked], batch.counts[tracked]
         first_tokens = np.cumsum(batch.counts)[tracked] - counts
         alike = self._alike(indices, starts, counts)
@@ -227,13 +227,13 @@ class Ledger:
         return step
 
     def _alike(self, indices: Ints, starts: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
-        """Which requests have only tokens in this pass that the array knows of: bool [requests]."""
+        """Return which requests have only tokens in this pass that their state covers: bool [requests]."""
         state = self._state[indices]
         known: npt.NDArray[np.bool_] = (starts == state[:, _NEXT]) & (starts + counts <= state[:, _STOP])
         return known
 
     def _find_all(self, names: tuple[str, ...]) -> tuple[Ints, Ints]:
-        """Which of the requests of a batch are tracked, and their indices."""
+        """Return the places in a batch of the requests that are tracked, and their ledger indices."""
         if self._last is None or self._last[0] != names:
             indices = np.array([self._indices.get(name, NONE) for name in names], dtype=np.int64)
             tracked = np.flatnonzero(indices != NONE)
@@ -242,7 +242,7 @@ class Ledger:
         return self._last[1:]
 
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
-        """One request's tokens of a pass, and what its next ones will be."""
+        """Build the step of one request's tokens in a pass, and predict its next ones."""
         outbox, steered = request.outbox, request.steered
         kept = np.zeros(count, dtype=np.bool_)
         lines: Ints = np.full(count, NONE, dtype=np.int64)
@@ -290,7 +290,7 @@ class Ledger:
         )
 
     def _look_ahead(self, request: Tracked, start: int) -> None:
-        """Write down what the tokens from `start` on have in common, and how far."""
+        """Record the state that the tokens from `start` on have in common, and the position where it ends."""
         self.flush(request)
         outbox, steered = request.outbox, request.steered
         request.run_from = start
@@ -311,7 +311,7 @@ class Ledger:
         self._state[request.index] = start, stop, line, accumulator, layout, slot, mask, edits
 
     def computes(self, step: Step, wanted: Iterable[Wanted]) -> bool:
-        """Whether a step computes any of the tokens that are wanted."""
+        """Return whether a step computes any of the wanted tokens."""
         totals = np.zeros(len(self._state), dtype=np.int64)
         for item in wanted:
             tracked = self.find(item.owner)
@@ -320,7 +320,7 @@ class Ledger:
         return bool((step.positions < totals[step.requests]).any())
 
     def _alike_tokens(self, indices: Ints, starts: Ints, counts: Ints, first_tokens: Ints) -> Step:
-        """The tokens of requests to all of whose tokens their state applies."""
+        """Build the step of requests whose tokens in this pass are all covered by their state."""
         state = self._state[indices]
         kept = state[:, _LAYOUT] != NONE
         busy = kept | (state[:, _MASK] != 0)
@@ -358,11 +358,11 @@ class Ledger:
         self._free = list(range(2 * size - 1, size - 1, -1))
 
     def _widen(self, limit: int) -> None:
-        """Make room for the labels of `limit` positions."""
+        """Grow the table of token ids to `limit` positions or more."""
         self._move_labels(len(self._state), max(limit, 2 * self._token_ids.shape[1]))
 
     def _move_labels(self, requests: int, limit: int) -> None:
-        """Move the labels to a new array; what nobody uses is neither read nor written, and so takes no memory."""
+        """Move the token ids to a new array; unused entries are neither read nor written, and so take no memory."""
         self._token_ids = np.empty((requests, limit), dtype=np.int32)
         for index, tracked in enumerate(self._tracked):
             if tracked is not None and (outbox := tracked.outbox) is not None:
@@ -371,7 +371,7 @@ class Ledger:
                 outbox.token_ids = moved
 
     def _reuse(self) -> None:
-        """Let go of indices that no pending pass names."""
+        """Free the indices that no pending pass names."""
         while self._leaving and self._leaving[0][0] <= self._completed:
             _, index = self._leaving.pop(0)
             tracked = self.at(index)

@@ -1,4 +1,4 @@
-"""One request's rows while they come in, and the parcel they become."""
+"""Storage of one request's captured rows, and the parcel that is made of them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from steercap.worker.reduce import record_blocks, reduce_rows, rows_of
 
 
 class Outbox(ABC):
-    """What is kept of one sample of one request on this rank.
+    """Captured rows of one sample of a request on this rank.
 
     Args:
-        owner: whose rows.
-        plan: the request.
-        capture: what it keeps.
-        layouts: the records' layouts on this rank.
-        arena: where the rows go.
-        reads: what reads them before they are stored.
+        owner: key of the request and number of the sample.
+        plan: plan of the request.
+        capture: the capture part of the plan.
+        layouts: record layouts of this rank.
+        arena: arena that the rows are written to.
+        reads: SAE encoders that read the rows before they are stored.
 
     Attributes:
-        token_ids: the token that the model read at each position, NONE where it read none: int32 [limit]. The ledger's,
-            as long as passes of the request may be pending.
+        token_ids: token id that the model read at each position, NONE where it read none: int32 [limit]. A view of the
+            ledger's table as long as passes of the request may be pending.
     """
 
     def __init__(  # noqa: PLR0917 -- what a request is, and where it runs
@@ -45,7 +45,7 @@ class Outbox(ABC):
         self.limit = plan.limit
         self.failure: str | None = None
         self.writes = 0
-        self._nonfinite: tuple[int, int] | None = None  # the first position with such a row, and its point
+        self._nonfinite: tuple[int, int] | None = None  # first position with a non-finite row, and its point
         self._arena = arena
         self._layouts = layouts
         self._points = layouts.points(capture.points)
@@ -67,33 +67,33 @@ class Outbox(ABC):
 
     @abstractmethod
     def _record_lines(self) -> int:
-        """Lines of a record in the arena, 0 where this rank keeps no point."""
+        """Return the lines of a record in the arena, 0 where this rank keeps no point."""
 
     @property
     @abstractmethod
     def _most(self) -> int:
-        """The most records that the request can have in the arena."""
+        """Maximum number of records that the request can have in the arena."""
 
     @property
     def layout(self) -> int:
-        """The layout of a token's record, NONE if it is not kept here, or no longer is."""
+        """Number of the layout of a token's record, NONE if no more tokens are kept on this rank."""
         return self._layout.number if self._layout is not None and self._uses_layout else NONE
 
     @property
     @abstractmethod
     def accumulator(self) -> int:
-        """The reduction that runs along with the rows, NONE if they go to the arena."""
+        """Index of the running reduction of the rows, NONE if they go to the arena."""
 
     def place(self, start: int, count: int) -> tuple[npt.NDArray[np.bool_], Ints]:
-        """Find out where the tokens of a pass go.
+        """Assign places in the arena to the tokens of a pass.
 
         Args:
             start: position of the request's first token in this pass.
             count: tokens of the request in this pass.
 
         Returns:
-            Which of them are kept, bool [count]; and the first line of each record in the arena, NONE where none is:
-            int64 [count].
+            True for the tokens that are kept, bool [count]; and the first line of each token's record in the arena,
+            NONE where it has none: int64 [count].
         """
         lines: Ints = np.full(count, NONE, dtype=np.int64)
         kept = np.zeros(count, dtype=np.bool_)
@@ -113,14 +113,14 @@ class Outbox(ABC):
 
     @abstractmethod
     def _take(self, rows: Ints) -> Ints | None:
-        """The first line of each row's record, NONE where a row has none; None when there is no room for them."""
+        """Return the first line of each row's record, NONE where a row has none; None if they do not fit."""
 
     def ahead(self, start: int) -> tuple[int, int | None]:
-        """How far the tokens from `start` on are kept alike, and where.
+        """Return the end of the run of tokens from `start` on that are stored alike, and their place.
 
         Returns:
-            The first position that is not like `start`, and a number that, with a record's lines for each position
-            added, gives the first line of a position's record; None when they are not kept.
+            The first position that is not stored like `start`, and a line number: position p has its record at that
+            number plus p × the lines of a record; None when the tokens are not kept.
         """
         run = int(np.searchsorted(self._stops, start, side="right"))
         if run == len(self._stops):
@@ -132,27 +132,27 @@ class Outbox(ABC):
 
     @abstractmethod
     def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
-        """What `ahead` says of positions up to `end` that are kept; row = position - shift."""
+        """Compute the result of `ahead` for kept positions up to `end`; row = position - shift."""
 
     def ran(self, start: int, stop: int) -> None:
-        """The tokens of these positions were kept, each where `ahead` said."""
+        """Count the tokens of these positions as kept, each at the place that `ahead` gave."""
         self.writes += stop - start
 
     @abstractmethod
     def reads(self, total: int) -> int:
-        """How many tokens must be computed before the rows of the first `total` can be sealed."""
+        """Return the number of tokens to compute before the rows of the first `total` can be sealed."""
 
     def fail(self, reason: str) -> None:
-        """The rows cannot be trusted; the first reason is kept."""
+        """Mark the rows as invalid; the first reason is kept."""
         self.failure = self.failure or reason
 
     def found_nonfinite(self, position: int, point: int) -> None:
-        """The row at a position and point was not finite; the first such position is kept."""
+        """Record that the row at a position and point is not finite; the first such position is kept."""
         if self._nonfinite is None or position < self._nonfinite[0]:
             self._nonfinite = position, point
 
     def stop(self) -> None:
-        """The request has ended: give back what it did not use. Idempotent."""
+        """End the request: release what it did not use. Idempotent."""
         if self._layout is not None and self._uses_layout:
             self._uses_layout = False
             self._layouts.release(self._layout)
@@ -160,14 +160,14 @@ class Outbox(ABC):
 
     @abstractmethod
     def _stopped(self) -> None:
-        """Give back what is not needed after the request's end."""
+        """Release what is not needed after the request's end."""
 
     def seal(self, total: int, first: int) -> Parcel:
-        """Say where the rows of the first `total` inputs are; reduce them first if the plan says so. Idempotent.
+        """Describe the rows of the first `total` inputs as a parcel; reduce them first if the plan says so. Idempotent.
 
         Args:
             total: inputs of the sequence, as far as the client knows it.
-            first: rows to leave out, because the client has them already.
+            first: number of rows to leave out, because the client has them already.
         """
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         positions, token_ids = (labels[:rows] for labels in self._reduced or self._labels(rows))
@@ -193,17 +193,17 @@ class Outbox(ABC):
         )
 
     def _labels(self, rows: int) -> tuple[Ints, Ints]:
-        """Position and token id of the first rows, as the model read them, NONE where none came: int64 [rows] each."""
+        """Return position and token id of the first rows as the model read them, NONE if missing: int64 [rows]."""
         positions = np.flatnonzero(self._ranks >= 0)[:rows]
         token_ids = self.token_ids[positions].astype(np.int64)
         return np.where(token_ids == NONE, NONE, positions), token_ids
 
     @abstractmethod
     def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
-        """Put the reduction of the first rows, of a sequence of `total` inputs, into the first page; or fail."""
+        """Write the reduction of the first rows, of a sequence of `total` inputs, to the first page; or fail."""
 
     def _line_ranges(self, stored: range) -> Iterator[LineRange]:
-        """Where in the arena these rows are, or the one that they were reduced to."""
+        """Return the lines of these rows in the arena, or those of the row that they were reduced to."""
         ranges = self._places.ranges(stored)
         if not self.capture.reduce:
             return ranges
@@ -211,10 +211,10 @@ class Outbox(ABC):
         return (LineRange(one.start, lines) for one in ranges)
 
     def _reach(self, rows: int) -> bool:
-        """Have room for so many records.
+        """Reserve the request's pages if needed; return whether they hold `rows` records.
 
-        The first time, take all pages that the request can need. They were reserved before it came, are consecutive
-        unless the arena is crowded, and need no thought later. Those that it did not need are given back at its end.
+        The first call takes all pages that the request can need. They were reserved before it came, and are consecutive
+        unless the arena is crowded. Unused pages are given back at the request's end.
         """
         if not len(self._places.pages):
             pages = self._arena.allocate(self._arena.shape.pages(self._most, self._record))
@@ -222,12 +222,12 @@ class Outbox(ABC):
         return rows <= self._places.rows
 
     def free(self) -> None:
-        """Give the pages back."""
+        """Free all pages."""
         self.stop()
         self._keep(0)
 
     def _keep(self, pages: int) -> None:
-        """Give back all but the first pages."""
+        """Free all pages but the first `pages`."""
         self._arena.free(self._places.pages[pages:])
         self._places = self._places.keep(pages)
 
@@ -239,13 +239,13 @@ class Outbox(ABC):
 
 
 class RowsOutbox(Outbox):
-    """An outbox whose rows wait in the arena, each in its place, to be fetched, or reduced once their end is known."""
+    """Outbox whose rows stay in the arena, each in its place, to be fetched, or reduced once their number is known."""
 
     def __init__(  # noqa: PLR0917 -- as above
         self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena, reads: Reads = ()
     ) -> None:
         super().__init__(owner, plan, capture, layouts, arena, reads)
-        self._last = 0  # one more than the last row that has a place
+        self._last = 0  # number of the last row with a place, plus one
 
     def _record_lines(self) -> int:
         return 0 if self._layout is None else self._layout.stored.lines
@@ -280,11 +280,11 @@ class RowsOutbox(Outbox):
         return self.limit if self.capture.reduce else total
 
     def selected(self, total: int) -> int:
-        """How many rows a sequence of `total` inputs has."""
+        """Return the number of selected rows of a sequence of `total` inputs."""
         return len(rows_selected(self.capture.ranges, self.limit, total))
 
     def blocks(self, rows: int) -> Iterator[dict[int, torch.Tensor]]:
-        """The first rows, raw, in blocks: by the index of a point among the armed, [rows, shard width]."""
+        """Iterate over the first raw rows in blocks: a dict from armed point to [rows, shard width]."""
         if self._layout is not None:
             for records in record_blocks(self._arena, self._places.ranges(range(rows)), self._layout.raw.lines):
                 yield dict(zip(self._points, rows_of(records, self._layout, self._schemas), strict=True))

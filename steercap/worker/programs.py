@@ -1,7 +1,7 @@
-"""What each slot holds: for every point, the rank-one edits of its configuration, in order, or its directions.
+"""Host tables of the slots: each point's rank-one edits in order, or its directions.
 
-Written when the client sends a configuration, and left where it is. Shape legend: points = points of this rank; entries
-= most rank-one edits of a point.
+A slot is written when the client sends a configuration, and read in place. Shape legend: points = points of this rank;
+entries = maximum rank-one edits of a point.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ _SCOPE_BITS: Final = np.arange(MAX_SCOPES, dtype=np.int32)
 
 
 class Programs:
-    """The tables of all slots.
+    """Tables of the configurations in all slots.
 
     Args:
         points: indices of this rank's points among the engine's armed points.
-        slots: configurations held at once.
-        entries: most rank-one edits of a point.
+        slots: number of slots.
+        entries: maximum rank-one edits of a point.
     """
 
     def __init__(self, points: Sequence[int], *, slots: int, entries: int) -> None:
         self.points = tuple(points)
         shape = (slots, len(self.points), entries)
-        #: Integers of every entry, int32 [slots, points, entries] each; 0 where there is none.
+        #: Integers of every entry, int32 [slots, points, entries] each; 0 for unused entries.
         self.columns = {name: np.zeros(shape, dtype=np.int32) for name in ENTRY_NUMBERS}
-        #: Numbers of its response, float32 [slots, points, entries, 8].
+        #: Response parameters of every entry, float32 [slots, points, entries, 8].
         self.responses = np.zeros((*shape, len(RESPONSE_NUMBERS)), dtype=np.float32)
-        #: Entries of each slot at each point, int32 [slots, points].
+        #: Number of entries of each slot at each point, int32 [slots, points].
         self.counts = np.zeros(shape[:2], dtype=np.int32)
-        #: Token selections of each slot's configuration, int64 [slots].
+        #: Number of token selections of each slot's configuration, int64 [slots].
         self.scopes = np.zeros(slots, dtype=np.int64)
-        #: Replacements of each slot's configuration, int64 [slots].
+        #: Number of replacements of each slot's configuration, int64 [slots].
         self.replacements = np.zeros(slots, dtype=np.int64)
-        #: Bank rows of the directions of each point, NONE where it has none, by slot: int64 [points, directions] each.
+        #: Bank rows of the directions of each point, NONE where it has none: int64 [points, directions], by slot.
         self.projections: dict[int, Ints] = {}
-        #: How many times a slot was written.
+        #: Number of writes to any slot.
         self.written = 0
         self._per_scope = np.zeros((slots, MAX_SCOPES), dtype=np.int64)
 
@@ -51,9 +51,9 @@ class Programs:
         """Write a configuration into a slot.
 
         Args:
-            slot: where.
+            slot: number of the slot.
             configuration: the edits.
-            bank_rows: of each of its blobs.
+            bank_rows: bank rows of each of its blobs.
         """
         self.written += 1
         self.projections.pop(slot, None)
@@ -75,7 +75,7 @@ class Programs:
                 self._per_scope[slot, entry.scope] += weight(local)
 
     def _directions(self, reads: Sequence[int], bank_rows: Sequence[int]) -> Ints:
-        """The bank rows of the directions of each point: int64 [points, directions]."""
+        """Return the bank rows of the directions of each point: int64 [points, directions]."""
         given: Ints = np.array(bank_rows, dtype=np.int64).reshape(len(reads), -1)
         found = np.full((len(self.points), given.shape[1]), NONE, dtype=np.int64)
         for point, rows in zip(reads, given, strict=True):
@@ -91,11 +91,11 @@ class Programs:
         self.responses[where] = entry.response.numbers
 
     def evidence(self, slots: npt.NDArray[np.integer], masks: npt.NDArray[np.int32]) -> Ints:
-        """What the edits of tokens add up to if all of them are made: int64 [tokens].
+        """Return the evidence that the edits of tokens add up to if all of them are made: int64 [tokens].
 
         Args:
             slots: slot of each token, NONE for none.
-            masks: scopes that hold it.
+            masks: bits of the scopes that select each token.
         """
         if not masks.any():
             return np.zeros(len(masks), dtype=np.int64)
@@ -105,12 +105,12 @@ class Programs:
         return expected
 
 
-#: What the integer columns of an entry are.
+#: Names of the integer columns of an entry.
 ENTRY_NUMBERS: Final = ("kind", "scope", "write", "read", "replacement")
 
 
 def _kind(entries: Sequence[Entry], at: int) -> int:
-    """The bits of one entry among those of its point."""
+    """Return the kind bits of one entry among those of its point."""
     entry = entries[at]
     kind = USED
     kind |= READS if entry.read != NONE else 0

@@ -1,5 +1,6 @@
-"""From what a block's last projection reads to what the block adds, and from a sum to its norm, by the model's own
-modules, on its own ranks.
+"""Projection of rows by the model's own modules, on its own ranks: a block's last projection, or its norm.
+
+A projection turns the input of a block's last projection into the block's output; a norm is applied to a sum.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from steercap.architectures.sites.base import part_of
 from steercap.architectures.unembedding import rows_of
 from steercap.core.messages import NotCapturing, Project, Projected
 
-#: Gives what a layer's block makes of rows, [n, width], of all ranks; None where the layer is on another stage.
+#: Function of a layer index, a site and rows, [n, width], of all ranks; it returns the output of that layer's block,
+#: or None if the layer is on another pipeline stage.
 Projecting: TypeAlias = "Callable[[int, str, torch.Tensor], torch.Tensor | None]"
 
 
 def projecting(layers: Mapping[int, nn.Module], family: Family, shard: int) -> Projecting:
-    """What projects rows by the modules of the layers that were loaded.
+    """Return a function that projects rows by the modules of the loaded layers.
 
     Args:
-        layers: by their indices.
-        family: how they are written.
-        shard: this rank among those of its tensor-parallel group, all of which must project together.
+        layers: modules of the layers, by layer index.
+        family: architecture family of the layers.
+        shard: index of this rank in its tensor-parallel group, all of which must project together.
     """
 
     def project(index: int, site: str, rows: torch.Tensor) -> torch.Tensor | None:
@@ -47,14 +49,14 @@ def projecting(layers: Mapping[int, nn.Module], family: Family, shard: int) -> P
 
 
 def _called(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    """What a module gives first, past the taps on it, which wait for tokens of a request."""
+    """Return the first output of a module; `forward` is called directly, so that taps on the module do not run."""
     found = module.forward(rows.contiguous())
     first: torch.Tensor = found[0] if isinstance(found, tuple) else found
     return first
 
 
 def projected(project: Projecting | None, asked: Project, device: torch.device) -> Projected | NotCapturing:
-    """Answer of one rank; rows go one by one, see `worker.unembedding`."""
+    """Answer a `Project` call on one rank; rows go one by one, see `architectures.unembedding`."""
     if project is None:
         return NotCapturing()
     found = [project(asked.layer, asked.site, row[None]) for row in rows_of(asked, device)]

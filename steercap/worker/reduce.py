@@ -1,4 +1,4 @@
-"""Reductions over a request's rows, in the worker and in float32, so that one row travels instead of a thousand."""
+"""Reductions of a request's rows in the worker, in float32, so that one row is sent instead of a thousand."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ REDUCED_DTYPE: Final = torch.float32
 
 
 class Accumulator:
-    """A running reduction over rows that arrive in blocks, in order.
+    """Running reduction of rows that arrive in blocks, in order.
 
     Args:
-        reduce: which reduction.
-        value: the reduction of the rows before, their sum for a mean; None if there were none.
-        rows: how many rows that were.
+        reduce: the kind of reduction.
+        value: reduction of earlier rows (for a mean, their sum); None if there were none.
+        rows: number of earlier rows.
     """
 
     def __init__(self, reduce: Reduction, value: Float[torch.Tensor, ...] | None = None, rows: int = 0) -> None:
@@ -38,7 +38,7 @@ class Accumulator:
         self._value = value
 
     def add(self, block: Float[torch.Tensor, "rows ..."]) -> None:
-        """Take in the next rows, at least one."""
+        """Add the next rows, at least one."""
         self._rows += len(block)
         match self._reduce:
             case "last":
@@ -51,7 +51,7 @@ class Accumulator:
                 self._value = part if self._value is None else self._value + part
 
     def result(self) -> Float[torch.Tensor, ...]:
-        """The reduced rows, float32."""
+        """Return the reduced rows, float32."""
         assert self._value is not None, "nothing was added"
         return self._value / self._rows if self._reduce == "mean" else self._value
 
@@ -59,14 +59,14 @@ class Accumulator:
 def reduce_rows(
     arena: Arena, ranges: Sequence[LineRange], layout: Layout, schemas: Sequence[PointSchema], reduce: Reduction
 ) -> None:
-    """Reduce records, on the device that the model computes on, and write the result, float32, over the first of them.
+    """Reduce records on the model's device, and write the result, float32, over the first of them.
 
     Args:
-        arena: where the records are.
-        ranges: the lines of all of them, in order; one record at least.
-        layout: of a record, raw.
-        schemas: of its points.
-        reduce: which reduction.
+        arena: arena of the records.
+        ranges: lines of the records, in order; one record at least.
+        layout: layout of a record, raw.
+        schemas: schemas of its points.
+        reduce: the kind of reduction.
     """
     accumulators = [Accumulator(reduce) for _ in schemas]
     for records in record_blocks(arena, ranges, layout.raw.lines):
@@ -76,7 +76,7 @@ def reduce_rows(
 
 
 def record_blocks(arena: Arena, ranges: Iterable[LineRange], record: int) -> Iterator[torch.Tensor]:
-    """Records of so many lines, in order, as many at once as are good to work on: uint8 [records, bytes] each."""
+    """Read records of `record` lines in order, in blocks of about `Arena.block_bytes`: uint8 [records, bytes] each."""
     most = max(1, arena.block_bytes // (record * LINE_BYTES))
     for lines in ranges:
         for start in range(0, lines.count // record, most):
@@ -84,14 +84,14 @@ def record_blocks(arena: Arena, ranges: Iterable[LineRange], record: int) -> Ite
 
 
 def rows_of(records: torch.Tensor, layout: Layout, schemas: Sequence[PointSchema]) -> Iterator[torch.Tensor]:
-    """The rows of each point in raw records, uint8 [records, bytes]: [records, shard width] each."""
+    """Return the rows of each point in raw records, uint8 [records, bytes]: [records, shard width] each."""
     for schema, offset, size in zip(schemas, layout.raw.offsets, layout.raw.sizes, strict=True):
         stored = records[:, offset : offset + size]
         yield ENCODINGS["raw"].decode(stored.contiguous(), schema, RAW).flatten(1)
 
 
 def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
-    """Put one float32 row per point at a line, as `encodings.reduced` lays them out."""
+    """Write one float32 row per point at a line, in the layout of `kernels.codecs.reduced`."""
     encoding = ENCODINGS["reduced"]
     offsets = encoding.record(schemas, REDUCED).offsets
     for schema, offset, row in zip(schemas, offsets, rows, strict=True):

@@ -1,4 +1,4 @@
-"""One request's reduction that runs along with its rows, and how it ends up in the arena."""
+"""Outbox of a request whose rows are reduced while it runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from steercap.worker.taps.base import Taps
 
 
 class ReducingOutbox(Outbox):
-    """An outbox whose rows are reduced as they come: only the reduction ever reaches the arena, when the request ends.
+    """Outbox whose rows are reduced as they come; only the reduction reaches the arena, at the request's end.
 
     Args:
         owner, plan, capture, layouts, arena: as for `Outbox`.
-        taps: where the reduction runs.
+        taps: taps that carry out the reduction.
     """
 
     def __init__(  # noqa: PLR0917 -- as for `Outbox`
@@ -39,7 +39,7 @@ class ReducingOutbox(Outbox):
         assert capture.reduce is not None
         self._taps = taps
         self._accumulator = taps.accumulators.acquire(capture.reduce, plan.prompt_len) if self._layout else None
-        self._spilled: tuple[int, Ints] | None = None  # rows added, and positions of those held apart
+        self._spilled: tuple[int, Ints] | None = None  # rows added, and positions of those held back
         self._copied: Any = None
         if self._layout and self._accumulator is None:
             self.fail(
@@ -71,13 +71,13 @@ class ReducingOutbox(Outbox):
         super().free()
 
     def _release(self) -> tuple[int, Ints]:
-        """Release the accumulator; gives the number of rows added, and the positions of those held apart."""
+        """Release the accumulator; return the number of rows added, and the positions of those held apart."""
         self.stop()
         accumulator, self._accumulator = self._accumulator, None
         return (0, np.empty(0, dtype=np.int64)) if accumulator is None else self._taps.accumulators.release(accumulator)
 
     def _spill(self) -> None:
-        """Put the accumulator, and what is held of it, into the arena: another request needs it."""
+        """Move the accumulator and its held rows to the arena, because another request needs it."""
         assert self._accumulator is not None
         if len(self._places.pages) and not self.failure:
             assert self._layout is not None
@@ -97,7 +97,7 @@ class ReducingOutbox(Outbox):
         return accumulator_records(self._schemas, self._taps.accumulators.held)
 
     def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
-        if self._spilled is None:  # the others are finished together
+        if self._spilled is None:  # `finish` handles the accumulators that are still in use
             self.fail("its reduction was never finished")
             return
         if self._copied is not None:
@@ -124,7 +124,7 @@ class ReducingOutbox(Outbox):
         return rows_of(self._arena.read(line, 1, self._record), self._layout, self._schemas)
 
     def _reduced_rows(self, line: int) -> list[torch.Tensor]:
-        """What was spilled of the accumulator itself: float32 [shard width] each."""
+        """Read the spilled value of the accumulator: float32 [shard width] each."""
         encoding = ENCODINGS["reduced"]
         shape = encoding.record(self._schemas, REDUCED)
         stored = self._arena.read(line, 1, shape.lines)
@@ -134,20 +134,20 @@ class ReducingOutbox(Outbox):
         ]
 
     def _has(self, found: int, rows: int) -> bool:
-        """Whether as many rows were added as the sequence has; if not, the reduction is of something else."""
+        """Return whether the number of reduced rows equals that of the sequence; fail the request if not."""
         if found != rows:
             self.fail(f"{found} rows were reduced, and {rows} are selected")
         return found == rows
 
     def rows_to_finish(self, total: int) -> int:
-        """How many rows the reduction of a sequence of `total` inputs has, if it can and must be finished; else 0."""
+        """Return the rows of the reduction at `total` inputs, if it can and must be finished; else 0."""
         if self._accumulator is None or self.failure:
             return 0
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         return rows if self._missing(self._labels(rows)[0]) is None else 0
 
     def finished(self, rows: int, found: int) -> None:
-        """The reduction of the first rows is in the arena, if as many were found."""
+        """Record that the reduction of the first rows is in the arena; fail if `found` differs from `rows`."""
         if self._has(found, rows):
             self._reduced = self._labels(rows)
             self._release()
@@ -155,17 +155,17 @@ class ReducingOutbox(Outbox):
 
     @property
     def target(self) -> tuple[int, Layout]:
-        """Where its reduction goes in the arena, the first line, and what is in it."""
+        """First line of the reduction in the arena, and the layout of its rows."""
         assert self._layout is not None
         return int(self._first_lines[0]), self._layout
 
 
 def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
-    """Put the reductions that still run along into the arena, all of them together.
+    """Finish the running reductions, and copy them to the arena, all of them together.
 
     Args:
-        taps: where they run.
-        asked: how many inputs each outbox's sequence has.
+        taps: taps that carry out the reductions.
+        asked: number of inputs of each outbox's sequence.
     """
     running = [(box, total) for box, total in asked.items() if isinstance(box, ReducingOutbox)]
     ready = [(box, total, rows) for box, total in running if (rows := box.rows_to_finish(total))]

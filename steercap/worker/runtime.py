@@ -1,4 +1,4 @@
-"""What runs beside the model: it follows each step, fills the tables, keeps the rows, and answers the client.
+"""Runtime of one rank: it follows each step, fills the taps' tables, keeps the rows, and answers the client.
 
 A runner adapter drives it; it knows nothing of vLLM.
 """
@@ -79,24 +79,24 @@ from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
 
 _LOG: Final = logging.getLogger(__name__)
-#: Tokens that a sequence can have where nobody says how many.
+#: Maximum tokens of a sequence where no limit is given.
 LONGEST: Final = 1 << 22
 
 
 class Runtime:
-    """One rank's captures and edits.
+    """Captures and edits of one rank.
 
     Args:
-        taps: the tables behind this rank's taps.
-        armed: names of the points that the whole engine arms.
-        device: where the model computes.
-        loaded: the layers of this rank.
-        unembed: what the model makes logits by; None where that is not on this rank.
-        project: what its layers' blocks make of what their last projections read.
-        choose: which experts its layers' routers choose.
-        attention: how the layers whose queries and keys are armed weigh keys.
-        samples: whether logits are made here: on the last pipeline stage.
-        longest: tokens that a sequence can have.
+        taps: taps of this rank, with their tables.
+        armed: names of all points that the engine arms.
+        device: the model's device.
+        loaded: description of the layers loaded on this rank.
+        unembed: function from final rows to logits; None where this rank has no unembedding.
+        project: function that applies a block's last projection or norm; None if not available.
+        choose: function that chooses experts from router logits; None if not available.
+        attention: attention rules of the layers whose queries and keys are armed, by layer.
+        samples: True on the last pipeline stage, where logits are computed.
+        longest: maximum tokens of a sequence.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class Runtime:
         self._arena: Arena | None = None
         # Ranks of a tensor-parallel group edit the same rows, or parts of them: the first counts them.
         self._steering = Steering(taps, primary=taps.installed.shard == 0, samples=samples)
-        #: Biases of logits, which runner adapters put before tokens are sampled.
+        #: Logit biases, which runner adapters add before tokens are sampled.
         self.biasing = Biasing(device)
         self._ledger = Ledger(taps.programs, taps.layouts)
-        self._kept: dict[Owner, Tracked] = {}  # whose rows are held
+        self._kept: dict[Owner, Tracked] = {}  # requests whose rows are held
         self._sketches = Sketches(taps.layouts, device)
         self._saes = SAEs(taps.layouts, device)
         self._samples = samples
@@ -141,7 +141,7 @@ class Runtime:
     # The step, driven by the runner adapter
 
     def register(self, request_id: str, plan_bytes: bytes, sample: int) -> None:
-        """A request with a plan is scheduled for the first time (or again, after preemption)."""
+        """Start following a request with a plan; calls after the first, as after preemption, do nothing."""
         if request_id in self._ledger:
             return
         try:
@@ -163,7 +163,7 @@ class Runtime:
                 self._steering.taint(plan.steering, f"its plan cannot be followed: {error}")
 
     def _enter(self, request_id: str, owner: Owner, plan: Plan) -> None:
-        """Follow a request."""
+        """Create the outbox and the steering state of a request, and add it to the ledger."""
         outbox = steered = held = None
         if plan.steering is not None:
             steered = self._steering.register(owner, plan, plan.steering)
@@ -187,7 +187,7 @@ class Runtime:
             self.biasing.enter(request_id, steered)
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """These requests will not run again; their rows stay until the client gives them back."""
+        """Stop following requests that have ended; their rows stay until the client releases them."""
         self._ledger.leave(request_ids)
         self.biasing.leave(request_ids)
 
@@ -213,19 +213,19 @@ class Runtime:
                 outbox.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
-        """The pass has run, or been launched, or failed: close the tables, and take in the passes before it."""
+        """Close the tables after a pass was run, launched or failed, and process the passes completed before it."""
         if self.taps.open_step is not None:
             self.taps.close(f"the forward pass failed: {error!r}" if error else None)
         self._take_completed()
 
     def _take_completed(self, through: Step | None = None) -> None:
-        """Take in what became of passes, as far as it is known, or up to one of them."""
+        """Process the passes that are known to be completed; wait for those up to `through`, if given."""
         for step, witness in self.taps.completed(through):
             self._take_in(step, witness)
             self._ledger.complete_pass()
 
     def _take_in(self, step: Step, witness: Witness) -> None:
-        """Label the rows of a pass, and fail the requests that it did not serve."""
+        """Label the rows of a pass, and fail the requests whose witness differs from the step."""
         wrong = (witness.positions != step.positions) | (witness.edits != step.edits) | (witness.copies != step.copies)
         wrong |= witness.overflowed != NONE
         if witness.failure:
@@ -238,7 +238,7 @@ class Runtime:
         self._ledger.label(step, witness.token_ids)
 
     def _refuse(self, step: Step, witness: Witness, wrong: np.ndarray) -> None:
-        """Fail the requests of tokens that were not computed, edited or copied as they should have been."""
+        """Fail the requests of tokens that were not computed, edited or copied as the step says."""
         for index in np.unique(step.requests[wrong]).tolist():
             tracked = self._ledger.at(index)
             own = np.flatnonzero(wrong & (step.requests == index))
@@ -249,7 +249,7 @@ class Runtime:
                 self._steering.fail(tracked.steered, reason)
 
     def _difference(self, step: Step, witness: Witness, own: Ints, count: int) -> str:
-        """How the tokens `own` of a request differ from what was asked of them."""
+        """Describe how the tokens `own` of a request differ from the step."""
         first = own[0]
         if witness.positions[first] != step.positions[first]:
             return (
@@ -268,7 +268,7 @@ class Runtime:
         )
 
     def _wait_for(self, wanted: Sequence[Wanted]) -> None:
-        """Wait for the passes that computed these tokens, and for no others."""
+        """Wait for the passes that computed the wanted tokens; do not wait for later ones."""
         for item in wanted:
             if (tracked := self._ledger.find(item.owner)) is not None:
                 self._ledger.flush(tracked)
@@ -278,9 +278,9 @@ class Runtime:
     # The client's calls
 
     def answer(self, frame: bytes) -> bytes:
-        """Answer one frame; errors become a frame too, since raising would desynchronise vLLM's replies.
+        """Answer one frame; errors are returned as a frame too, since raising would desynchronise vLLM's replies.
 
-        The client is told what went wrong; where it did, if nobody foresaw it, stands in this process's log.
+        The client gets the error's message; tracebacks of unexpected errors go to this process's log.
         """
         try:
             call = decode_call(frame)
@@ -331,7 +331,7 @@ class Runtime:
         raise WorkerFailure(f"no answer to {call.question!r}")
 
     def _engage(self, owner: Owner) -> int | None:
-        """Let the steering of a request begin that was held back."""
+        """Start the edits of a request whose steering was held back; return the first position, None if unknown."""
         steered = self._steering.record(owner)
         if steered is None:
             return None

@@ -1,9 +1,9 @@
-"""The SAEs on this rank: encoders that read rows beside the model, loaded once, out of memory that the client shares.
+"""Registry of the SAE encoders on this rank, loaded once from memory that the client shares.
 
-An encoder has 30 MB to several GB: through vLLM's broadcast ring it would be hundreds of frames, and the engine would
-stand still for each. So the client puts it into anonymous shared memory (`transport.shared`) and says where. A thread
-of its own checks what lies there against its SHA-256 and brings it to the device, while passes go on; the client asks
-until it is there. On CPU nothing is copied at all: the memory lives as long as the encoder.
+An encoder has 30 MB to several GB: through vLLM's broadcast ring it would take hundreds of frames, and the engine
+would stop for each. So the client puts it into anonymous shared memory (`worker.memory.shared`) and sends its path. A
+thread of its own checks the memory against its SHA-256 and copies it to the device, while passes go on; the client
+polls until it is loaded. On CPU nothing is copied at all: the memory lives as long as the encoder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from steercap.saes.encoder import Encoder, image_bytes
 from steercap.worker.layouts import Layouts, Reads
 from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
 
-#: An encoder by its digest, at a point.
+#: Key of an encoder: its digest and point.
 Key: TypeAlias = tuple[bytes, int]
 
 #: Answers.
@@ -30,29 +30,29 @@ COMING: Final = SAEOpened(coming=True)
 
 
 class SAEs:
-    """The encoders on this rank.
+    """SAE encoders on this rank.
 
     Args:
-        layouts: which points this rank keeps.
-        device: where the model computes, and where encoders lie.
+        layouts: record layouts, which say which points this rank keeps.
+        device: device of the model and of the encoders.
     """
 
     def __init__(self, layouts: Layouts, device: torch.device) -> None:
         self._layouts, self._device = layouts, device
         self._held: dict[Key, Encoder] = {}
         self._coming: dict[Key, _Coming] = {}
-        self._all: WeakSet[Encoder] = WeakSet()  # some were closed, and requests that run still read with them
+        self._all: WeakSet[Encoder] = WeakSet()  # includes closed ones that running requests still use
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take, those that are on their way and those that are about to leave among them."""
+        """Bytes of all encoders, including those being loaded and closed ones still in use."""
         return sum(encoder.nbytes for encoder in self._all) + sum(one.nbytes for one in self._coming.values())
 
     def reads(self, points: Sequence[int], digests: Sequence[bytes]) -> Reads | None:
-        """What reads the rows of the points that this rank keeps; None if one of these is not here."""
+        """Return the encoders for the points that this rank keeps; None if one of these is not loaded."""
         kept = set(self._layouts.points(points))
         wanted = [(digest, point) for digest, point in zip(digests, points, strict=True) if point in kept]
         if any(key not in self._held for key in wanted):
@@ -60,7 +60,7 @@ class SAEs:
         return tuple((point, self._held[digest, point]) for digest, point in wanted)
 
     def answer(self, question: OpenSAE | CloseSAE) -> SAEOpened:
-        """Answer a question of the client."""
+        """Answer a call of the client."""
         match question:
             case OpenSAE():
                 return self._open(question)
@@ -106,15 +106,15 @@ class SAEs:
 
 
 class _Coming:
-    """An encoder on its way.
+    """Encoder that is being loaded on a thread.
 
     Args:
-        asked: what it is.
-        image: its numbers, in memory of the client.
-        device: where they go.
+        asked: the client's call, with digest and shape.
+        image: bytes of the encoder, in memory of the client.
+        device: device to load it to.
 
     Raises:
-        torch.OutOfMemoryError: there is no room.
+        torch.OutOfMemoryError: the device has no room for it.
     """
 
     def __init__(self, asked: OpenSAE, image: torch.Tensor, device: torch.device) -> None:
@@ -124,7 +124,7 @@ class _Coming:
         self._asked, self._image, self._device = asked, image, device
         self._there, self._free = image, None
         if device.type == "cuda":
-            # Taken here: it is the model's stream that uses it, and that may still have used it for something else.
+            # Allocated here, for the model's stream, which may still use this memory for something else.
             self._there = torch.empty_like(image, device=device)
             self._free = torch.cuda.current_stream(device).record_event()
         self.thread: Final = threading.Thread(target=self._bring, name="steercap SAE", daemon=True)

@@ -1,6 +1,6 @@
-"""Passes of one token for each of the same requests, in which nothing changes but positions and lines.
+"""Series of decoding passes: one token for each of the same requests, only positions and lines change.
 
-Almost every pass is one: its step follows from the last one's in a few additions.
+Almost every pass belongs to one: its step follows from the last one's in a few additions.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from steercap.worker.step import Step
 
 @dataclass
 class Series:
-    """What the passes of a series have in common, and how far it is.
+    """State that the passes of a series share, and its progress.
 
     Args:
-        tracked: which requests of the batch are tracked, int64 [requests tracked].
+        tracked: places in the batch of the tracked requests, int64 [requests tracked].
         starts: positions of the next pass, int64 [requests tracked].
-        left: passes that are still alike.
-        step: the last one's.
-        record_lines: what the next one adds to its lines, int64 [tracked tokens].
+        left: number of passes that still belong to the series.
+        step: step of the last pass.
+        record_lines: lines that each token's record advances per pass, int64 [tracked tokens].
     """
 
     tracked: Ints
@@ -33,7 +33,7 @@ class Series:
     record_lines: Ints
 
     def next(self, batch: BatchRows) -> Step | None:
-        """The step of the next pass, over the same requests in the same order; None if it goes on otherwise."""
+        """Return the step of the next pass over the same requests in the same order; None if the series ends."""
         if self.left < 1 or not (batch.counts == 1).all():
             return None
         if not np.array_equal(batch.starts[self.tracked], self.starts):

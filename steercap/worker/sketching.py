@@ -1,8 +1,8 @@
-"""Sketches on this rank: statistics into which rows of finished requests are folded, where the model computes.
+"""Sketches on this rank: statistics of the rows of finished requests, updated on the model's device.
 
-A request enters in two steps, since it must enter on every rank or on none. It is weighed: whatever could keep its rows
-out is found, and room for their squares is set aside. Then it is folded in, which cannot fail for anything that rows
-hold. It is known from the first step until it is given back, and folded once.
+A request is added in two steps, since it must be added on every rank or on none. First it is weighed: its rows are
+checked, and room for their squares is set aside. Then it is folded in, which cannot fail for any value of the rows.
+A request is remembered from the first step until it is released, so that it is folded once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from steercap.worker.sketches.base import Kind, State, squares_of
 
 @dataclass(frozen=True)
 class Weighed:
-    """A request that can enter a sketch.
+    """Rows of a request that were checked for a sketch.
 
     Args:
-        outbox: its rows.
-        rows: how many of them.
-        squares: of the rows of each point.
+        outbox: the rows.
+        rows: number of rows.
+        squares: sum of the squares of the rows of each point.
     """
 
     outbox: RowsOutbox
@@ -48,13 +48,13 @@ class Weighed:
 
 @dataclass
 class Held:
-    """A sketch on this rank.
+    """Sketch on this rank.
 
     Args:
-        kind: what it is.
-        states: what it knows, by the index of a point of this rank among the engine's armed ones.
-        weighed: requests that can enter, and have not.
-        folded: requests that have entered, and how many rows of each; until they are given back.
+        kind: kind of the sketch.
+        states: state of each point, by its index among the engine's armed points.
+        weighed: requests that were weighed and not folded yet.
+        folded: number of rows of each request that was folded, until it is released.
     """
 
     kind: Kind
@@ -63,11 +63,11 @@ class Held:
     folded: dict[Owner, int] = field(default_factory=dict)
 
     def knows(self, owner: Owner) -> bool:
-        """Whether a request was weighed, and not given back since."""
+        """Return whether a request was weighed and not released since."""
         return owner in self.weighed or owner in self.folded
 
     def refusal(self, squares: Mapping[int, float]) -> str | None:
-        """Why rows cannot be taken in, beside those that were weighed before; None if they can."""
+        """Return the reason why rows cannot be added beside those weighed before; None if they can."""
         for point, state in self.states.items():
             promised = sum(other.squares[point] for other in self.weighed.values())
             if reason := self.kind.refusal(state.squares + promised + squares[point]):
@@ -75,12 +75,12 @@ class Held:
         return None
 
     def take(self, block: Mapping[int, torch.Tensor]) -> None:
-        """Take in rows of each point."""
+        """Add rows of each point."""
         for point, state in self.states.items():
             self.kind.take(state, block[point])
 
     def took(self, owner: Owner) -> None:
-        """All rows of a request are in."""
+        """Record that all rows of a request were added."""
         weighed = self.weighed.pop(owner)
         self.folded[owner] = weighed.rows
         for point, state in self.states.items():
@@ -88,11 +88,11 @@ class Held:
 
 
 class Sketches:
-    """The sketches on this rank.
+    """Sketches on this rank.
 
     Args:
-        layouts: which points this rank keeps, and what they are.
-        device: where the model computes, and where sketches lie.
+        layouts: record layouts of this rank, which say which points it keeps.
+        device: device of the model and of the sketches.
     """
 
     def __init__(self, layouts: Layouts, device: torch.device) -> None:
@@ -105,11 +105,11 @@ class Sketches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take."""
+        """Bytes of all sketches."""
         return sum(state.nbytes for held in self._held.values() for state in held.states.values())
 
     def answer(self, question: OpenSketch | Fold | ReadSketch | CloseSketch) -> Answer:
-        """Answer a question of the client.
+        """Answer a call of the client.
 
         Raises:
             WorkerFailure, UnknownName: there is no such sketch, or no such kind.
@@ -126,7 +126,7 @@ class Sketches:
                 return SketchOpened("")
 
     def open(self, asked: OpenSketch) -> str:
-        """Make room for a sketch, unless there is one of the name; returns why there is none, or ""."""
+        """Create a sketch, unless there is one of the name; return the reason why it cannot be created, or ""."""
         if asked.name in self._held:
             return ""
         kind, points = SKETCHES[asked.kind], self._layouts.points(asked.points)
@@ -143,7 +143,7 @@ class Sketches:
         return ""
 
     def weigh(self, joining: Joining, outbox: RowsOutbox) -> str | None:
-        """Find out whether rows can enter; returns why they cannot, or None. Idempotent."""
+        """Check rows and reserve room for them; return the reason why they cannot be added, or None. Idempotent."""
         owner = joining.wanted.owner
         if missing := [name for name in joining.sketches if name not in self._held]:
             return f"there is no sketch {missing[0]} here"
@@ -162,7 +162,7 @@ class Sketches:
         return None
 
     def fold(self, joining: Joining) -> int:
-        """Take rows in that were weighed, unless they are in; returns how many, or -1 if they were not weighed."""
+        """Add rows that were weighed, unless they were added before; return their number, or -1 if not weighed."""
         owner = joining.wanted.owner
         sketches = [held for name in joining.sketches if (held := self._held.get(name)) and held.knows(owner)]
         if not sketches or len(sketches) != len(joining.sketches):
@@ -176,18 +176,18 @@ class Sketches:
         for held in waiting:
             held.took(owner)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the rows' memory may be another's once this is answered
+            torch.cuda.synchronize(self._device)  # after the answer, the rows' memory may be reused
         return sketches[0].folded[owner]
 
     def forget(self, owners: Iterable[Owner]) -> None:
-        """The rows of these requests are given back."""
+        """Forget requests whose rows were released."""
         for held in self._held.values():
             for owner in owners:
                 held.weighed.pop(owner, None)
                 held.folded.pop(owner, None)
 
     def read(self, asked: ReadSketch) -> SketchPart:
-        """Part of what a sketch knows of a point.
+        """Return a byte range of a sketch's tensors at a point.
 
         Raises:
             WorkerFailure: there is no such sketch.

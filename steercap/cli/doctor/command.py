@@ -1,4 +1,4 @@
-"""`steercap doctor`: what would not work here, and what to do about it."""
+"""`steercap doctor`: check of this machine, with advice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS: Final = {"ok": "✓", "warning": "!", "problem": "✗"}
 
 
 def table_of(checks: Sequence[Check]) -> Table:
-    """A row a check; what to do stands under what was found."""
+    """Return a table with a row per check; advice stands below the facts."""
     table = Table(show_header=False, box=None, padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -38,7 +38,7 @@ def table_of(checks: Sequence[Check]) -> Table:
 
 
 async def start(model: ModelOptions, terminal: Terminal) -> Check:
-    """Start the engine, which runs the probe: every tap must read and change."""
+    """Start the engine, which probes every tap; return the result as a check."""
     from steercap.cli.doctor.checks import Check
 
     begun = time.monotonic()

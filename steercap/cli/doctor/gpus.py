@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi knows them, and which of them CUDA will find."""
+"""GPUs as nvidia-smi reports them, and the ones that CUDA sees."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import msgspec
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU, as nvidia-smi sees it.
+    """GPU as nvidia-smi reports it.
 
     Args:
-        name: of the product.
-        bytes: of its memory; None where nvidia-smi does not say, as of memory shared with the CPU, and of MIG.
-        free: bytes that nobody uses; None likewise.
-        capability: of its compute units, such as (9, 0); None likewise.
-        driver: version.
-        index: its number, as in CUDA_VISIBLE_DEVICES.
-        uuid: its name there, such as "GPU-3f2a...".
+        name: name of the product.
+        bytes: total memory; None if nvidia-smi does not report it, as for memory shared with the CPU, and for MIG.
+        free: free memory in bytes, or None.
+        capability: compute capability, such as (9, 0), or None.
+        driver: version of the driver.
+        index: number of the GPU, as in CUDA_VISIBLE_DEVICES.
+        uuid: UUID, such as "GPU-3f2a...".
     """
 
     name: str
@@ -32,7 +32,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def gather_gpus() -> tuple[Gpu, ...]:
-    """All that nvidia-smi knows, hidden ones too; none where there is no nvidia-smi."""
+    """Return all GPUs that nvidia-smi reports, including hidden ones; none without nvidia-smi."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
@@ -45,9 +45,9 @@ def gather_gpus() -> tuple[Gpu, ...]:
 
 
 def gpu_of(line: str) -> Gpu:
-    """A GPU from a line of nvidia-smi: name, MiB of memory, MiB free, compute capability, driver, index, UUID.
+    """Parse a line of nvidia-smi: name, MiB of memory, MiB free, compute capability, driver, index, UUID.
 
-    Numbers that it does not know are words in brackets, such as "[N/A]".
+    Unknown numbers are words in brackets, such as "[N/A]".
     """
     name, total, free, capability, driver, index, uuid = (part.strip() for part in line.split(","))
     major, _, minor = capability.partition(".")
@@ -60,12 +60,12 @@ def _mebibytes(text: str) -> int | None:
 
 
 def visible_of(gpus: Sequence[Gpu], said: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA finds, in its order.
+    """Return the GPUs that CUDA sees, in its order.
 
     Args:
-        gpus: those that there are.
-        said: CUDA_VISIBLE_DEVICES, None if it is not set: indices, or UUIDs as far as they tell one from another. What
-            follows one that does not exist is not seen.
+        gpus: all GPUs.
+        said: value of CUDA_VISIBLE_DEVICES, None if it is not set: indices, or unambiguous prefixes of UUIDs. Entries
+            after one that does not exist are ignored.
     """
     if said is None:
         return tuple(gpus)

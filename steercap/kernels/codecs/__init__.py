@@ -1,4 +1,4 @@
-"""AS: one file per encoding of rows. To add one, add a file with a `MEMBER`."""
+"""Registry of the encodings of rows: one file per encoding. To add one, add a file with a `MEMBER`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ ENCODINGS: Registry[Encoding] = Registry("encoding", sys.modules[__name__], Enco
 
 
 def record_of(schemas: Sequence[PointSchema], coding: Coding = RAW) -> RecordShape:
-    """How a token's record of these points is laid out."""
+    """Return the layout of a token's record of these points."""
     return ENCODINGS[coding.encoding].record(schemas, coding)
 
 
 def codec_of(name: str, k: int | None = None, seed: int | None = None) -> Coding:
-    """A codec as users name it, with its parameters.
+    """Return a codec by its public name, with its parameters.
 
     Args:
-        name: of the codec.
-        k: how many numbers stand for a row; None for the codec's default.
-        seed: of its matrix; None for 0.
+        name: name of the codec.
+        k: numbers stored per row; None for the codec's default.
+        seed: seed of its matrix; None for 0.
 
     Raises:
-        UnknownName: there is no such codec; the message lists those there are.
+        UnknownName: there is no such codec; the message lists the known ones.
         InvalidSpec: the codec has no such parameter.
     """
     codecs = {known: encoding for known, encoding in ENCODINGS.items() if encoding.is_codec}

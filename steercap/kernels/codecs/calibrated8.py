@@ -1,9 +1,9 @@
-"""Eight bits per element of rows that were centred and scaled: `value = centre + reach × (zero + scale × q)`.
+"""Eight bits per element of rows that are centred and scaled: `value = centre + reach × (zero + scale × q)`.
 
-Centre and reach are those of each element, from a `Calibration`; scale and zero point those of each row, as in
-`encodings.full8`, so that nothing is clipped whatever the calibration was made of. Elements whose sizes differ have
-steps that differ: an element is off by half of `reach × scale` at most, and by the rounding of what is coded, which is
-float32. A row that is not finite, or not any more once it is scaled, becomes NaN throughout.
+Centre and reach are per element, from a `Calibration`; scale and zero point are per row, as in `kernels.codecs.full8`,
+so that nothing is clipped whatever the calibration data. Elements of different magnitude have
+different steps: the error of an element is at most half of `reach × scale`, plus the rounding of the coded numbers,
+which are float32. A row that is not finite, before or after scaling, becomes NaN throughout.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from steercap.core.coding import Coding
     from steercap.core.schema import PointSchema
 
-#: Its name, which no `codec=` says.
+#: Name of the encoding, which `codec=` does not accept.
 CALIBRATED: Final = "calibrated8"
-#: What two roundings to float32, and that of a zero point, are off by: a share of the greatest number that is coded.
+#: Error of two roundings to float32 and that of a zero point, as a share of the greatest coded number.
 ROUNDED: Final = 2.0**-22
 
 
 class Calibrated8(Full8):
-    """The codes of `full8`, of rows less their centre and divided by their reach."""
+    """Codec of calibrated rows: `full8` of rows minus their centre, divided by their reach."""
 
     is_codec: ClassVar[bool] = False
     constants: ClassVar[tuple[str, ...]] = ("centre", "reach")

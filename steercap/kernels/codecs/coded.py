@@ -1,4 +1,4 @@
-"""Rows as a codec stored them, on the client: codes and scales, and what can be said of the rows from these."""
+"""Encoded rows on the client: codes and scales, with decoding, error bounds and scalar products."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from steercap.core.schema import PointSchema
     from steercap.core.spec import Point
 
-#: Rows of one point that are whole, as they are kept.
+#: Whole rows of one point: a tensor, or codes.
 Whole: TypeAlias = "torch.Tensor | CodedRows"
-#: The encoding of rows that an SAE has read.
+#: Name of the encoding of SAE features.
 FEATURES: Final = "features"
 
 
@@ -30,11 +30,11 @@ class CodedRows:
 
     Args:
         coding: the codec and its parameters.
-        schema: what the tensor at the point is.
-        parts: tensors by name, [rows, ...]: `q` are codes; `scale` and `zero`, where the codec has them, of each row or
-            group; `indices` of `topk8`. Of a point that is split over n tensor-parallel ranks, [rows, n, ...].
-        shard: which shard of such a point this is; None for all of them, or where there is one.
-        constants: what rows are coded by that is the same for all of them, by name, float32 [width] of whole rows:
+        schema: schema of the tensor at the point.
+        parts: tensors by name, [rows, ...]: `q` are codes; `scale` and `zero`, where the codec has them, are per row or
+            group; `indices` of `topk8`. For a point that is split over n tensor-parallel ranks, [rows, n, ...].
+        shard: index of this shard of a split point; None for all shards, or for a point that is not split.
+        constants: vectors of the codec that all rows share, by name, float32 [width] of whole rows:
             `centre` and `reach` of calibrated rows.
     """
 
@@ -51,12 +51,12 @@ class CodedRows:
 
     @property
     def is_projected(self) -> bool:
-        """Whether random projections are kept, and no elements."""
+        """True if random projections are kept instead of elements."""
         return self._codec.seeded
 
     @property
     def is_read(self) -> bool:
-        """Whether the features of an SAE are kept, and no elements of the model's rows."""
+        """True if SAE features are kept instead of elements of the model's rows."""
         return self.codec == FEATURES
 
     @property
@@ -68,7 +68,7 @@ class CodedRows:
         return len(self.parts["q"])
 
     def __getitem__(self, rows: slice | torch.Tensor) -> CodedRows:
-        """Some of the rows: a slice, or indices or a mask as a tensor."""
+        """Select rows by a slice, or by a tensor of indices or a mask."""
         return replace(self, parts={name: part[rows] for name, part in self.parts.items()})
 
     def __repr__(self) -> str:
@@ -76,15 +76,15 @@ class CodedRows:
 
     @property
     def terms(self) -> str:
-        """What the numbers of a row are, in words: rows of the same terms can be compared."""
+        """Description of the numbers of a row; rows of equal terms can be compared."""
         seeded = f", projected with k={self.coding.k}, seed={self.coding.seed}" if self._codec.seeded else ""
         return f"of {self.schema.width} elements{seeded}" + ("" if self.shard is None else f", shard {self.shard}")
 
     def decoded(self) -> torch.Tensor:
-        """The rows as far as the codec kept them.
+        """Decode the rows, with the codec's error.
 
         Returns:
-            float32 [rows, *shape of the point]; of `rp8` and `rp16`, [rows, k]: random projections, see `inner`.
+            float32 [rows, *shape of the point]; for `rp8` and `rp16`, [rows, k]: random projections, see `inner`.
         """
         codec = self._codec
         return codec.joined([codec.decoded(parts, self.schema, self.coding) for parts in self._by_shard()])
@@ -93,7 +93,7 @@ class CodedRows:
         """Bound the error of each element of `decoded()`, its own rounding to float32 included.
 
         Returns:
-            float64, of the shape of `decoded()`; of `rp8` and `rp16`, from what the projection is without rounding.
+            float64, of the shape of `decoded()`; for `rp8` and `rp16`, the error against the unrounded projection.
         """
         codec, bounds = self._codec, []
         for parts in self._by_shard():
@@ -103,9 +103,9 @@ class CodedRows:
         return codec.joined(bounds)
 
     def inner(self, other: CodedRows | torch.Tensor | None = None) -> torch.Tensor:
-        """Scalar products with other rows.
+        """Compute scalar products with other rows.
 
-        Of `rp8` and `rp16` they are estimates without bias: their mean over seeds is the product of the rows
+        For `rp8` and `rp16` they are unbiased estimates: their mean over seeds is the product of the rows
         themselves, their standard deviation at most √(2 / k) of the product of the norms, √(1 / k) at right angles.
 
         Args:
@@ -116,7 +116,7 @@ class CodedRows:
             float64 [rows, n].
 
         Raises:
-            InvalidSpec: rows that cannot be compared: of another width, or projected with another matrix.
+            InvalidSpec: the rows cannot be compared: they have another width, or another projection matrix.
         """
         mine = self.decoded().flatten(1).double()
         found = mine @ (mine if other is None else self._comparable(other)).T
@@ -128,7 +128,7 @@ class CodedRows:
         return found
 
     def damage(self, rows: int) -> str:
-        """Why these cannot be so many rows of the codec, as files may be damaged; "" if they can."""
+        """Return a reason why these are not `rows` valid rows of the codec, as from a damaged file; "" if they are."""
         import torch
 
         codec = ENCODINGS.get(self.codec)
@@ -155,7 +155,7 @@ class CodedRows:
 
     @staticmethod
     def joined(shards: Sequence[CodedRows]) -> CodedRows:
-        """The shards of a point, in the order of the ranks, as one."""
+        """Join the shards of a point, in the order of the ranks."""
         import torch
 
         first = shards[0]
@@ -177,12 +177,12 @@ class CodedRows:
         ]
 
     def _constants_of(self, shard: int) -> dict[str, torch.Tensor]:
-        """A shard's part of the constants."""
+        """Return a shard's part of the constants."""
         width = self.schema.shard_width
         return {name: whole[shard * width : (shard + 1) * width] for name, whole in self.constants.items()}
 
     def _comparable(self, other: CodedRows | torch.Tensor) -> torch.Tensor:
-        """Other rows in the same terms: float64 [n, width] or [n, k]."""
+        """Return other rows in the same terms: float64 [n, width] or [n, k]."""
         import torch
 
         if isinstance(other, CodedRows):
@@ -201,7 +201,7 @@ class CodedRows:
 
 
 def _half_ulp(rows: torch.Tensor) -> torch.Tensor:
-    """The most that rounding to these float32 numbers can have changed: float64, of their shape."""
+    """Return the greatest error of rounding to these float32 numbers: float64, of their shape."""
     import torch
 
     size = rows.abs()
@@ -210,22 +210,22 @@ def _half_ulp(rows: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(rows: Whole) -> Mapping[str, torch.Tensor]:
-    """The tensors that rows, or one shard of them, consist of: `rows` alone where they are in no codec."""
+    """Return the tensors of rows or of one shard by name; uncoded rows are one tensor, `rows`."""
     return rows.parts if isinstance(rows, CodedRows) else {"rows": rows}
 
 
 def coding_of(rows: Whole) -> tuple[str, Mapping[str, int]]:
-    """The codec that rows are kept in, and its parameters."""
+    """Return the codec of rows and its parameters."""
     return named_parameters(rows.coding) if isinstance(rows, CodedRows) else ("raw", {})
 
 
 def named_parameters(coding: Coding) -> tuple[str, Mapping[str, int]]:
-    """A codec's name, and its parameters by theirs."""
+    """Return the name of a codec and its parameters, by name."""
     codec = ENCODINGS[coding.encoding]
     parameters = {"k": coding.k} if codec.default_k else {}
     return coding.encoding, parameters | ({"seed": coding.seed} if codec.seeded else {})
 
 
 def end_of(point: Point, shard: int | None = None) -> str:
-    """How the names of a point's tensors end in files, behind that of the part."""
+    """Return the suffix of a point's tensor names in files, which follows the name of the part."""
     return f".{point.site}.{point.layer}" + ("" if shard is None else f".shard{shard}")

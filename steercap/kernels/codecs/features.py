@@ -1,7 +1,7 @@
-"""The k elements of greatest magnitude, exactly: int32 indices and float32 values, how many are not 0, and the next.
+"""Features of an SAE: the k elements of greatest magnitude, as exact float32 values with int32 indices.
 
-Of rows that an SAE's encoder makes of those of the model, its most active features. Greatest first; an element that is
-0 has the index -1. What is kept is exact, anything else at most `rest`, the greatest magnitude that was left out. A row
+The greatest come first; unused places have index -1. Also stored are the number of elements that are not 0, and
+`rest`, the greatest magnitude that was left out, which bounds all elements without an index. A row
 that is not finite becomes NaN throughout, with no index and -1 elements that are not 0.
 """
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from steercap.core.coding import Coding
     from steercap.core.schema import PointSchema
 
-#: Bytes before the values of a row: how many elements are not 0, int32, and `rest`, float32.
+#: Bytes before the values of a row: the number of elements that are not 0, int32, and `rest`, float32.
 HEAD: Final = 8
-#: Bytes of all features' activations that are there at once.
+#: Maximum bytes of all features' activations computed at once.
 BLOCK_BYTES: Final = 64 << 20
 
 
 class Features(Codec):
-    """What `CaptureSpec(sae=)` keeps."""
+    """Encoding of rows of `CaptureSpec(sae=)`."""
 
     is_codec: ClassVar[bool] = False
     default_k: ClassVar[int] = 32
@@ -95,19 +95,19 @@ class Features(Codec):
 
 
 def rows_at_once(reads: Reading | None, width: int) -> int:
-    """Rows whose activations may be there at once."""
+    """Return the maximum rows per block of activations."""
     return max(1, BLOCK_BYTES // (4 * (width if reads is None else reads.d_sae)))
 
 
 def read(rows: torch.Tensor, reads: Reading | None, k: int) -> torch.Tensor:
-    """Rows of the model as their features are stored: uint8 [rows, row bytes]."""
+    """Encode rows of the model as features: uint8 [rows, row bytes]."""
     return strongest(rows if reads is None else reads.activations(rows), k)
 
 
 def strongest(rows: torch.Tensor, k: int) -> torch.Tensor:
-    """The greatest elements of rows as they are stored: uint8 [rows, row bytes].
+    """Encode the greatest elements of rows: uint8 [rows, row bytes].
 
-    Nothing here waits for the device.
+    Does not wait for the device.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Eight-bit floating point, e4m3, with a scale for each row: `value = scale × q`.
 
-A row's greatest magnitude becomes 448, the greatest of e4m3. Small elements keep their three bits beside large ones,
-down to a 28,672nd of the greatest: an element is off by a sixteenth of itself at most, or by `scale / 1024` if that is
+A row's greatest magnitude becomes 448, the greatest of e4m3. Elements down to a 28,672nd of the greatest keep three
+bits of mantissa: the error of an element is at most a sixteenth of its value, or `scale / 1024` if that is
 more. A row that is not finite becomes NaN throughout.
 """
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from steercap.core.coding import Coding
     from steercap.core.schema import PointSchema
 
-#: Of normal numbers half a unit in the last place, as a share of them; and half of the least number.
+#: Half a unit in the last place of normal numbers, as a share of the number; and half of the least number.
 _HALF_ULP: Final = 2.0**-4
 _HALF_LEAST: Final = 2.0**-10
 
 
 class FP8(Codec):
-    """float8_e4m3fn codes behind their row's scale; decoded to float32."""
+    """Codec of float8_e4m3fn codes behind their row's scale; decoded to float32."""
 
     def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
         return FP8_HEAD + schema.shard_width
@@ -60,7 +60,7 @@ class FP8(Codec):
         import torch
 
         scale = parts["scale"].double()[:, None]
-        # The element may be the larger one of the two that round to the same.
+        # The true element may be the larger one of the two that round to the same.
         relative = parts["q"].double().abs() * scale * (_HALF_ULP / (1 - _HALF_ULP))
         return torch.maximum(relative, scale * _HALF_LEAST).view(-1, *schema.shard_shape)
 

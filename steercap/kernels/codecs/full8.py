@@ -1,7 +1,7 @@
 """Eight bits per element: `value = zero + scale × q`, with the scale and zero point of each row.
 
-A row's codes span its own least and greatest element, so an element is off by half a step at most:
-`scale / 2 = (max - min) / 510`, and by the rounding of a float32. A row that is not finite becomes NaN throughout.
+A row's codes span its own least and greatest element, so the error of an element is at most half a step,
+`scale / 2 = (max - min) / 510`, plus the rounding of a float32. A row that is not finite becomes NaN throughout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Full8(Codec):
-    """uint8 codes behind their row's scale and zero point; decoded to float32."""
+    """Codec of uint8 codes behind their row's scale and zero point; decoded to float32."""
 
     align: ClassVar[int] = LINE_BYTES
 

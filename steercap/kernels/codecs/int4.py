@@ -1,7 +1,7 @@
 """Four bits per element, in groups of 128 with a scale and a zero point each: `value = zero + scale × q`.
 
-Two codes share a byte, the earlier element in the lower half. An element is off by half a step of its group at most:
-`scale / 2 = (max - min) / 30` of the group's 128 elements. A group that is not finite becomes NaN throughout.
+Two codes share a byte, the earlier element in the lower half. The error of an element is at most half a step of its
+group, `scale / 2 = (max - min) / 30` of its 128 elements. A group that is not finite becomes NaN throughout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Int4(Codec):
-    """Codes of 4 bits behind the scales and zero points of their groups; decoded to float32."""
+    """Codec of 4-bit codes behind the scales and zero points of their groups; decoded to float32."""
 
     def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
         return 8 * _groups(schema) + -(-schema.shard_width // 2)

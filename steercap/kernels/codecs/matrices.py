@@ -1,4 +1,4 @@
-"""Matrices that follow from a seed, kept as long as there is room: those used last."""
+"""Cache of generated matrices, limited in bytes; the least recently used are dropped."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import torch
 
-#: Memory of all that one `Matrices` keeps, in bytes.
+#: Maximum bytes of one `Matrices` cache.
 MATRIX_BYTES: Final = 256 << 20
 
 
 class Matrices:
-    """Tensors by what they follow from; at least the last one is kept. For any thread.
+    """Cache of tensors by key; the one used last is always kept. Thread-safe.
 
     Args:
-        most_bytes: most memory of all.
+        most_bytes: maximum bytes of all tensors.
     """
 
     def __init__(self, most_bytes: int = MATRIX_BYTES) -> None:
@@ -26,7 +26,7 @@ class Matrices:
         self._lock = Lock()
 
     def get(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The tensor of a key, made if it is not known."""
+        """Return the tensor of a key; make it if it is not cached."""
         with self._lock:
             known = self._known.pop(key, None)
             if known is None:

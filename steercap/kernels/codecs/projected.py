@@ -1,4 +1,4 @@
-"""Projections: a row's scalar products with directions, float32."""
+"""Projections of rows: their scalar products with directions, float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOAT = 4
 
 
 class Projected(Encoding):
-    """A few numbers per row, those of all points close together: a record of few directions takes one line."""
+    """Encoding of projections: a few numbers per row, packed so that a record of few directions takes one line."""
 
     align: ClassVar[int] = _FLOAT
 
@@ -45,7 +45,7 @@ class Projected(Encoding):
         return stored.view(torch.float32).view(-1, coding.k)
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Products of shards add up to those of whole rows."""
+        """Add up the products of the shards, which gives those of whole rows."""
         return added(shards)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:

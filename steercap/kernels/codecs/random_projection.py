@@ -1,9 +1,9 @@
 """Random projections: `k` sums of a row's elements with random signs, over √k, stored as integers.
 
-The matrix is never sent: its signs are the bits of NumPy's Philox generator (4x64, ten rounds) with the seed as its
-key, little-endian, row by row; a row of the matrix for each number, [k, width]. So the first numbers of a larger k are
-those of a smaller one, but for the factor. Scalar products of what was projected with one matrix estimate those of the
-rows, without bias, and with a standard deviation of at most √(2 / k) of the product of their norms, √(1 / k) at right
+The matrix, [k, width], is never sent: its signs are the bits of NumPy's Philox generator (4x64, ten rounds) with the
+seed as its key, little-endian, row by row. So the first numbers of a larger k equal those of a smaller one, except for
+the factor. Scalar products of rows projected with one matrix are unbiased estimates of those of the
+rows, with a standard deviation of at most √(2 / k) of the product of their norms, √(1 / k) at right
 angles. Numbers are coded in groups of 128 with a scale each, `scale × q`; rows and their negatives are rounded alike,
 so that rounding adds no bias.
 """
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from steercap.core.coding import Coding
     from steercap.core.schema import PointSchema
 
-#: How the matrix follows from its seed, for files.
+#: Name of the matrix's construction, for files.
 FAMILY: Final = "rademacher-philox4x64"
 
 
 class RandomProjection(Codec):
-    """Signed integer codes of `bits` bits behind the scales of their groups; decoded to float32 [rows, k].
+    """Codec of signed integer codes behind the scales of their groups; decoded to float32 [rows, k].
 
     Args:
-        bits: 8 or 16.
+        bits: bits of a code, 8 or 16.
     """
 
     default_k: ClassVar[int] = 512
@@ -47,7 +47,7 @@ class RandomProjection(Codec):
         return 4 * _groups(coding) + self._bytes * coding.k
 
     def matrix(self, width: int, coding: Coding) -> torch.Tensor:
-        """The signs, float32 [k, width]; not to be written to."""
+        """Return the signs, float32 [k, width]; do not write to them."""
         return signs(coding.k, width, coding.seed)
 
     def encode(
@@ -79,7 +79,7 @@ class RandomProjection(Codec):
         return _of_numbers(parts["scale"], coding).double() / 2
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sums over shards add up to those over whole rows."""
+        """Add up the sums over the shards, which gives those over whole rows."""
         return added(shards)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ _SIGNS: Final = Matrices()
 
 
 def signs(k: int, width: int, seed: int) -> torch.Tensor:
-    """The matrix of a seed without its factor: float32 [k, width], each element 1 or -1; not to be written to."""
+    """Return a seed's matrix without its factor: float32 [k, width], each element 1 or -1; do not write to it."""
     return _SIGNS.get((k, width, seed), lambda: _drawn(k, width, seed))
 
 

@@ -1,4 +1,4 @@
-"""Rows kept bit for bit."""
+"""Raw encoding: rows kept bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Raw(Encoding):
-    """The bytes of the row, nothing else."""
+    """Encoding of rows as their bytes."""
 
     is_codec: ClassVar[bool] = True
 

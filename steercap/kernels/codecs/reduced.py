@@ -1,4 +1,4 @@
-"""Reductions: one float32 row for all of a request's."""
+"""Encoding of reductions: one float32 row in place of all of a request's rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOAT = 4
 
 
 class Reduced(Encoding):
-    """A float32 row, whatever the rows it was reduced from are."""
+    """Encoding of a reduced row as float32, whatever the model's dtype."""
 
     def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
         return schema.shard_width * _FLOAT
@@ -42,11 +42,11 @@ MEMBER = Reduced()
 
 
 def accumulator_records(schemas: Sequence[PointSchema], held: int) -> int:
-    """How many raw records' lines a reduction takes in the arena: for its float32 rows, and for the rows held apart.
+    """Return a reduction's size in the arena, in raw records: its float32 rows and the rows held apart.
 
     Args:
-        schemas: of its points.
-        held: rows held apart.
+        schemas: schemas of its points.
+        held: number of rows held apart.
     """
     raw = Raw().record(schemas, RAW).lines
     return (-(-MEMBER.record(schemas, REDUCED).lines // raw) if raw else 0) + held

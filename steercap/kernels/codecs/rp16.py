@@ -1,4 +1,4 @@
-"""Random projections with 16 bits a number."""
+"""Codec of random projections with 16 bits per number."""
 
 from steercap.kernels.codecs.random_projection import RandomProjection
 

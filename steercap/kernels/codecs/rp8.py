@@ -1,4 +1,4 @@
-"""Random projections with 8 bits a number."""
+"""Codec of random projections with 8 bits per number."""
 
 from steercap.kernels.codecs.random_projection import RandomProjection
 

@@ -1,7 +1,7 @@
-"""The k elements of greatest magnitude: where they are, and eight bits for each; the others count as zero.
+"""The k elements of greatest magnitude: their indices, and eight bits for each; the others count as zero.
 
-`row[indices] = zero + scale × q`, indices ascending. Of elements of equal magnitude the first are kept. A kept element
-is off by half a step of its row at most, any other by `rest`, the least magnitude that was kept.
+`row[indices] = zero + scale × q`, indices ascending. Of elements of equal magnitude the first are kept. The error of a
+kept element is at most half a step of its row, that of any other at most `rest`, the least magnitude that was kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TopK8(Codec):
-    """uint16 indices and uint8 codes, for rows of which a few elements matter, such as `neurons`."""
+    """Codec of uint16 indices and uint8 codes, for rows with few elements that matter, such as `neurons`."""
 
     default_k: ClassVar[int] = 64
     indexed: ClassVar[bool] = True
@@ -82,7 +82,7 @@ class TopK8(Codec):
 
     @staticmethod
     def _kept(schema: PointSchema, coding: Coding) -> int:
-        """Elements kept of a shard: so many of each, so that those of the whole row are among them."""
+        """Return the number of elements kept of a shard: k of each, so that those of the whole row are among them."""
         return min(coding.k, schema.shard_width)
 
 

@@ -1,4 +1,4 @@
-"""Uniform quantisation: numbers as integer codes of equal steps. The arithmetic of the codecs, on the host."""
+"""Uniform quantisation: numbers as integer codes with equal steps. The arithmetic of the codecs, on the host."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 from steercap.kernels.codecs.base import packed
 
-#: Elements that are decoded at a time: in float64, so that an element is rounded once.
+#: Elements decoded at a time, in float64, so that each is rounded only once.
 PART_ELEMENTS: Final = 1 << 20
 
 
 def from_least(values: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes 0 to `steps` that span the last axis from its least number to its greatest: `zero + scale × code`.
+    """Quantise the last axis to codes 0 to `steps` between its minimum and maximum: `zero + scale × code`.
 
-    A number is off by `scale / 2` at most. Where one is not finite, scale is NaN.
+    The error of a number is at most `scale / 2`. Where a number is not finite, scale is NaN.
 
     Args:
         values: [..., n], of any floating dtype.
@@ -32,9 +32,9 @@ def from_least(values: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Te
 
 
 def about_zero(values: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes -`steps` to `steps` for numbers of either sign: `scale × code`.
+    """Quantise numbers of either sign to codes -`steps` to `steps`: `scale × code`.
 
-    A number is off by `scale / 2` at most. Where one is not finite, scale is NaN.
+    The error of a number is at most `scale / 2`. Where a number is not finite, scale is NaN.
 
     Args:
         values: [..., n], of any floating dtype.
@@ -56,12 +56,12 @@ def restored(
     centre: torch.Tensor | None = None,
     reach: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What codes stand for, rounded once: float32, of their shape.
+    """Dequantise codes, rounding once: float32, of their shape.
 
     Args:
         codes: [rows, n].
-        scale, zero: of each, [rows, n] or [rows, 1].
-        centre, reach: what was taken off, and divided by, before: [n].
+        scale, zero: scale and zero point, [rows, n] or [rows, 1].
+        centre, reach: values that were subtracted, and then divided by, before coding: [n].
     """
     rows = torch.empty(codes.shape, dtype=torch.float32)
     largest = torch.finfo(torch.float32).max
@@ -77,7 +77,7 @@ def restored(
 
 
 def groups_of(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[rows, n] as [rows, groups, size]; the last group is filled up with its row's last number."""
+    """Split [rows, n] into [rows, groups, size]; the last group is padded with its row's last number."""
     missing = -values.shape[1] % size
     if missing:
         values = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1)
@@ -86,32 +86,32 @@ def groups_of(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def of_members(numbers: torch.Tensor, size: int, count: int) -> torch.Tensor:
-    """A number of each group, [rows, groups], for each of the group's members: [rows, count]."""
+    """Repeat one number per group, [rows, groups], for each member of the group: [rows, count]."""
     return numbers.repeat_interleave(size, dim=1)[:, :count].contiguous()
 
 
 def heads(*columns: torch.Tensor) -> torch.Tensor:
-    """Scales and zero points as bytes, those of one group together: uint8 [rows, bytes].
+    """Pack scales and zero points as bytes, those of one group together: uint8 [rows, bytes].
 
     Args:
-        columns: [rows] or [rows, groups] each.
+        columns: tensors of [rows] or [rows, groups].
     """
     numbers = torch.stack([column.float()[:, None].flatten(1) for column in columns], dim=-1)
     return numbers.flatten(1).contiguous().view(torch.uint8)
 
 
 def floats(stored: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """`count` float32 numbers from byte `first` of each row on: [rows, count]; a copy, for rows need not be aligned."""
+    """Read `count` float32 numbers from byte `first` of each row: [rows, count]; copied, as rows may be unaligned."""
     return packed(stored[:, first : first + 4 * count]).view(torch.float32)
 
 
 def columns_of(numbers: torch.Tensor) -> list[torch.Tensor]:
-    """The last axis taken apart, each part in memory of its own."""
+    """Split the last axis into tensors that own their memory."""
     return [column.clone(memory_format=torch.contiguous_format) for column in numbers.unbind(-1)]
 
 
 def step_of(spread: torch.Tensor, steps: int) -> torch.Tensor:
-    """The float32 step of which `steps` cover a spread; NaN where there is none."""
+    """Return the least float32 step of which `steps` cover a spread; NaN where there is none."""
     step = (spread / steps).float()
     short = step.double() * steps < spread
     step = torch.where(short, step.nextafter(step.new_tensor(torch.inf)), step)
@@ -119,5 +119,5 @@ def step_of(spread: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _whole(codes: torch.Tensor, scale: torch.Tensor, least: int, most: int) -> torch.Tensor:
-    """Codes as whole numbers, 0 where there is no step."""
+    """Round codes to whole numbers, 0 where the step is 0."""
     return torch.where((scale > 0)[..., None], codes, 0.0).round_().clamp_(least, most)

@@ -1,1 +1,1 @@
-"""Shared memory, and rows out of it."""
+"""Shared memory, and the assembly of rows from it."""

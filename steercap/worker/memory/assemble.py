@@ -1,9 +1,9 @@
-"""From the records of an arena to one tensor a point.
+"""Assembly of the records in an arena into one tensor per point.
 
-Shape legend: record = what one line range holds of one token, its points' encoded rows one after another; piece = as
-many bytes as everything gathered is a multiple of.
+Shape legend: record = the encoded rows of one token, point after point; piece = the unit of copying, the greatest
+number of bytes that divides every offset and size involved.
 
-Rows are gathered by the number of their pieces, in the order of the result: one call copies any number of pages, so
+Rows are gathered by piece numbers, in the order of the result: one call copies any number of pages, so
 that the cost of a page is a few nanoseconds of index, and any slice of the result can be filled by itself, on any
 thread. Fresh memory costs as much as the copy if it comes 4 KiB at a time; NumPy asks for huge pages (`MADV_HUGEPAGE`)
 from 4 MiB on, which torch does not.
@@ -29,20 +29,20 @@ from steercap.kernels.codecs.base import Codec, packed
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.worker.memory.reader import Readable
 
-#: Bytes gathered in one go: a millisecond or two of a core, and whole huge pages of the result.
+#: Bytes gathered in one call: a millisecond or two of a core, and whole huge pages of the result.
 PART_BYTES: Final = 8 << 20
-#: Rows of fewer bytes are gathered as whole records, and taken apart afterwards.
+#: Rows of fewer bytes are gathered as whole records, and split afterwards.
 SMALL_BYTES: Final = 512
 
 
 class Assembly:
-    """One parcel's rows while they are gathered; its parts can be filled in any order, on any thread.
+    """Rows of one parcel while they are gathered; its parts can be filled in any order, on any thread.
 
     Args:
-        parcel: what the lines hold.
-        schemas: of its points.
+        parcel: the parcel, which describes the lines.
+        schemas: schemas of its points.
         source: the parcel's lines.
-        shard: of the worker among those that have a part of the same rows.
+        shard: index of the worker among those that hold shards of the same rows.
 
     Raises:
         CaptureIncomplete: the lines do not hold the records that the parcel says.
@@ -63,7 +63,7 @@ class Assembly:
         self._result = np.empty((len(self._indices), self._piece), dtype=np.uint8)
 
     def _pieces(self, records: Ints) -> tuple[int, Ints]:
-        """Bytes of a piece, and the number of each piece of the result: int64 [pieces]."""
+        """Return the size of a piece in bytes, and the source index of each piece of the result: int64 [pieces]."""
         starts = records * LINE_BYTES
         if self._whole:
             stretches = [(0, self._shape.lines * LINE_BYTES)]
@@ -81,19 +81,19 @@ class Assembly:
 
     @property
     def parts(self) -> list[slice]:
-        """Slices of the result that together are all of it."""
+        """Slices that together cover the result."""
         pieces = max(1, PART_BYTES // self._piece)
         return [slice(first, first + pieces) for first in range(0, len(self._result), pieces)]
 
     def fill(self, part: slice) -> None:
-        """Gather one part; without Python's lock."""
+        """Gather one part; releases the GIL."""
         # `clip`, since indices are checked, and `raise` would go through a buffer.
         np.take(self._source, self._indices[part], axis=0, out=self._result[part], mode="clip")
 
     def rows(self) -> list[torch.Tensor | CodedRows]:
-        """The rows of every point, in memory of their own, once all parts are filled: [rows, *shard shape] each.
+        """Return the rows of every point, in memory of their own, once all parts are filled: [rows, *shard shape] each.
 
-        Of rows that were projected, [rows, directions]; of those in a lossy codec, its codes.
+        Projected rows are [rows, directions]; rows in a lossy codec are returned as their codes.
         """
         rows, flat = self._parcel.stored_rows, torch.from_numpy(self._result).view(-1)
         if self._whole:
@@ -110,9 +110,9 @@ class Assembly:
         return found
 
     def _kept(self, stored: torch.Tensor, schema: PointSchema, count: int) -> list[torch.Tensor | CodedRows]:
-        """The rows of points that are alike, uint8 [points * rows, row bytes], as the client keeps them.
+        """Convert the rows of points with equal schemas, uint8 [points * rows, row bytes], to the client's form.
 
-        What is copied is copied for all of them at once: threads that gather have Python's lock for little of it.
+        Copies are made for all of them at once, so that threads that gather hold the GIL only briefly.
         """
         coding, rows = self._parcel.coding, self._parcel.stored_rows
         if isinstance(self._encoding, Codec):
@@ -124,23 +124,23 @@ class Assembly:
 
 
 def parcel_bytes(parcel: Parcel, schemas: Sequence[PointSchema]) -> int:
-    """Bytes of a parcel's rows, as they are stored."""
+    """Return the bytes of a parcel's rows, as they are stored."""
     return parcel.stored_rows * sum(record_of(schemas, parcel.coding).sizes)
 
 
 def assemble(
     parcel: Parcel, schemas: Sequence[PointSchema], source: Readable, shard: int = 0
 ) -> list[torch.Tensor | CodedRows]:
-    """Gather the records of a parcel here and now.
+    """Gather the records of a parcel at once, on this thread.
 
     Args:
-        parcel: what the lines hold.
-        schemas: of its points.
+        parcel: the parcel, which describes the lines.
+        schemas: schemas of its points.
         source: the parcel's lines.
         shard: as for `Assembly`.
 
     Returns:
-        As of `Assembly.rows`.
+        The rows of every point, as `Assembly.rows` returns them.
 
     Raises:
         CaptureIncomplete: the lines do not hold the records that the parcel says.
@@ -152,7 +152,7 @@ def assemble(
 
 
 def _records(parcel: Parcel, record: int, source: Readable) -> Ints:
-    """The first line of each record, of so many lines: int64 [rows]."""
+    """Return the first line of each record of `record` lines: int64 [rows]."""
     starts, counts = _arrays(source.ranges)
     rows, lines = parcel.stored_rows, int(counts.sum())
     if lines != rows * record or (record and (counts % record).any()):

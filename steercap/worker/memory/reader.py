@@ -1,4 +1,4 @@
-"""How the client gets at a worker's lines: it maps them, or it has them sent."""
+"""Readers of a worker's lines for the client: through a memory map, or over RPC."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from steercap.core.records import LINE_BYTES
 from steercap.errors import MemoryNotShared, ModelClosed, WorkerFailure
 from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
 
-#: Most bytes asked for in one RPC: vLLM's message queue copies larger ones over a socket.
+#: Maximum bytes of one RPC: vLLM's message queue copies larger messages over a socket.
 WIRE_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
 class Readable:
-    """Lines that can be read here, until their rows are given back.
+    """Lines that can be read in this process until their rows are released.
 
     Args:
         lines: memory that holds them, uint8 [lines, LINE_BYTES].
-        ranges: where in it the ranges asked for are, in their order.
+        ranges: the ranges asked for, as ranges of `lines`, in their order.
     """
 
     lines: torch.Tensor
@@ -34,11 +34,11 @@ class Readable:
 
 
 class LineReader(ABC):
-    """Reads lines of one worker's arena as bytes.
+    """Reader of the lines of one worker's arena.
 
     Attributes:
-        wire_bytes: most bytes that are sent for it at once: one RPC, 0 where nothing is sent.
-        wire_bytes_in_flight: of these, asked for now.
+        wire_bytes: maximum bytes of one RPC; 0 where nothing is sent.
+        wire_bytes_in_flight: bytes asked for in the RPC under way.
     """
 
     wire_bytes: int = 0
@@ -46,15 +46,15 @@ class LineReader(ABC):
 
     @abstractmethod
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
-        """Have the lines of these ranges here."""
+        """Make the lines of these ranges readable in this process."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the arena."""
+        """Release the arena."""
 
 
 class SharedReader(LineReader):
-    """Looks at the arena where it lies.
+    """Reader that maps the arena into this process.
 
     Raises:
         MemoryNotShared: the arena is on another machine.
@@ -76,13 +76,13 @@ class SharedReader(LineReader):
 
 
 class WireReader(LineReader):
-    """Has the lines sent, in RPCs of `WIRE_BYTES` at most, one after the other, whoever asks.
+    """Reader that fetches lines over RPC, at most `WIRE_BYTES` at a time; concurrent reads wait for each other.
 
     Args:
-        ask: sends ranges to the worker and returns their bytes.
+        ask: coroutine function that sends ranges to the worker and returns their bytes.
 
     Raises:
-        WorkerFailure: by `read`, other bytes came than those that were asked for.
+        WorkerFailure: by `read`, the number of bytes received differs from that requested.
     """
 
     def __init__(self, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]) -> None:
@@ -91,7 +91,7 @@ class WireReader(LineReader):
         self.wire_bytes = WIRE_BYTES
 
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
-        async with self._turn:  # or what many requests have sent would lie here at once, waiting to be gathered
+        async with self._turn:  # else the bytes of many requests would pile up here, waiting to be gathered
             count = sum(item.count for item in ranges)
             lines = torch.empty((count, LINE_BYTES), dtype=torch.uint8)
             first = 0
@@ -118,15 +118,15 @@ class WireReader(LineReader):
 def open_reader(
     attached: Attached, transport: str, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]
 ) -> LineReader:
-    """The best reader for one worker.
+    """Open a reader of one worker's arena.
 
     Args:
         attached: the worker's arena.
         transport: "shared", "wire", or "auto": shared where it can be.
-        ask: sends ranges to the worker and returns their bytes.
+        ask: coroutine function that sends ranges to the worker and returns their bytes.
 
     Raises:
-        MemoryNotShared: "shared" was demanded and cannot be.
+        MemoryNotShared: `transport` is "shared", and the arena cannot be mapped.
     """
     if transport == "wire":
         return WireReader(ask)
@@ -139,7 +139,7 @@ def open_reader(
 
 
 def _grouped(ranges: Iterable[LineRange], most: int) -> Iterable[tuple[LineRange, ...]]:
-    """All lines in their order, `most` at a time; a range that is larger comes in pieces."""
+    """Group line ranges, in their order, by `most` lines; larger ranges are split."""
     group: list[LineRange] = []
     room = most
     for item in ranges:

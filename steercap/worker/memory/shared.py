@@ -1,9 +1,9 @@
-"""Anonymous shared memory: a segment that two processes of one machine map, and that no crash can leave behind.
+"""Anonymous shared memory: a segment mapped by two processes of one machine, freed even after a crash.
 
 The segment is a memfd: it has no name in any file system, is not bound by the size of /dev/shm (64 MiB in a default
 container), and the kernel frees it with its last user. Another process of the same user opens it through
-/proc/<pid>/fd/<fd>; a nonce at its start proves that it is the right one. Memory is taken on first touch and handed
-back by `trim`.
+/proc/<pid>/fd/<fd>; a nonce at its start proves that it is the right one. Memory is taken on first touch and
+returned by `trim`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME: Final = "steercap"
 
 
 class SharedSegment:
-    """A mapped segment of `size` bytes behind its header."""
+    """Shared memory of `size` bytes behind a header, mapped into this process."""
 
     def __init__(self, memory: mmap.mmap, path: str, nonce: bytes, fd: int | None) -> None:
         self.memory = memory
@@ -33,7 +33,7 @@ class SharedSegment:
 
     @classmethod
     def create(cls, size: int) -> SharedSegment:
-        """Make a segment; nothing of it is resident until touched."""
+        """Create a segment; its pages become resident when they are touched."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, HEADER_BYTES + size)
@@ -47,14 +47,14 @@ class SharedSegment:
 
     @classmethod
     def open(cls, path: str, nonce: bytes) -> SharedSegment:
-        """Map a segment made by another process of this machine, for reading.
+        """Map a segment of another process of this machine, for reading.
 
         Raises:
-            MemoryNotShared: it cannot be opened here, or is another one.
+            MemoryNotShared: it cannot be opened or mapped, or its nonce is another one.
         """
         try:
-            # The number of a process on another machine may be that of any process here, whose files are not to be
-            # opened: some, like terminals and devices, do something then.
+            # If the other process is on another machine, its number may be that of any process here. That one's files
+            # must not be opened: some, like terminals and devices, react to it.
             if not os.readlink(path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
                 raise MemoryNotShared(f"{path} is not the segment that was announced")
             fd = os.open(path, os.O_RDWR)
@@ -72,14 +72,14 @@ class SharedSegment:
         return cls(memory, path, nonce, None)
 
     def trim(self, start: int, stop: int) -> None:
-        """Hand the memory of bytes [start, stop) behind the header back to the system; they read as zero afterwards."""
+        """Return the memory of bytes [start, stop) behind the header to the system; they read as zero afterwards."""
         first = -(-(HEADER_BYTES + start) // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (HEADER_BYTES + stop) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
             self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def close(self) -> None:
-        """Unmap, unless tensors still look at the memory; then it goes with the last of them."""
+        """Unmap the segment; while tensors still use its memory, the unmapping waits for the last of them."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

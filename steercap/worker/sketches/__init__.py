@@ -1,4 +1,4 @@
-"""WHAT OF MANY: one file per kind of statistic over rows that are not kept. To add one, add a file with a `MEMBER`."""
+"""Registry of sketches, statistics of rows that are not kept. To add a kind, add a file with a `MEMBER`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a kind of sketch is: statistics of rows that come in blocks, in memory that does not grow with their number.
+"""Interface of the kinds of sketch: statistics of rows that come in blocks, in memory independent of their number.
 
 Shape legend: `rows` = rows of one point, `width` = elements of a row, or of the rank's part of it.
 """
@@ -17,19 +17,19 @@ from jaxtyping import Float
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 
-#: Rows that are taken in at once: their products are added in float32, so fewer are exacter, and more are faster.
+#: Rows added at once. Their products are summed in float32: fewer are more exact, more are faster.
 BLOCK: Final = 256
 
 
 @dataclass
 class State:
-    """What is known of the rows of one point.
+    """Running statistics of the rows of one point.
 
     Args:
-        rows: how many rows there were.
+        rows: number of rows added.
         squares: sum of the squares of all their elements.
-        tensors: what its kind keeps, by name.
-        filled: rows of a buffer that are in use, where the kind has one.
+        tensors: tensors of the sketch, by name; the kind defines them.
+        filled: number of buffer rows in use, where the kind has a buffer.
     """
 
     rows: int
@@ -44,65 +44,65 @@ class State:
 
 
 class Kind(ABC):
-    """A kind of sketch. It changes states in place; two states of one kind, width and size can be merged."""
+    """Kind of sketch. It changes states in place; two states of one kind, width and size can be merged."""
 
-    #: Whether it needs whole rows; else a row that is split over ranks is sketched in its parts.
+    #: True if it needs whole rows; else each rank sketches its part of a row that is split.
     whole: ClassVar[bool] = True
-    #: Its size where none is given; None where it has none.
+    #: Size if none is given; None if this kind has no size.
     default_size: ClassVar[int | None] = None
-    #: The most that the squares of all elements may add up to, so that nothing overflows.
+    #: Maximum sum of the squares of all elements, so that nothing overflows.
     most_squares: ClassVar[float] = math.inf
 
     @abstractmethod
     def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor that is kept of a point.
+        """Return shape and dtype of each tensor of a state.
 
         Args:
             width: elements of a row.
-            size: of the sketch, 0 where the kind has none.
+            size: size of the sketch, 0 where the kind has none.
         """
 
     @abstractmethod
     def add(self, state: State, block: Float[torch.Tensor, "rows width"]) -> None:
-        """Take in rows, float32, 1 to BLOCK of them; `rows` and `squares` are left to the caller."""
+        """Add rows, float32, 1 to BLOCK of them; the caller updates `rows` and `squares`."""
 
     @abstractmethod
     def combine(self, state: State, other: State) -> None:
-        """Take in what another state knows, of one row at least; likewise."""
+        """Add the statistics of another state of at least one row; the caller updates `rows` and `squares`."""
 
     def covariance(self, state: State) -> Float[torch.Tensor, "width width"]:
-        """Covariance of the elements, of two rows or more: float64.
+        """Return the covariance of the elements, of two rows or more: float64.
 
         Raises:
-            InvalidSpec: this kind does not know it.
+            InvalidSpec: this kind holds no covariance.
         """
         raise InvalidSpec(f"a {name_of(self)} sketch holds no covariance; use the kind 'moments'")
 
     def variance(self, state: State) -> Float[torch.Tensor, " width"]:
-        """Variance of each element, of two rows or more: float64.
+        """Return the variance of each element, of two rows or more: float64.
 
         Raises:
-            InvalidSpec: this kind does not know it.
+            InvalidSpec: this kind holds no variances.
         """
         raise InvalidSpec(f"a {name_of(self)} sketch holds no variances; use the kind 'variances' or 'moments'")
 
     def spectrum(self, state: State) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
-        """Variances along the principal directions, descending, and these directions, of length 1: float64.
+        """Return the variances along the principal directions, descending, and these directions, of length 1: float64.
 
         Raises:
-            InvalidSpec: this kind does not know them.
+            InvalidSpec: this kind holds no directions.
         """
         raise InvalidSpec(
             f"a {name_of(self)} sketch holds no directions; use the kind 'moments' or 'frequent_directions'"
         )
 
-    # What all kinds share
+    # Shared by all kinds
 
     def checked_size(self, size: object) -> int:
-        """The size of a sketch that is asked for so; 0 where the kind has none.
+        """Check the size that a client gives; return it, the default if it is None, or 0 where the kind has none.
 
         Raises:
-            InvalidSpec: not a whole number above 0, or a size of a kind that has none.
+            InvalidSpec: `size` is not a whole number above 0, or the kind has no size.
         """
         if size is None:
             return self.default_size or 0
@@ -114,16 +114,16 @@ class Kind(ABC):
         return found
 
     def empty(self, width: int, size: int, device: torch.device | str = "cpu") -> State:
-        """What is known of no row."""
+        """Create the state of no rows."""
         shapes = self.shapes(width, size).items()
         return State(0, 0.0, {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes})
 
     def nbytes(self, width: int, size: int) -> int:
-        """Bytes that a state takes."""
+        """Return the bytes of a state."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes(width, size).values())
 
     def refusal(self, squares: float) -> str | None:
-        """Why rows whose squares would add up to so much, with those before, cannot be taken in; None if they can."""
+        """Return the reason why a state cannot have this sum of squares; None if it can."""
         if not math.isfinite(squares):
             return "its rows hold NaN or infinity"
         if squares > self.most_squares:
@@ -134,10 +134,10 @@ class Kind(ABC):
         return None
 
     def update(self, state: State, rows: Float[torch.Tensor, "rows width"]) -> None:
-        """Take in rows of real floating-point numbers.
+        """Add rows of real floating-point numbers.
 
         Raises:
-            InvalidRequest: they hold NaN or infinity, or are too large; the state is as it was.
+            InvalidRequest: the rows hold NaN or infinity, or are too large; the state is unchanged.
         """
         squares = float(squares_of(rows))
         if reason := self.refusal(state.squares + squares):
@@ -146,16 +146,16 @@ class Kind(ABC):
         state.squares += squares
 
     def take(self, state: State, rows: Float[torch.Tensor, "rows width"]) -> None:
-        """Take in rows that are known to fit, their squares aside."""
+        """Add rows that were checked, without updating `squares`."""
         for block in rows.split(BLOCK) if len(rows) else ():
             self.add(state, block.float())
             state.rows += len(block)
 
     def merge(self, state: State, other: State) -> None:
-        """Take in what another state, on the same device, knows.
+        """Add the statistics of another state on the same device.
 
         Raises:
-            InvalidRequest: together they are too large; the state is as it was.
+            InvalidRequest: together they are too large; the state is unchanged.
         """
         if reason := self.refusal(state.squares + other.squares):
             raise InvalidRequest(f"these sketches cannot be merged: {reason}")
@@ -166,21 +166,22 @@ class Kind(ABC):
 
 
 def name_of(kind: Kind) -> str:
-    """The name of a kind: that of its file."""
+    """Return the name of a kind: that of its file."""
     return type(kind).__module__.rpartition(".")[2]
 
 
 def squares_of(rows: Float[torch.Tensor, "rows width"]) -> torch.Tensor:
-    """The sum of the squares of all elements: float64 []."""
+    """Return the sum of the squares of all elements: float64 []."""
     norm: torch.Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
     return norm.square()
 
 
 def move_mean(state: State, mean: Float[torch.Tensor, " width"], rows: int) -> Float[torch.Tensor, " width"]:
-    """Move the running mean, the tensor "mean", float64, by that of further rows.
+    """Update the running mean, the float64 tensor "mean", by the mean of `rows` further rows.
 
     Returns:
-        A row whose square is what the distance of the two means adds to the sum of squared deviations: float64.
+        A row whose outer product with itself is the term that the distance of the two means adds to the sum of
+        squared deviations: float64.
 
     Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances (1979).
     """
@@ -191,6 +192,6 @@ def move_mean(state: State, mean: Float[torch.Tensor, " width"], rows: int) -> F
 
 
 def signed(directions: Float[torch.Tensor, "k width"]) -> Float[torch.Tensor, "k width"]:
-    """Directions with the sign that makes the largest element of each positive: alike on any machine."""
+    """Flip directions so that the largest element of each is positive, alike on any machine."""
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     return torch.where(largest < 0, -directions, directions)

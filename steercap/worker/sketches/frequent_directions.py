@@ -1,7 +1,7 @@
-"""Frequent Directions: a few rows B that stand for all rows A, with ‖AᵀA - BᵀB‖₂ at most ‖A‖²/size (Frobenius).
+"""Frequent Directions: a few rows B approximate all rows A, with ‖AᵀA - BᵀB‖₂ at most ‖A‖²/size (Frobenius).
 
 Source: Liberty, Simple and deterministic matrix sketching (2013); Ghashami et al., Frequent Directions (2016). Behind
-the rows is a buffer of as many, so that one decomposition serves that many.
+the `size` rows is a buffer of equal length, so that one decomposition serves `size` new rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from steercap.worker.sketches.base import Kind, State, move_mean, signed
 
 
 class FrequentDirections(Kind):
-    """`size` rows and a buffer behind them, float64 [2 size, width]; the mean, and what was shrunk away.
+    """`size` rows and a buffer behind them, float64 [2 size, width]; the mean; and the total shrinkage.
 
     All of it is float64: the largest directions of a residual stream are a million times as long as those in question.
     """
@@ -40,7 +40,7 @@ class FrequentDirections(Kind):
         state.tensors["lost"].add_(other.tensors["lost"])
 
     def _append(self, state: State, rows: torch.Tensor) -> None:
-        """Put rows into the buffer, making room as often as it is full."""
+        """Append rows to the buffer, shrinking it whenever it is full."""
         kept = state.tensors["rows"]
         while len(rows):
             if state.filled == len(kept):
@@ -53,13 +53,13 @@ class FrequentDirections(Kind):
             state.filled += len(fitting)
 
     def matrix(self, state: State) -> tuple[Float[torch.Tensor, "size width"], float]:
-        """The rows that stand for all of them, float64, and the most that any ‖Ax‖² - ‖Bx‖² can be for ‖x‖ = 1."""
+        """Return the rows B, float64, and an upper bound of ‖Ax‖² - ‖Bx‖² for ‖x‖ = 1."""
         kept = state.tensors["rows"]
         rows, lost = shrink(kept[: state.filled], len(kept) // 2)
         return rows, float(state.tensors["lost"] + lost)
 
     def spectrum(self, state: State) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
-        """Of `BᵀB - n m mᵀ`, m the mean: no variance is off by more than the bound of B, over n - 1."""
+        """Return the spectrum of `BᵀB - n m mᵀ`, m the mean; a variance is off by at most the bound of B over n - 1."""
         rows, mean = self.matrix(state)[0], state.tensors["mean"]
         basis, _ = torch.linalg.qr(torch.cat([rows, mean[None]]).T)  # [width, rank]: nothing else is in their span
         inner, centre = rows @ basis, mean @ basis
@@ -70,18 +70,18 @@ class FrequentDirections(Kind):
 
 
 def shrink(rows: Float[torch.Tensor, "rows width"], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `size` longest principal rows of a matrix, each the shorter by the square of the next.
+    """Return the `size` longest principal rows of a matrix, their squared lengths shortened by that of the next one.
 
     Args:
         rows: float64.
-        size: how many to leave, at least 1.
+        size: number of rows to keep, at least 1.
 
     Returns:
-        float64 [at most size, width], and by how much the square of each was shortened: float64 [].
+        The rows, float64 [at most size, width], and the amount subtracted from each squared length: float64 [].
     """
     if len(rows) <= size:
         return rows, rows.new_zeros(())
-    # The decomposition of the small matrix of products; what its squares lose to rounding is nothing in float64.
+    # The decomposition of the small matrix of products; its rounding error is negligible in float64.
     values, vectors = torch.linalg.eigh(rows @ rows.T)
     lost = values[-size - 1].clamp(min=0)
     kept = values[-size:].flip(0)

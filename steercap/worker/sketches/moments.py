@@ -1,8 +1,8 @@
-"""Mean and covariance of whole rows, exact up to rounding: float32 products, their sum compensated.
+"""Mean and covariance of whole rows, exact up to rounding: float32 products with a compensated sum.
 
-Each block of rows is centred on its own mean, in float64, before its products are taken; the blocks are put together by
-Chan's formula. So no large number is ever subtracted from another one, whatever the mean is, and what is added
-are products of the size of the result.
+Each block of rows is centred on its own mean, in float64, before its products are taken; the blocks are combined by
+Chan's formula. So no two large numbers are ever subtracted, whatever the mean is, and the terms of the sum are
+products of the size of the result.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from jaxtyping import Float
 from steercap.kernels.exact import exact_products
 from steercap.worker.sketches.base import Kind, State, move_mean, signed
 
-#: Bytes of the part of a covariance that is added to at once: a few times as much is needed beside it.
+#: Bytes of the part of a covariance that is updated at once; temporaries take a few times as much.
 PART_BYTES: Final = 64 << 20
 
 
 class Moments(Kind):
-    """The mean, float64 [width], and the sum of products of deviations from it, float32 [2, width, width].
+    """Mean, float64 [width], and sum of products of deviations from it, float32 [2, width, width].
 
-    The second half of the latter is what the first half lost to rounding (Neumaier).
+    The second half of the latter holds the rounding errors of the first (Neumaier).
     """
 
-    #: No element of the sum is more than all squares together.
+    #: No element of the sum exceeds the sum of all squares.
     most_squares: ClassVar[float] = torch.finfo(torch.float32).max / 4
 
     def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -63,7 +63,7 @@ class Moments(Kind):
 
 
 def add_compensated(total: torch.Tensor, lost: torch.Tensor, term: torch.Tensor) -> None:
-    """Add `term`, which is not changed, to `total` in place, and the rounding error to `lost`: float32, of one shape.
+    """Add `term` to `total` in place, and the rounding error to `lost`: float32, of one shape; `term` is unchanged.
 
     Source: Knuth, The Art of Computer Programming 2, 4.2.2, theorem B.
     """
@@ -77,7 +77,7 @@ def add_compensated(total: torch.Tensor, lost: torch.Tensor, term: torch.Tensor)
 
 
 def _parts(width: int) -> Iterator[slice]:
-    """Rows of a covariance that are worked on at once."""
+    """Return slices of rows of a covariance to update one after another."""
     step = max(1, PART_BYTES // (4 * width))
     return (slice(start, start + step) for start in range(0, width, step))
 

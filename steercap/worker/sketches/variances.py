@@ -1,4 +1,4 @@
-"""Mean and variance of each element, exact: what there is room for where rows are wide, or split over ranks."""
+"""Mean and variance of each element, exact; for rows too wide for a covariance, or split over ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from steercap.worker.sketches.base import Kind, State, move_mean
 
 
 class Variances(Kind):
-    """The mean and the sum of squared deviations from it: float64 [width] each."""
+    """Mean and sum of squared deviations from it: float64 [width] each."""
 
     whole: ClassVar[bool] = False
 

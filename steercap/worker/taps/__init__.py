@@ -1,1 +1,1 @@
-"""The worker's end of the taps: one file for each kind of device."""
+"""Worker side of the taps: their tables and rows, one module for each kind of device."""

@@ -1,7 +1,7 @@
-"""What the taps of a process are told and what they report, on any device.
+"""Interface of a rank's taps, for any device.
 
-Configurations and vectors are put in when the client sends them; a step's tables are opened before the forward pass and
-closed after it. Some time later the step is completed: it is known how every token was labelled, edited and copied.
+Configurations and vectors are written when the client sends them; a step's tables are opened before the forward pass
+and closed after it. Later the step is completed: the label, edits and copies of every token are known.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from steercap.worker.step import Step, Witness
 
 @dataclass(frozen=True)
 class TapSizes:
-    """How large the tables are; fixed before the model is traced.
+    """Sizes of the tables; fixed before the model is traced.
 
     Args:
-        slots: configurations held at once.
-        bank_rows: rows of the vector bank.
-        entries: most rank-one edits of a point.
-        tokens: most tokens of a pass, padding included.
-        arena_bytes: device memory for the rows of passes that are being copied away; None for twice what the largest
-            pass can need, unless that is much of the device. Nothing on CPU, where rows need no copy.
-        accumulators: reductions that can run along with their requests at once, each in an accumulator.
-        lag: how many positions vLLM may compute past the end of a sequence, rejected drafts among them.
-        held: the most rows of a request at once that may turn out not to be of its sequence.
+        slots: number of configurations held at once.
+        bank_rows: number of rows of the vector bank.
+        entries: maximum rank-one edits of a point.
+        tokens: maximum tokens of a pass, padding included.
+        arena_bytes: device memory for the rows of passes that are being copied to the host; None for twice the largest
+            pass's rows, unless that is much of the device. Unused on CPU, where rows need no copy.
+        accumulators: number of reductions that can run at once, each in an accumulator.
+        lag: maximum positions that vLLM may compute past the end of a sequence, rejected drafts included.
+        held: maximum rows of a request at once that may turn out not to belong to its sequence.
     """
 
     slots: int
@@ -55,11 +55,11 @@ class TapSizes:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the rows of some points of a rank are.
+    """Schema of a rank's rows at some of its points.
 
     Args:
-        schema: of all of them.
-        first: where the rank's part of a row begins in it, in elements.
+        schema: schema of all these points.
+        first: offset of the rank's part of a row, in elements.
     """
 
     schema: PointSchema
@@ -67,20 +67,19 @@ class Kind:
 
     @property
     def width(self) -> int:
-        """Elements of the rank's part of a row."""
+        """Number of elements of the rank's part of a row."""
         return self.schema.shard_width
 
 
 @dataclass(frozen=True)
 class Installed:
-    """The points of a rank at which taps were put in.
+    """Points of a rank that have taps.
 
     Args:
-        points: indices among the engine's armed points, ascending; the index in this tuple is the number that the tap
-            of a point carries.
-        schemas: of these points.
-        kept: which of them this rank keeps rows of: what is whole on every rank is kept by the first.
-        shard: which shard of what is split this rank has.
+        points: indices among the engine's armed points, ascending; a tap carries the index of its point in this tuple.
+        schemas: schemas of these points.
+        kept: True for the points whose rows this rank keeps; rows that every rank holds whole are kept by the first.
+        shard: index of this rank's shard of rows that are split.
     """
 
     points: tuple[int, ...]
@@ -90,31 +89,31 @@ class Installed:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of its rows, each once, in the order of the points; `changes_kv` is left out."""
+        """Distinct kinds of its rows, in the order of the points; `changes_kv` is ignored."""
         return tuple(dict.fromkeys(self.kind_of(schema) for schema in self.schemas))
 
     def kind_of(self, schema: PointSchema) -> Kind:
-        """What rows of such a point are here."""
+        """Return the kind of the rows of points of this schema on this rank."""
         first = self.shard * schema.shard_width if schema.shards > 1 else 0
         return Kind(structs.replace(schema, changes_kv=True), first)
 
     @property
     def captures(self) -> bool:
-        """Whether this rank keeps rows of any point."""
+        """True if this rank keeps rows of any point."""
         return any(self.kept)
 
     @property
     def bank_width(self) -> int:
-        """Elements of a row of the widest point, on all ranks together: a vector of any of them fits."""
+        """Width of a bank row: elements of the widest row, over all ranks, so that any vector fits."""
         return max((schema.width for schema in self.schemas), default=1)
 
 
 class Taps(ABC):
-    """The tables behind the taps of one rank.
+    """Taps of one rank, with their tables.
 
     Args:
-        installed: this rank's points.
-        sizes: how large the tables are.
+        installed: points of this rank.
+        sizes: sizes of the tables.
     """
 
     def __init__(self, installed: Installed, sizes: TapSizes) -> None:
@@ -129,17 +128,17 @@ class Taps(ABC):
         self.open_step: Step | None = None
 
     def use(self, arena: Arena) -> None:
-        """Put rows into `arena` from now on."""
+        """Write captured rows to `arena` from now on."""
         self.arena = arena
 
     @property
     @abstractmethod
     def table_bytes(self) -> TableBytes:
-        """What the tables take beside the arena."""
+        """Bytes of the tables, the arena not included."""
 
     @abstractmethod
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
-        """Write a configuration into a slot; `bank_rows` are those of each of its blobs."""
+        """Write a configuration into a slot; `bank_rows` are the bank rows of each of its blobs."""
 
     @abstractmethod
     def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
@@ -150,48 +149,48 @@ class Taps(ABC):
         """Fill the tables for the pass that is about to run.
 
         Args:
-            step: its tracked tokens.
-            batch: all of it.
-            updates: what it does to the reductions that run along, None if nothing.
+            step: the tracked tokens of the pass.
+            batch: layout of the whole pass.
+            updates: updates of running reductions, None if there are none.
 
         Returns:
-            Why its rows cannot be kept (its edits are made all the same), or None.
+            The reason why the pass's rows cannot be kept (its edits are made all the same), or None.
         """
 
     @abstractmethod
     def close(self, failure: str | None) -> None:
-        """The pass that was opened has been run, or failed: every tap is idle until the next one."""
+        """End the opened pass, run or failed; all taps are idle until the next one."""
 
     @abstractmethod
     def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
-        """Copy a reduction, and the rows it holds apart, to the arena, as the passes closed so far leave them.
+        """Copy a reduction and its held rows to the arena, as the passes closed so far leave them.
 
         Args:
-            accumulator: which.
-            layout: of its rows.
-            lines: first lines of records: the first for the reduced rows, the last ones for what each slot holds.
+            accumulator: index of the accumulator.
+            layout: layout of its rows.
+            lines: first lines of records: the first one for the reduced rows, the last ones for each slot's held row.
 
         Returns:
-            The event behind the copy.
+            The event that follows the copy.
         """
 
     @abstractmethod
     def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
-        """Carry out updates of held rows alone, divide, and copy the reductions to the arena.
+        """Apply updates that add held rows only, divide, and copy the reductions to the arena.
 
         Args:
-            updates: one per reduction.
-            divisors: what each is divided by.
-            layouts: of the rows of each.
+            updates: updates, one per reduction.
+            divisors: divisor of each reduction.
+            layouts: layout of the rows of each.
             lines: first line of each in the arena, for float32 rows.
 
         Returns:
-            The event behind the copy.
+            The event that follows the copy.
         """
 
     @abstractmethod
     def wait_for(self, event: Any) -> None:
-        """Wait until what `spill` or `finish` copies is in the arena."""
+        """Wait until a copy of `spill` or `finish` is in the arena."""
 
     @property
     @abstractmethod
@@ -200,15 +199,15 @@ class Taps(ABC):
 
     @property
     def blocking(self) -> Step | None:
-        """A step that must be completed before another can be opened."""
+        """Step that must be completed before another can be opened; None if there is none."""
         return None
 
     @abstractmethod
     def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
-        """Steps whose passes have run and whose rows are in the arena, in their order; each once.
+        """Iterate over steps whose passes have run and whose rows are in the arena, in their order, each once.
 
         Args:
-            through: wait until this one is among them.
+            through: wait until this step is among them.
         """
 
     @abstractmethod
@@ -219,9 +218,9 @@ class Taps(ABC):
         point: Int[torch.Tensor, " 1"],
         kind: int,
     ) -> None:
-        """Copy and edit the rows wanted at `point`; called by the operator, once per point and pass.
+        """Copy and edit the wanted rows at `point`; called by the operator, once per point and pass.
 
         Args:
             hidden, residual, point: as for `kernels.tap.tap`.
-            kind: which of `installed.kinds` the point's rows are of.
+            kind: index in `installed.kinds` of the kind of the point's rows.
         """

@@ -1,9 +1,9 @@
-"""The taps on CUDA: tables at fixed addresses, filled once per step, and rows copied away beside the model.
+"""Taps on CUDA: tables at fixed addresses, filled once per step; rows are copied to the host while the model runs.
 
-Everything the taps read is on the device before vLLM traces or captures the model, and its addresses never change;
-between passes every token's entry says "nothing", so dummy runs, warm-up and graph capture find idle taps. For a pass:
-one copy to the device on the model's stream; the pass; one kernel that writes down what became of each token and makes
-the tables idle again. Rows wait in a ring on the device while a stream of their own copies them into the pinned arena
+All tables of the taps are on the device before vLLM traces or captures the model, and their addresses never change;
+between passes every token's entry is -1, so dummy runs, warm-up and graph capture find idle taps. A pass takes
+one copy to the device on the model's stream; the pass; one kernel that writes each token's witness and makes the
+tables idle again. Rows wait in a ring on the device while a stream of their own copies them into the pinned arena
 that the client maps. The model's stream never waits for the host, and for a copy only when the ring is full.
 """
 
@@ -38,39 +38,39 @@ from steercap.worker.taps.pattern import Pattern
 from steercap.worker.taps.ring import Ring
 from steercap.worker.taps.transfers import Transfers, pieces, runs
 
-#: Passes that may run, or be copied away, before the first of them is completed.
+#: Maximum passes that are running or being copied to the host.
 AHEAD: Final = 64
-#: Most of the device that the ring of rows takes beyond what one pass can need.
+#: Maximum share of the device's memory for the ring of rows, unless one pass needs more.
 SHARE: Final = 0.1
-#: Vectors that wait for a pass to be written to the device.
+#: Maximum vectors that wait to be written to the device.
 VECTORS: Final = 256
-#: Bytes of one copy at most, so that others can come in between.
+#: Maximum bytes of one copy, so that other copies can come in between.
 PIECE_BYTES: Final = 32 << 20
-#: Bytes copied away beside any pass, and beside a pass for each byte that its own tokens can need: what a large pass
-#: left does not hold up the small ones after it, and is gone before the ring is full.
+#: Bytes copied to the host beside any pass, plus this share of the bytes that the pass's own tokens can need: the
+#: rows of a large pass do not hold up the small passes after it, and are gone before the ring is full.
 BESIDE_BYTES: Final = 64 << 20
 BESIDE_SHARE: Final = 1.25
 
 
 @dataclass
 class _Pass:
-    """One pass from the time its tables are filled.
+    """One pass, from the time its tables are filled until it is completed.
 
     Args:
-        step: its tracked tokens.
-        pattern: what its taps are told.
-        token_ids, positions: what the model reads.
-        witness: first row of its witnesses.
+        step: step of its tracked tokens.
+        pattern: tables of its taps.
+        token_ids, positions: the model's inputs.
+        witness: first row of its witnesses in the witness table.
         line: first line of its rows in the ring.
-        sources: first line in the ring of what is copied away of each tracked token, NONE if it is not kept: int64
+        sources: first line in the ring of the rows to copy for each tracked token, NONE if it is not kept: int64
             [tracked].
-        updates: requests whose accumulators it updates.
-        encoded: which of the records in the encoder's upload are of each layout that is stored otherwise.
-        failure: why it cannot be trusted.
-        closed: the event of its end on the device.
-        copies: what is to be copied to the host: targets, sources and sizes.
-        queued: how many of these are queued.
-        copied: the event behind the last of these copies; None until all are queued.
+        updates: number of requests whose accumulators it updates.
+        encoded: layouts with an encoding, and the slice of the encoder's upload with the records of each.
+        failure: reason why it cannot be trusted.
+        closed: event at its end on the device.
+        copies: targets, sources and sizes of the copies to the host.
+        queued: number of these copies that are queued.
+        copied: event after the last of these copies; None until all are queued.
     """
 
     step: Step
@@ -90,11 +90,11 @@ class _Pass:
 
 
 class CudaTaps(Taps):
-    """The taps of a rank that computes on CUDA.
+    """Taps of a rank that computes on CUDA.
 
     Args:
         installed, sizes: see `Taps`.
-        transfers: to and from where the model computes.
+        transfers: transfers to and from the device.
     """
 
     def __init__(self, installed: Installed, sizes: TapSizes, transfers: Transfers) -> None:
@@ -104,7 +104,7 @@ class CudaTaps(Taps):
         device, count = transfers.device, max(len(self.points), 1)
         kept = [schema for schema, keeps in zip(self.schemas, installed.kept, strict=True) if keeps]
         record = record_of(kept).lines
-        # A token's record as it is computed, and what may be stored of it besides: half as much, 8 bits of 16.
+        # A token's raw record, and its encoded form besides: at most half as much, 8 bits of 16.
         ring_bytes = _ring_bytes(sizes, record * LINE_BYTES * 3 // 2, device)
         lines = ring_bytes // LINE_BYTES if installed.captures else 1
         self._record_bytes = record * LINE_BYTES
@@ -128,7 +128,7 @@ class CudaTaps(Taps):
         self._encoder = DeviceEncoder(
             installed, self.programs, self._bank, transfers, sizes.tokens if installed.captures else 1, AHEAD
         )
-        # Of host memory, to which the device writes them: they are few, and a copy would cost the host more.
+        # In host memory, to which the device writes: the witnesses are few, and a copy would cost the host more.
         self._witness = transfers.pinned((AHEAD * sizes.tokens, kernel.WITNESS_COLUMNS), torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
         self._tables: list[npt.NDArray[np.int32]] = [upload.numpy() for upload in self._uploads]
@@ -139,7 +139,7 @@ class CudaTaps(Taps):
         self._number = 0
         self._dirty: set[int] = set()
         self._vectors: list[tuple[Sequence[int], torch.Tensor]] = []
-        nothing = table(1)  # compile what no dummy run of the model would
+        nothing = table(1)  # compile the kernels that no dummy run of the model would compile
         kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 0, 1)
         self._sums.launch(self._rows, 1)
 
@@ -176,7 +176,7 @@ class CudaTaps(Taps):
             for done in busy:
                 self._copy_away(through=done)
                 self._transfers.hold(done.copied)
-        self._number += 1  # the last pass of its buffers was completed: `blocking`
+        self._number += 1  # `blocking` ensures that the last pass to use these buffers is completed
         sources = pattern.sources(line)
         self._upload(step, pattern, sources)
         if updates is not None:
@@ -222,16 +222,16 @@ class CudaTaps(Taps):
             self._lines.hold(done.line, done.pattern.lines, done)
         else:
             done.copied = done.closed
-        # Rows of passes before this one: its own would stand before its sampled tokens, which the runner copies next.
+        # Rows of earlier passes only: this pass's own would delay its sampled tokens, which the runner copies next.
         self._copy_away(BESIDE_BYTES + int(BESIDE_SHARE * num_tokens * self._record_bytes))
         self._passed.append(done)
 
     def _copy_away(self, most: float = inf, *, through: _Pass | None = None) -> None:
-        """Queue copies of passes that were closed, in their order.
+        """Queue copies of closed passes, in their order.
 
         Args:
-            most: bytes.
-            through: the last of the passes.
+            most: maximum bytes to queue.
+            through: last pass to copy.
         """
         for done in self._passed:
             if done.copied is None:
@@ -315,7 +315,7 @@ class CudaTaps(Taps):
         )
 
     def _too_many(self, lines: int) -> str:
-        """Why none of a pass's rows are kept."""
+        """Return the error message for a pass whose rows do not fit the ring."""
         return (
             f"one pass keeps {lines * LINE_BYTES:,} bytes of rows, and the device holds "
             f"{self._lines.size * LINE_BYTES:,}; raise SteerModel(..., arena_bytes=), lower "
@@ -323,7 +323,7 @@ class CudaTaps(Taps):
         )
 
     def _upload(self, step: Step, pattern: Pattern, sources: Ints) -> None:
-        """Tell the taps of each token of a pass, in one copy."""
+        """Copy the taps' tables of a pass to the device, in one copy."""
         number, count = self._number % AHEAD, len(pattern.table)
         table = self._tables[number]
         table[:count] = pattern.table
@@ -334,7 +334,7 @@ class CudaTaps(Taps):
         self._transfers.put(self._tokens[:count], self._uploads[number][:count])
 
     def _replace(self, step: Step, table: npt.NDArray[np.int32]) -> None:
-        """Tell the taps which rows are put in place of tokens'."""
+        """Write the bank rows of replacements, and the index of each token's first one, to the tables."""
         rows = list(step.replaced.values())
         ends = np.cumsum([len(row) for row in rows])
         table[step.tokens[list(step.replaced)], kernel.REPLACED] = ends - [len(row) for row in rows]
@@ -342,9 +342,9 @@ class CudaTaps(Taps):
         self._replacements[: len(flat)].copy_(flat)
 
     def _write_tables(self) -> None:
-        """Bring what came since the last pass to the device: vectors, configurations, layouts."""
+        """Copy the vectors, configurations and layouts written since the last pass to the device."""
         for bank_rows, vectors in self._vectors:
-            width = min(vectors.shape[1], self._bank.shape[1])  # there are no wider points here
+            width = min(vectors.shape[1], self._bank.shape[1])  # no point of this rank is wider
             rows = self._transfers.there(vectors[:, :width].contiguous())
             self._bank[:, :width].index_copy_(0, self._there(np.array(bank_rows)), rows)
         self._vectors = []
@@ -370,7 +370,7 @@ class CudaTaps(Taps):
         return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
 
     def _pieces(self, done: _Pass) -> tuple[Ints, Ints, Ints]:
-        """What is to be copied away: targets and sources as addresses, sizes in bytes."""
+        """Return the copies to the host: target and source addresses, and sizes in bytes."""
         assert self.arena is not None
         drained = done.pattern.drained
         to, start, lines = runs(done.step.lines[drained], done.sources[drained], done.pattern.stored[drained])

@@ -1,7 +1,7 @@
-"""Rows on the device: those that wait to be copied away, those that are encoded, and those that are reduced.
+"""Rows on the device: those that wait to be copied to the host, those that are encoded, and those that are reduced.
 
-All of them lie in one ring of lines: the records of a pass as the model computes them, and behind these, where they are
-stored in another form, what is stored.
+All of them lie in one ring of lines: the raw records of a pass as the model computes them, followed by the encoded
+records, where a layout has an encoding.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from steercap.worker.taps.transfers import Transfers
 
 
 def typed(memory: torch.Tensor, schema: PointSchema) -> torch.Tensor:
-    """Memory, uint8 [..., bytes], as elements of a point's dtype."""
+    """View memory, uint8 [..., bytes], as elements of a point's dtype."""
     return memory.view(dtype_of(schema))
 
 
 class DeviceEncoder:
-    """Stores records of the ring in the encodings of their layouts, after the pass.
+    """Encoder of records in the ring, run after the pass.
 
     Args:
-        installed: the rank's points.
-        programs: what each slot holds.
-        bank: its vectors, float32 [vectors, bank width].
-        transfers: to the device.
-        tokens: most tokens of a pass.
-        ahead: passes whose tables may be under way.
+        installed: points of the rank.
+        programs: contents of the slots.
+        bank: vector bank, float32 [vectors, bank width].
+        transfers: transfers to the device.
+        tokens: maximum tokens of a pass.
+        ahead: maximum passes whose tables are in use.
     """
 
     def __init__(  # noqa: PLR0917 -- the tables of a rank
@@ -60,26 +60,26 @@ class DeviceEncoder:
         self._installed, self._programs, self._bank, self._transfers = installed, programs, bank, transfers
         self._records = torch.zeros((tokens, 2), dtype=torch.int64, device=transfers.device)
         self._uploads = [transfers.pinned(self._records.shape, torch.int64) for _ in range(ahead)]
-        # Without what reads rows, which is free once its layout is.
+        # Without the SAE encoders, which are freed with their layout.
         self._known: dict[int, tuple[ref[Layout], int, list[tuple[Kind, Alike]]]] = {}
         self._matrices = Matrices()
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that uploads are made from."""
+        """Bytes of the pinned host buffers of uploads."""
         return sum(upload.nbytes for upload in self._uploads)
 
     def upload(self, number: int, layouts: Sequence[Layout], of: Ints, records: Ints) -> list[tuple[Layout, slice]]:
-        """Tell which records are stored in another form, in one copy, layout by layout.
+        """Upload the lines of the records to encode, layout by layout, in one copy.
 
         Args:
-            number: of the pass.
-            layouts: those that occur.
-            of: the number of each record's layout, int64 [records].
-            records: first line of each record as it is computed, and as it is stored: int64 [records, 2].
+            number: number of the pass.
+            layouts: layouts that occur.
+            of: number of each record's layout, int64 [records].
+            records: first line of each record in raw form, and in encoded form: int64 [records, 2].
 
         Returns:
-            Which of the records in the upload are of each layout.
+            Each layout with the slice of the upload that holds its records.
         """
         order = np.argsort(of, kind="stable")
         buffer = self._uploads[number % len(self._uploads)]
@@ -89,7 +89,7 @@ class DeviceEncoder:
         return [(layout, slice(*one)) for layout, *one in zip(layouts, [0, *ends], ends, strict=False)]
 
     def launch(self, ring: torch.Tensor, work: Sequence[tuple[Layout, slice]]) -> None:
-        """Store the records of a pass that has been launched."""
+        """Encode the records of a pass that has been launched."""
         for layout, records in work:
             encoding = ENCODINGS[layout.form.coding.encoding]
             reads = [encoder for _, encoder in layout.form.reads]
@@ -100,7 +100,7 @@ class DeviceEncoder:
                 encoding.launch(ring, self._records[records], alike, vectors)
 
     def _matrix(self, kind: Kind, coding: Coding) -> torch.Tensor | None:
-        """The rank's part of the matrix that an encoding makes by itself, in the dtype of the rows."""
+        """Return the rank's part of an encoding's own matrix, in the dtype of the rows; None if it has none."""
         encoding = ENCODINGS[coding.encoding]
         if not encoding.seeded:
             return None
@@ -114,7 +114,7 @@ class DeviceEncoder:
         return self._matrices.get((kind, coding), make)
 
     def _alike(self, layout: Layout) -> list[tuple[Kind, Alike]]:
-        """The points of a layout, those together whose rows are alike."""
+        """Return the points of a layout, grouped by equal schemas; cached."""
         known = self._known.get(layout.number)
         if known is None or known[0]() is not layout or known[1] != self._programs.written:
             found = list(self._find_alike(layout))
@@ -135,7 +135,7 @@ class DeviceEncoder:
             yield kind, Alike(kind.schema, layout.form.coding, points, bank_rows)
 
     def _find_read(self, layout: Layout) -> Iterator[tuple[Kind, Alike]]:
-        """The points of a layout whose rows SAEs read, each by itself, in the order of these."""
+        """Return the points of a layout whose rows SAEs read, each by itself, in the order of the SAEs."""
         for local, raw, stored in zip(layout.locals, layout.raw.offsets, layout.stored.offsets, strict=True):
             schema = self._installed.schemas[local]
             at = self._there(np.array([[raw // LINE_BYTES, stored]], dtype=np.int64))
@@ -147,12 +147,12 @@ class DeviceEncoder:
 
 @dataclass(frozen=True)
 class _Group:
-    """Points of a rank whose rows are alike, as accumulators hold them.
+    """Points of a rank with equal schemas, as the accumulators store them.
 
     Args:
-        schema: of all of them.
-        points: see `triton_accumulate.NUMBER` and what follows, on the device.
-        sums, held: what is added up, and held apart, in elements: views of all of it.
+        schema: schema of all these points.
+        points: columns `NUMBER`, `SUM_AT`, `HELD_AT` of `kernels.triton_accumulate`, on the device.
+        sums, held: memory of all sums and of all held rows, as elements.
     """
 
     schema: PointSchema
@@ -162,16 +162,17 @@ class _Group:
 
 
 class DeviceAccumulators:
-    """The reductions that run along with their requests.
+    """Running reductions of requests, on the device.
 
-    An accumulator is laid out like a record of all points in `encodings.reduced`; what it holds, in `encodings.raw`.
+    An accumulator has the layout of a record of all points in `kernels.codecs.reduced`; a held row, that in
+    `kernels.codecs.raw`.
 
     Args:
-        installed: the rank's points.
-        accumulators: which are in use, and how far each has come.
+        installed: points of the rank.
+        accumulators: bookkeeping of the accumulators.
         layouts: line of each point in a record, on the device.
-        transfers: to and from the device.
-        ahead: passes whose tables may be under way.
+        transfers: transfers to and from the device.
+        ahead: maximum passes whose tables are in use.
     """
 
     def __init__(
@@ -193,16 +194,16 @@ class DeviceAccumulators:
         )
         self._uploads = [transfers.pinned(self._updates.shape, torch.int32) for _ in range(ahead)]
         self._groups = list(self._find_groups(installed))
-        self._leaving: dict[int, Any] = {}  # events of copies of accumulators, to be made before another begins there
+        self._leaving: dict[int, Any] = {}  # events of copies out of accumulators; a new reduction waits for them
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sums and of the rows held apart, on the device."""
+        """Bytes of the sums and of the held rows, on the device."""
         return self._sums.nbytes + self._held.nbytes
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that uploads are made from."""
+        """Bytes of the pinned host buffers of uploads."""
         return sum(upload.nbytes for upload in self._uploads)
 
     def _find_groups(self, installed: Installed) -> Iterator[_Group]:
@@ -222,14 +223,14 @@ class DeviceAccumulators:
             yield _Group(kind.schema, there, self._sums.view(torch.float32), held)
 
     def upload(self, number: int, step: Step, updates: Updates, sources: Ints, raw_lines: Ints) -> None:
-        """Tell what becomes of the reductions of a pass, in one copy.
+        """Upload the updates of a pass, in one copy.
 
         Args:
-            number: of the pass.
-            step: its tracked tokens.
-            updates: what it does to the reductions.
+            number: number of the pass.
+            step: step of its tracked tokens.
+            updates: updates of the accumulators.
             sources: first line in the ring of each token's record, int64 [tracked].
-            raw_lines: lines of a record of each layout, int64 [layouts].
+            raw_lines: lines of a raw record of each layout, int64 [layouts].
         """
         buffer = self._uploads[number % len(self._uploads)]
         layouts = step.layouts[updates.first]
@@ -243,7 +244,7 @@ class DeviceAccumulators:
         self._transfers.put(self._updates[: len(updates)], buffer[: len(updates)])
 
     def launch(self, ring: torch.Tensor, updates: int) -> None:
-        """Carry out the first updates of the upload."""
+        """Apply the first `updates` updates of the upload."""
         self._launch(ring, self._updates[:updates])
 
     def _launch(self, ring: torch.Tensor, updates: torch.Tensor) -> None:
@@ -254,7 +255,7 @@ class DeviceAccumulators:
             )
 
     def _table_of(self, updates: Updates, layouts: Ints, divisors: Ints | int) -> Ints:
-        """Updates as the kernel reads them, but for the lines: int64 [requests, columns]."""
+        """Return updates as a table for the kernel, without the lines: int64 [requests, columns]."""
         table: Ints = np.full((len(updates), self._updates.shape[1]), NONE, dtype=np.int64)
         table[:, kernel.ACCUMULATOR], table[:, kernel.KIND] = updates.accumulators, updates.kinds
         table[:, kernel.FRESH] = updates.fresh
@@ -264,7 +265,7 @@ class DeviceAccumulators:
         return table
 
     def spill(self, accumulator: int, layout: Layout, lines: Ints, arena: torch.Tensor) -> Any:
-        """Copy an accumulator, and what it holds, to lines of the arena; see `Taps.spill`."""
+        """Copy an accumulator and its held rows to lines of the arena; see `Taps.spill`."""
         copies = list(self._sums_of(accumulator, layout, int(lines[0]), arena))
         size = self._held[accumulator][0].nbytes
         for slot, line in enumerate(lines[-self._accumulators.held :].tolist()):
@@ -281,8 +282,8 @@ class DeviceAccumulators:
         lines: Ints,
         arena: torch.Tensor,
     ) -> Any:
-        """Carry out updates of held rows alone, divide, and copy the sums; see `Taps.finish`."""
-        # Of all points: those that a layout lacks are not copied, and its number may be another layout's by now.
+        """Apply updates that add held rows only, divide, and copy the sums to the arena; see `Taps.finish`."""
+        # For all points: those that a layout lacks are not copied, and its number may be another layout's by now.
         table = self._table_of(updates, np.full(len(updates), NONE), divisors).astype(np.int32)
         self._launch(ring, self._transfers.there(torch.from_numpy(table)))
         ends = zip(updates.accumulators.tolist(), layouts, lines.tolist(), strict=True)
@@ -309,13 +310,13 @@ class DeviceAccumulators:
 def _copies(
     target: int, source: int, part: RecordShape, whole: RecordShape, locals_: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """Copies of some points' rows out of a record of all of them: to which address, from which, and how many bytes.
+    """Return copies of some points' rows out of a record of all points: target, source and bytes of each.
 
     Args:
-        target, source: addresses of the records.
-        part: the record of the points.
-        whole: the record of all.
-        locals_: the indices of the points in it.
+        target, source: addresses of the two records.
+        part: shape of the record of some points.
+        whole: shape of the record of all points.
+        locals_: indices of these points in the record of all.
     """
     if part == whole:
         yield target, source, whole.lines * LINE_BYTES

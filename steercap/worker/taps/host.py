@@ -1,4 +1,4 @@
-"""The taps on CPU: plain PyTorch over host tensors sized by the step, rows written straight into the shared arena.
+"""Taps on CPU: PyTorch operations on host tensors; rows are written directly into the shared arena.
 
 A step is completed as soon as its pass has run.
 """
@@ -29,7 +29,7 @@ from steercap.worker.taps.host_rows import Copies, Encoded, HostAccumulators, Ke
 
 
 class HostTaps(Taps):
-    """The taps of a rank that computes on CPU."""
+    """Taps of a rank that computes on CPU."""
 
     def __init__(self, installed: Installed, sizes: TapSizes) -> None:
         super().__init__(installed, sizes)
@@ -38,10 +38,10 @@ class HostTaps(Taps):
         self._bank = torch.zeros((max(sizes.bank_rows, 1), installed.bank_width), dtype=torch.float32)
         self._edits = HostEdits(self.programs)
         self._sums = HostAccumulators(self.schemas, 0, 1)
-        self._keeping: tuple[list[Keeping], list[Keeping]] = ([], [])  # of rows before their edits, and after
+        self._keeping: tuple[list[Keeping], list[Keeping]] = ([], [])  # for rows before their edits, and after
         self._fired: Ints = np.zeros(len(self.points), dtype=np.int64)
         self._misfit: str | None = None
-        self._nonfinite: list[tuple[int, torch.Tensor]] = []  # points, and indices in the batch of rows kept there
+        self._nonfinite: list[tuple[int, torch.Tensor]] = []  # points, and batch indices of their non-finite rows
         self._num_tokens = 0
         self._labels: tuple[Ints, Ints] = (self._fired[:0], self._fired[:0])
         self._done: list[tuple[Step, Witness]] = []
@@ -58,7 +58,7 @@ class HostTaps(Taps):
         self.programs.configure(slot, configuration, bank_rows)
 
     def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
-        width = min(vectors.shape[1], self._bank.shape[1])  # there are no wider points here
+        width = min(vectors.shape[1], self._bank.shape[1])  # no point of this rank is wider
         self._bank[torch.tensor(bank_rows), :width] = vectors[:, :width]
 
     def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
@@ -80,7 +80,7 @@ class HostTaps(Taps):
         return None
 
     def _kept(self, step: Step, chosen: np.ndarray, updates: Updates | None, arena: Arena) -> Iterator[Keeping]:
-        """How the rows of the chosen tokens are kept."""
+        """Create the objects that keep the rows of the chosen tokens."""
         drained, encoded = chosen & step.drained, self.layouts.encoded[step.layouts]
         whole = np.flatnonzero(drained & ~encoded)
         if len(whole):
@@ -95,7 +95,7 @@ class HostTaps(Taps):
 
     def close(self, failure: str | None) -> None:
         step, self.open_step = self.open_step, None
-        self._keeping = ([], [])  # an SAE that nothing else keeps is free
+        self._keeping = ([], [])  # frees SAEs that nothing else refers to
         if step is not None:
             failure = failure or self._misfit or self._misfires()
             self._done.append((step, self._witness(step, failure)))
@@ -130,7 +130,7 @@ class HostTaps(Taps):
         )
 
     def wait_for(self, event: Any) -> None:
-        """It is there when `spill` or `finish` returns."""
+        """Return at once: copies are made before `spill` or `finish` returns."""
 
     @property
     def pending(self) -> Sequence[Step]:
@@ -161,7 +161,7 @@ class HostTaps(Taps):
         self._keep(1, hidden, residual, at)
 
     def _keep(self, when: int, hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
-        """Take the rows of one point that are wanted before its edits (0), or after them (1)."""
+        """Keep the rows of one point that are wanted before its edits (`when` 0), or after them (1)."""
         for keeping in self._keeping[when]:
             self._nonfinite += [(point, tokens) for tokens in keeping.take(hidden, residual, point)]
 

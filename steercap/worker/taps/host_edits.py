@@ -1,4 +1,4 @@
-"""The edits of a pass on CPU: what every slot asks at a point, as columns over the tokens of the pass."""
+"""Edits of a pass on CPU: the programs of the slots at a point, as columns over the tokens of the pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steercap.kernels.reference import Column, edit_stream
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
 
-#: The bits of an entry's kind that a column keeps, token by token.
+#: Bits of an entry's kind that a column holds as one mask each.
 _BITS: Final = {
     "used": USED,
     "reads": READS,
@@ -31,13 +31,13 @@ _BITS: Final = {
 
 
 class HostEdits:
-    """The edits of a pass, as columns over its tokens."""
+    """Edits of a pass, as columns over its tokens."""
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
         self._layout: tuple[object, ...] = ()
         self._columns: dict[int, tuple[Column, ...]] = {}
-        self._used: list[int] = []  # entries of the longest program of each point
+        self._used: list[int] = []  # length of the longest program at each point
         self._single_scope = False
         self._slots = np.zeros(0, dtype=np.int64)
         self._chosen = np.zeros(0, dtype=np.int64)
@@ -48,7 +48,7 @@ class HostEdits:
         self._overflowed = torch.zeros(0, dtype=torch.int64)
 
     def fill(self, step: Step) -> None:
-        """Take in the tokens of a pass that are changed."""
+        """Set the edited tokens of a pass."""
         self._chosen = np.flatnonzero(step.changed)
         self._tokens = torch.from_numpy(step.tokens[self._chosen])
         if not len(self._chosen):
@@ -66,7 +66,7 @@ class HostEdits:
             self._layout = layout
 
     def _lay_out(self, slots: Ints) -> None:
-        """Which slot each token has: one for all of them where they agree; and which points have work at all."""
+        """Set the slot of each token, or one slot where all tokens share it; and find the points with edits."""
         distinct = np.unique(slots)
         self._slots = distinct if len(distinct) == 1 else slots
         self._used = self._programs.counts[distinct].max(0).tolist()
@@ -74,7 +74,7 @@ class HostEdits:
         self._columns = {}
 
     def wanted(self, point: int, dtype: torch.dtype) -> bool:
-        """Whether this pass edits at this point, or must look at edited rows there."""
+        """Return whether this pass edits rows at this point, or must check edited rows there."""
         return len(self._tokens) > 0 and (self._used[point] > 0 or overflows_later(dtype))
 
     def apply(
@@ -94,7 +94,7 @@ class HostEdits:
             self._overflowed[stray & (self._overflowed == NONE)] = point
 
     def made(self, step: Step) -> tuple[Ints, Ints]:
-        """What the edits of each token of the step add up to, and the first point where they left no finite row."""
+        """Return the evidence of each token's edits, and the first point where they left a row that is not finite."""
         made, overflowed = np.zeros(len(step), dtype=np.int64), np.full(len(step), NONE, dtype=np.int64)
         if len(self._chosen):
             made[self._chosen], overflowed[self._chosen] = self._evidence.numpy(), self._overflowed.numpy()
@@ -115,7 +115,7 @@ class HostEdits:
 def _column(
     numbers: Mapping[str, npt.NDArray[np.int32]], response: npt.NDArray[np.float32], *, single_scope: bool
 ) -> Column:
-    """One entry of every token's slot."""
+    """Return the column of one entry, given its numbers in every token's slot."""
     kind = numbers["kind"]
     fields: dict[str, Any] = {
         name: torch.from_numpy(values) if (values != neutral).any() else None
@@ -132,12 +132,12 @@ def _column(
 
 
 def _replacements(step: Step, chosen: Ints, most: int) -> Ints:
-    """Bank row that each replacement puts in place of each chosen token, one column at least.
+    """Return the bank row of each replacement for each chosen token, at least one column: int64.
 
     Args:
-        step: the pass.
-        chosen: the tokens.
-        most: replacements of the slot that has most of them: entries name their columns also for tokens that none of
+        step: step of the pass.
+        chosen: indices of the tokens.
+        most: greatest number of replacements of a slot: entries name their columns also for tokens that none of
             them replaces.
     """
     table: Ints = np.full((len(chosen), max(most, 1)), NONE, dtype=np.int64)

@@ -1,6 +1,6 @@
-"""The rows of a pass on CPU: which are copied to the arena, stored in another encoding, or added to reductions.
+"""Storage of a pass's rows on CPU: they are copied to the arena, encoded, or added to reductions.
 
-Each member is filled before the pass, and asked at every point of it.
+Each class is set up before the pass, and called at every point of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from steercap.worker.taps.base import Kind
 
 
 class Keeping(ABC):
-    """Some of a pass's rows, at the points where they are wanted."""
+    """Rows of a pass that are kept in one way, at the points where they are wanted."""
 
     @abstractmethod
     def take(
@@ -42,7 +42,7 @@ class Keeping(ABC):
         residual: Float[torch.Tensor, "n width"] | None,
         point: int,
     ) -> Sequence[torch.Tensor]:
-        """Keep the rows of one point; gives the tokens of those that are not finite."""
+        """Keep the rows of one point; return the batch indices of rows that are not finite."""
 
 
 def _stray(tokens: torch.Tensor, rows: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -51,14 +51,14 @@ def _stray(tokens: torch.Tensor, rows: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class Copies(Keeping):
-    """Rows that are stored as they are: an index in the batch, and a line for each point.
+    """Rows that are stored as the model computes them.
 
     Args:
-        step: the pass.
-        chosen: its tokens that are stored so.
-        layouts: of their records.
-        arena: where they go.
-        schemas: of the points.
+        step: step of the pass.
+        chosen: indices of its tokens that are stored raw.
+        layouts: layouts of their records.
+        arena: arena to write to.
+        schemas: schemas of the points.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class Copies(Keeping):
 
 
 class Encoded(Keeping):
-    """Rows of one layout that are stored in another form than they are computed in.
+    """Rows of one layout that are stored in an encoding other than raw.
 
     Args:
-        step: the pass.
-        chosen: its tokens of this layout.
-        layout: of their records.
-        arena: where they go.
-        schemas: of the points.
-        kinds: what their rows are here.
-        programs: what each slot holds.
-        bank: its vectors.
+        step: step of the pass.
+        chosen: indices of its tokens of this layout.
+        layout: layout of their records.
+        arena: arena to write to.
+        schemas: schemas of the points.
+        kinds: kinds of the points' rows on this rank.
+        programs: contents of the slots.
+        bank: vector bank.
     """
 
     def __init__(  # noqa: PLR0917 -- the tables of a rank
@@ -137,7 +137,7 @@ class Encoded(Keeping):
         return _stray(self._tokens, rows)
 
     def _stored(self, rows: torch.Tensor, point: int) -> torch.Tensor:
-        """The rows of a point as they are stored."""
+        """Return the rows of a point in their stored form."""
         if (reads := self._reads.get(point)) is not None:
             blocks = rows.split(rows_at_once(reads, rows.shape[1]))
             return torch.cat([read(block, reads, self._coding.k) for block in blocks])
@@ -151,7 +151,7 @@ class Encoded(Keeping):
 
 
 def write_rows(arena: Arena, lines: Ints, stored: torch.Tensor, offset: int = 0) -> None:
-    """Put encoded rows, uint8 [rows, bytes], at lines of the arena, `offset` bytes behind their start."""
+    """Write encoded rows, uint8 [rows, bytes], to lines of the arena, `offset` bytes behind their start."""
     size = stored.shape[1]
     itemsize = next(one for one in (8, 4, 2, 1) if size % one == 0 and offset % one == 0)
     numbers = stored.numpy().view(f"u{itemsize}")
@@ -159,14 +159,14 @@ def write_rows(arena: Arena, lines: Ints, stored: torch.Tensor, offset: int = 0)
 
 
 class Reduced(Keeping):
-    """Rows that a pass adds to reductions that run along, or has them hold.
+    """Rows that a pass adds to running reductions, or holds for later.
 
     Args:
-        step: the pass.
-        updates: what it does to them.
-        chosen: which of its tokens count here: bool [tracked].
-        layouts: of their records.
-        accumulators: where they are added up.
+        step: step of the pass.
+        updates: updates of the accumulators in this pass.
+        chosen: True for the tokens that are handled here: bool [tracked].
+        layouts: layouts of their records.
+        accumulators: accumulators to add to.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Reduced(Keeping):
         chosen: npt.NDArray[np.bool_],
         layouts: Layouts,
     ) -> None:
-        """Rows added in one way, or held (None): their tokens, their targets, and at which points they are wanted."""
+        """Store tokens, targets and wanted points of the rows that are added in one way, or held (`kind` None)."""
         rows, targets = rows[chosen[rows]], targets[chosen[rows]]
         if len(rows):
             there = (layouts.offsets[step.layouts[rows]] != NONE).T
@@ -228,16 +228,16 @@ class Reduced(Keeping):
 
 
 class HostAccumulators:
-    """The reductions that run along with their requests.
+    """Running reductions of requests, in host memory.
 
     Args:
-        schemas: of the points.
-        total: reductions at once.
-        slots: rows held apart for each.
+        schemas: schemas of the points.
+        total: number of accumulators.
+        slots: held rows of each.
 
     Attributes:
-        sums: of each point, float32 [accumulators, width].
-        held: of each point, [accumulators × slots, width] in its dtype.
+        sums: accumulators of each point, float32 [accumulators, width].
+        held: held rows of each point, [accumulators × slots, width] in its dtype.
     """
 
     def __init__(self, schemas: Sequence[PointSchema], total: int, slots: int) -> None:
@@ -248,11 +248,11 @@ class HostAccumulators:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all sums and held rows."""
         return sum(tensor.nbytes for tensor in (*self.sums, *self.held))
 
     def begin(self, updates: Updates) -> None:
-        """Empty the accumulators that begin, and add what was held of the others."""
+        """Empty the accumulators that begin, and add the held rows of the others."""
         for kind, empty in ((SUM, 0.0), (MAX, -np.inf), (LAST, 0.0)):
             begun = torch.from_numpy(updates.accumulators[updates.fresh & (updates.kinds == kind)])
             for sums in self.sums if len(begun) else ():
@@ -267,7 +267,7 @@ class HostAccumulators:
 
 
 def add(sums: torch.Tensor, where: torch.Tensor, rows: torch.Tensor, kind: int) -> None:
-    """Add rows to those at `where`; several for the same one lie one after another."""
+    """Add rows to those at `where`; rows with the same target must be consecutive."""
     ends = ends_of_runs(where.numpy())
     if len(ends) < len(rows):
         runs = [rows[start:end] for start, end in pairwise([0, *ends.tolist()])]

@@ -1,4 +1,4 @@
-"""What the taps are told of the tokens of a pass, but for where rows go: worked out once for all steps of a series."""
+"""Table that tells the taps what to do with each token of a pass, computed once for all steps of a series."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from steercap.worker.step import Step
 
 @dataclass(frozen=True)
 class Pattern:
-    """The same for all steps of a series.
+    """Tables shared by all steps of a series; only the lines of rows differ.
 
     Args:
-        series: whose.
-        table: what each token of the pass is to have, LINE still NONE: int32 [tokens, columns].
-        kept: which of the tracked tokens are kept: bool [tracked].
-        records: the first line of each of their records, from the first of all: int64 [tracked].
-        stored: lines of each record as it is stored: int64 [tracked].
-        encoded: whether that is another form than it is computed in: bool [tracked].
-        drained: whether it goes to the arena: bool [tracked].
-        raw_lines: lines of all records as they are computed.
-        lines: these, and those of what is stored in another form.
+        series: identity of the series.
+        table: instructions for each token of the pass, LINE still NONE: int32 [tokens, columns].
+        kept: True for the tracked tokens that are kept: bool [tracked].
+        records: first line of each raw record, relative to that of the first: int64 [tracked].
+        stored: lines of each stored record: int64 [tracked].
+        encoded: True where that is stored in another form than it is computed in: bool [tracked].
+        drained: True where it goes to the arena: bool [tracked].
+        raw_lines: total lines of the raw records.
+        lines: total lines of the raw and the encoded records.
     """
 
     series: object
@@ -42,7 +42,7 @@ class Pattern:
 
     @staticmethod
     def of(step: Step, num_tokens: int, layouts: Layouts) -> Pattern:
-        """Of a step among `num_tokens` tokens, padding not counted."""
+        """Create the pattern of a step among `num_tokens` tokens, padding not counted."""
         kept, changed, drained = step.kept, step.changed, step.drained
         raw, stored = layouts.raw_lines[step.layouts], layouts.lines[step.layouts]
         encoded = layouts.encoded[step.layouts] & drained
@@ -59,11 +59,11 @@ class Pattern:
         return Pattern(step.series, table, kept, np.cumsum(raw) - raw, stored, encoded, drained, total, lines)
 
     def sources(self, line: int) -> Ints:
-        """The first line of each record, NONE for none, if the first of all lies at `line`: int64 [tracked]."""
+        """Return the first line of each raw record, NONE for none, given the line of the first: int64 [tracked]."""
         return np.where(self.kept, self.records + line, NONE)
 
     def targets(self, line: int) -> Ints:
-        """The first line of what is stored in another form, likewise: int64 [encoded]."""
+        """Return the first line of each encoded record, given the line of the first raw one: int64 [encoded]."""
         stored = self.stored[self.encoded]
         targets: Ints = line + self.raw_lines + np.cumsum(stored) - stored
         return targets

@@ -1,4 +1,4 @@
-"""A ring of places on the device: each pass takes the next ones until what it put there was copied away."""
+"""Ring buffer of places on the device: a pass holds consecutive places until its rows were copied away."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ Holder = TypeVar("Holder")
 
 
 class Ring(Generic[Holder]):
-    """Places 0 to `size`.
+    """Ring buffer of the places 0 to `size`.
 
     Args:
-        size: how many places there are.
+        size: number of places.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._next = 0
-        self._taken: deque[tuple[int, int, Holder]] = deque()  # first, stop, and who holds it
+        self._taken: deque[tuple[int, int, Holder]] = deque()  # first place, stop, and holder
 
     @property
     def taken(self) -> int:
-        """How many places are taken."""
+        """Number of places that are taken."""
         return sum(stop - first for first, stop, _ in self._taken)
 
     def reserve(self, count: int) -> tuple[int, list[Holder]]:
-        """Places for one pass, consecutive.
+        """Choose consecutive places for one pass, and drop their old holders from the ring.
 
         Returns:
-            The first of them, and the holders of any of them, which are to be waited for.
+            The first place, and the old holders, which must be waited for.
 
         Raises:
-            ValueError: more than there are.
+            ValueError: `count` exceeds the size of the ring.
         """
         if count > self.size:
             raise ValueError(f"{count} places in a ring of {self.size}")
@@ -44,15 +44,15 @@ class Ring(Generic[Holder]):
         return first, waiting
 
     def hold(self, first: int, count: int, holder: Holder) -> None:
-        """These places are taken until `holder` gives them back."""
+        """Mark places as taken until `holder` frees them."""
         if count:
             self._taken.append((first, first + count, holder))
 
     def _overlaps(self, first: int, stop: int) -> bool:
-        """Whether any pass holds places in between; the oldest ones are the next in line."""
+        """Return whether any holder has places from `first` up to `stop`."""
         return any(start < stop and first < end for start, end, _ in self._taken)
 
     def free(self, holder: Holder) -> None:
-        """Take back the places of the oldest holder, if it is this one."""
+        """Free the places of the oldest holder, if it is this one."""
         while self._taken and self._taken[0][2] is holder:
             self._taken.popleft()

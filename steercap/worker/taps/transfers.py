@@ -1,7 +1,7 @@
-"""How bytes move between host and device while the model runs.
+"""Copies between host and device while the model runs.
 
-A pass over hundreds of requests has hundreds of rows to copy to as many places: the CUDA driver has taken such a list
-in one call since 12.8, for which PyTorch has no name; before that they are queued one by one.
+A pass over hundreds of requests has hundreds of rows to copy to as many places. Since CUDA 12.8 the driver takes such
+a list in one call, which PyTorch does not offer; before that the copies are queued one by one.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class _Attributes(ctypes.Structure):
 
 
 class Transfers(Protocol):
-    """How bytes move between host and device beside a model that runs. Events say how far it is."""
+    """Copies between host and device beside a running model; events mark their progress."""
 
     device: torch.device
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device can read and write by itself."""
+        """Allocate host memory that the device can access directly."""
 
     def there(self, values: torch.Tensor) -> torch.Tensor:
-        """Host values on the device, for what the model's stream does next."""
+        """Copy host values to the device, for the next work on the model's stream."""
 
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy pinned memory to the device, before what the model's stream does next."""
+        """Copy pinned memory to the device, before the next work on the model's stream."""
 
     def now(self) -> Any:
-        """An event behind all that the model's stream has been given so far."""
+        """Return an event after all work on the model's stream so far."""
 
     def fetch(self, after: Any, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> Any:
         """Copy `sizes` bytes from addresses on the device to pinned addresses, once `after` was reached.
@@ -56,31 +56,31 @@ class Transfers(Protocol):
         Args:
             after: an event on the model's stream.
             targets, sources, sizes: int64 [copies] each.
-            urgent: whether somebody waits for it; if not, what the runner copies goes first.
+            urgent: True if somebody waits for it; else the runner's own copies go first.
 
         Returns:
-            The event behind these copies.
+            The event after these copies.
         """
 
     def done(self, event: Any) -> bool:
-        """Whether the device has reached an event: the copies before it have been made."""
+        """Return whether the device has reached an event."""
 
     def wait(self, event: Any) -> None:
-        """Wait here until the device has reached an event."""
+        """Block until the device has reached an event."""
 
     def hold(self, event: Any) -> None:
-        """Have the model's stream wait for an event."""
+        """Make the model's stream wait for an event."""
 
 
 class CudaTransfers:
     """Transfers on a CUDA device: copies to the host on a stream of their own, many in one call of the driver.
 
-    A device has one engine for copies to the host. What the runner copies there, the sampled tokens that its scheduler
-    waits for, goes first.
+    A device has one engine for copies to the host. The runner's copies, the sampled tokens that its scheduler
+    waits for, go first.
 
     Args:
         device: the model's device.
-        first: the stream on which the runner copies to the host, if it has one.
+        first: stream on which the runner copies to the host, if it has one.
     """
 
     def __init__(self, device: torch.device, first: torch.cuda.Stream | None = None) -> None:
@@ -108,7 +108,7 @@ class CudaTransfers:
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record()  # of the device that is current in the worker, its own; to look it up takes long
+        event.record()  # on the current device, which is the worker's own; looking it up is slow
         return event
 
     def fetch(
@@ -128,7 +128,7 @@ class CudaTransfers:
         return event
 
     def _fetch_all(self, targets: Ints, sources: Ints, sizes: Ints, handle: ctypes.c_void_p) -> bool:
-        """Queue all copies in one call; whether the driver takes it."""
+        """Queue all copies in one call; return whether the driver accepted them."""
         arrays = [np.ascontiguousarray(numbers, dtype=np.uint64) for numbers in (targets, sources, sizes)]
         pointers = [ctypes.c_void_p(numbers.ctypes.data) for numbers in arrays]
         count, one = ctypes.c_size_t(len(sizes)), ctypes.c_size_t(1)
@@ -136,7 +136,7 @@ class CudaTransfers:
         attributes, first = ctypes.byref(self._attributes), ctypes.byref(self._first)
         status = self._batch(*pointers, count, attributes, first, one, *failed, handle)
         if status:
-            self._batch = None  # not this driver, or not this memory: one by one then
+            self._batch = None  # this driver, or this memory, does not support it: copy one by one
         return not status
 
     def done(self, event: torch.cuda.Event) -> bool:
@@ -150,14 +150,14 @@ class CudaTransfers:
 
 
 def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
-    """Records that lie one after another on both sides, as one piece.
+    """Merge records that are consecutive on both sides into runs.
 
     Args:
-        targets, sources: first line of each record where it goes to, and where it comes from.
+        targets, sources: first target line and first source line of each record.
         records: lines of each record, one at least.
 
     Returns:
-        Of each piece: its first line where it goes to, and where it comes from; its lines.
+        First target line, first source line and number of lines of each run.
     """
     follows = [lines[1:] == lines[:-1] + records[:-1] for lines in (targets, sources)]
     first = np.flatnonzero(np.concatenate([[True], ~(follows[0] & follows[1])]))
@@ -165,7 +165,7 @@ def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]
 
 
 def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, Ints, Ints]:
-    """Copies of at most `most` bytes each, in their order."""
+    """Split copies into pieces of at most `most` bytes each, in their order."""
     if not len(sizes) or sizes.max() <= most:
         return targets, sources, sizes
     parts = -(-sizes // most)
