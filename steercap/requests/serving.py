@@ -1,7 +1,6 @@
 """Lifecycle of one model's engine, from start to close, and the calls that run on it.
 
-A dead engine is restarted when it is next needed, if the settings ask for restarts; see "Life of an engine" in
-docs/architecture.md.
+A dead engine is restarted when it is next needed, if the settings ask for restarts; see docs/mechanisms/engine.md.
 """
 
 from __future__ import annotations
