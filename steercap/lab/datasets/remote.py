@@ -92,9 +92,7 @@ class RemoteFolder(Storage):
             yield Path(there.name)
 
     def sweep(self) -> None:
-        """Remove all scratch files, since the process that wrote one cannot be identified; so one call at a time may
-        write.
-        """
+        """Remove all scratch files; their writers cannot be identified, so one call at a time may write."""
         if self._puts:
             return
         with _as_os_error():

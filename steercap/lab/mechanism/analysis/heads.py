@@ -133,8 +133,7 @@ def ov_circuit(
     random: int = RANDOM,
     seed: int = 0,
 ) -> pa.Table:
-    """Measure the output of each head that attends to a row holding a vector: its strength, and its part along the
-    vector.
+    """Measure the output of each head that attends to a row holding a vector: strength, and part along the vector.
 
     Args:
         vectors, weights, layer, layers, random, seed: as for `head_reads`.
