@@ -73,9 +73,7 @@ class LogitAttribution:
         return len(self.read)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a dictionary for each row and feature: position, read, token, logit, feature, activation,
-        contribution.
-        """
+        """Return a dictionary for each row and feature: position, read, token, logit, feature, activation, ..."""
         return [
             {
                 "position": int(self.positions[row]),

@@ -82,8 +82,7 @@ class ModelWeights:
 
     @cached_property
     def embedding(self) -> Float[torch.Tensor, "vocabulary hidden"]:
-        """Rows of the embedding as in the checkpoint, without any factor the model applies: float32 [vocabulary,
-        hidden].
+        """Rows of the embedding as in the checkpoint, without factors the model applies: float32 [vocabulary, hidden].
 
         Raises:
             InvalidFile: the files lack the embedding.

@@ -130,8 +130,7 @@ class Unembedding:
         return self._head.get_parameter("weight")
 
     def logits(self, rows: Float[torch.Tensor, "*any hidden"]) -> Float[torch.Tensor, "*any vocabulary"]:
-        """Compute logits of the next token: float32 [..., vocabulary]. For the last layer's rows, they are the model's
-        own.
+        """Compute logits of the next token: float32 [..., vocabulary]. For the last layer's rows, they are the model's.
 
         Args:
             rows: rows of "resid_post" or "resid_pre", any dtype, [..., hidden].
