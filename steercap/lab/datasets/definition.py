@@ -245,7 +245,7 @@ def decode(content: bytes, path: str) -> Definition:
     """Return a folder's definition, decoded from JSON.
 
     Raises:
-        InvalidFile: it cannot be read, or is of another version.
+        InvalidFile: the file cannot be read, or is of another version.
     """
     try:
         said = msgspec.json.decode(content)

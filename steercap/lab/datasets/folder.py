@@ -400,7 +400,7 @@ def _decode(content: bytes, kind: type[Document], path: str) -> Document:
     """Decode a file of the current version.
 
     Raises:
-        InvalidFile: it cannot be read, or is of another version.
+        InvalidFile: the file cannot be read, or is of another version.
     """
     try:
         return _understood(content, kind, path)
@@ -412,8 +412,8 @@ def _understood(content: bytes, kind: type[Document], path: str) -> Document:
     """Decode a file of the current version.
 
     Raises:
-        InvalidFile: it is of another version.
-        One of UNREADABLE: it cannot be read.
+        InvalidFile: the file is of another version.
+        One of UNREADABLE: the file cannot be read.
     """
     said = msgspec.json.decode(content)
     version = said.get("version") if isinstance(said, dict) else None

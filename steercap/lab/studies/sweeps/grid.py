@@ -231,9 +231,7 @@ class Sweep:
             yield Request(number, condition, prompt, sample)
 
     def sampling_of(self, request: Request) -> dict[str, Any]:
-        """Return vLLM sampling parameters of one answer; its seed depends on prompt and sample, not on the
-        condition.
-        """
+        """Return vLLM sampling parameters of one answer; its seed depends on prompt and sample, not the condition."""
         seed = derived_seed(f"{self.seed}/{request.prompt}/{request.sample}")
         return {**self.sampling, "seed": seed}
 
