@@ -47,8 +47,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         sites: one site or several; None for all that were collected.
         at: points by name or by layer and site, instead.
         join: form of rows of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of
-            each point by
-            itself, which multiplies the number of rows by that of points.
+            each point by itself, which multiplies the number of rows by that of points.
         positions: positions in the window to keep: `slice(1, None)` leaves out the first token of each.
         without_tokens: token ids whose rows are left out.
         keep: function from an `Index` to a truth value for each row.
@@ -186,7 +185,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         """
         order = Order.checked(batch_size, shuffle, buffer, seed, epochs, drop_last, *ranks(rank, world_size))
         self._have_room(order.buffer)
-        # What is fetched is fetched whole.
+        # Remote shards are fetched whole.
         return ActivationBatches(self, Blocks.of(self._edges * self._each, whole=self._is_remote), order)
 
     def gather(self, numbers: NDArray[np.int64]) -> Rows | Labelled:

@@ -46,8 +46,7 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rows: number of tokens whose rows were kept.
         bytes: size of the files of all shards.
         sha256: hash over the receipts of all shards, in order, which hold the SHA-256 of their files; two data sets
-            with the
-            same hash are equal.
+            with the same hash are equal.
     """
 
     version: int

@@ -1,7 +1,7 @@
 """Data set storage behind a URL, by fsspec.
 
-On an object store, a file appears when its upload ends. On other file systems, it is written to a scratch name and
-then moved.
+On an object store, a file appears when its upload ends. On other file systems, it is written to a scratch name and then
+moved.
 """
 
 from __future__ import annotations

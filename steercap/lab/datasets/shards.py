@@ -1,7 +1,7 @@
 """Shard of a data set: rows, index and statistics, and the receipt that commits it.
 
-The receipt is written last: a shard exists if and only if its receipt does. Files without one are debris of a
-writer that was killed; they are replaced when the shard is written again.
+The receipt is written last: a shard exists if and only if its receipt does. Files without one are debris of a writer
+that was killed; they are replaced when the shard is written again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Statistics of the rows of a point, from a sample of them: moments of each element, norms, sparsity.
 
-Computed per shard and merged in the order of shards in float64, so equal shards give equal bits. Deviations of
-elements are rounded to float32 before they are added.
-Shape legend: `rows` = sampled rows, `width` = elements of a row.
+Computed per shard and merged in the order of shards in float64, so equal shards give equal bits. Deviations of elements
+are rounded to float32 before they are added. Shape legend: `rows` = sampled rows, `width` = elements of a row.
 """
 
 from __future__ import annotations
@@ -131,8 +130,7 @@ def drawn(rows: int, every: int, seed: int) -> NDArray[np.int64] | None:
     """Draw one row in `every`, at least one; return their numbers, ascending: int64 [chosen], or None for all.
 
     Rows are drawn, not counted off: in windows of one length, counting would sample the same positions, and the first
-    row
-    of a window is unlike the others.
+    row of a window is unlike the others.
 
     Args:
         rows: number of rows to draw from.

@@ -99,8 +99,7 @@ class Direct:
     """File writer that sends whole pages to the disk past the page cache, if the file system supports it.
 
     A data set is mostly larger than memory, and would fill the page cache at the expense of everything else; fresh
-    memory
-    costs a virtual machine more than its disk does.
+    memory costs a virtual machine more than its disk does.
 
     Args:
         file: file to write to, unbuffered.
@@ -218,8 +217,8 @@ def copied(chunks: Iterable[Buffer], file: _Writable) -> FileReceipt:
 def _parts(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
     """Regroup bytes in parts of CHUNK, the last one shorter: each part costs one wait for the interpreter lock.
 
-    All parts share one page-aligned buffer, which the next part overwrites: NumPy copies without the
-    lock, and fresh memory for every part would cost as much as the copy.
+    All parts share one page-aligned buffer, which the next part overwrites: NumPy copies without the lock, and fresh
+    memory for every part would cost as much as the copy.
     """
     memory = mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)  # or a fork while it is written past the page cache may change what is written

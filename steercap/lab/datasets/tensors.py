@@ -49,8 +49,7 @@ def encoded(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str
 
     Args:
         tensors: tensors by name, each in one or more pieces along its first axis, on the CPU, of one dtype and row
-            shape; a scalar
-            in one piece.
+            shape; a scalar in one piece.
         metadata: texts by name, for the header.
 
     Yields:

@@ -27,14 +27,13 @@ async def calibrate(
 ) -> Calibration:
     """Measure location and spread of the elements of a model's rows over texts; no row leaves the workers.
 
-    The texts are read unsteered, even inside `model.steered`. Inside `model.sketch` they join that
-    sketch too, as all calls do.
+    The texts are read unsteered, even inside `model.steered`. Inside `model.sketch` they join that sketch too, as all
+    calls do.
 
     Args:
         model: an open model.
         texts: str, token ids, or `Exchange(prompt, response)`, which is read as a whole: some dozens that resemble the
-            texts
-            to be captured.
+            texts to be captured.
         layers, sites: layers and sites of the rows.
         tokens: tokens of the rows. By default all but the first, whose row in most models is an attention sink.
         add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.

@@ -24,8 +24,8 @@ class Contrast:
 
     Args:
         positive, negative: rows of each kind, float32 [texts, layers, hidden].
-        positive_groups, negative_groups: group of each text, such as its question: texts of one group are held
-            out together, and are paired, in their order, for methods that compare pairs.
+        positive_groups, negative_groups: group of each text, such as its question: texts of one group are held out
+            together, and are paired, in their order, for methods that compare pairs.
     """
 
     positive: Float[torch.Tensor, "p layers hidden"]

@@ -90,10 +90,9 @@ async def extract(
         tokens: tokens of the rows of a text that is not an Exchange. By default all but the first, whose row in most
             models is an attention sink: a hundred times as long as the others, it would dominate a mean.
         reduce: reduction of a text's rows to one, in the workers, so that one row per text and layer is moved. None
-            moves
-            all of them and takes their mean here.
-        groups: group of each positive text, such as its question; by default its index in the list. Groups are
-            held out, and paired, as a whole.
+            moves all of them and takes their mean here.
+        groups: group of each positive text, such as its question; by default its index in the list. Groups are held
+            out, and paired, as a whole.
         negative_groups: the same for the negative texts; `groups` by default.
         held_out: share of the groups to hold out for testing the direction: `provenance.auc`.
         seed: seed of the split, and of methods that use random numbers.
@@ -240,8 +239,7 @@ async def asked_of(
         model: model that reads.
         texts: texts to read.
         selection: selection of rows of a text that is not an Exchange.
-        special: add the tokenizer's special tokens to a str; None is True, and warns of texts
-            that already have them.
+        special: add the tokenizer's special tokens to a str; None is True, and warns of texts that already have them.
 
     Raises:
         InvalidSpec: an exchange has an empty response, or an entry is not a text.

@@ -2,8 +2,8 @@
 
 The rule: of the layers, in their order, that tie at the highest AUC held out, take the longest run of neighbours, and
 of it the middle one; among runs of equal length, the one nearest the middle of all layers. A single best layer may be
-chance; one whose neighbours do as well is less likely to be. If even the highest AUC lies
-inside the chance band, the texts do not distinguish layers, and the suggestion is only a place to begin.
+chance; one whose neighbours do as well is less likely to be. If even the highest AUC lies inside the chance band, the
+texts do not distinguish layers, and the suggestion is only a place to begin.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ def chance_band(positive: int, negative: int) -> tuple[float, float]:
 
     The AUC is Mann and Whitney's U / (p n). Its distribution is counted where there are few texts, and beyond `COUNTED`
     pairs it is normal, with standard deviation sqrt((p + n + 1) / (12 p n)). Answers to one question are dependent, so
-    the
-    true band is somewhat wider.
+    the true band is somewhat wider.
 
     Args:
         positive, negative: number of scored texts of each kind, 1 or more.

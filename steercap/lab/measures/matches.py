@@ -21,8 +21,8 @@ class Matches(Measure):
 
     Args:
         name: name of the measure.
-        pattern: expression for Python's `re`, searched anywhere; case and multi-line matching are set in the
-            pattern: "(?im)^dear".
+        pattern: expression for Python's `re`, searched anywhere; case and multi-line matching are set in the pattern:
+            "(?im)^dear".
         per_words: count matches per 100 words; NaN for an answer without a word.
 
     Raises:

@@ -46,8 +46,8 @@ class Difference(msgspec.Struct, frozen=True):
     Args:
         value: mean of the clusters' differences; for factors the geometric mean of their ratios.
         low, high: ends of the interval; NaN for fewer than two clusters.
-        p: two-sided p of the sign-flip test: probability of a mean difference as far from 0 if
-            the sign of each cluster were random; NaN for fewer than two clusters, or if a difference is infinite.
+        p: two-sided p of the sign-flip test: probability of a mean difference as far from 0 if the sign of each cluster
+            were random; NaN for fewer than two clusters, or if a difference is infinite.
         clusters: number of clusters measured for both.
     """
 

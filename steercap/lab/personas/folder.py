@@ -33,8 +33,7 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model: identity of the model.
         settings: settings with traits in full, earlier ones included.
         done: finished work, "stage/trait" or "stage" for stages of all traits, with the SHA-256 of the inputs it
-            depended
-            on.
+            depended on.
     """
 
     version: int

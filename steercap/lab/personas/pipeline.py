@@ -56,10 +56,9 @@ async def run(
     Args:
         model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
         settings: settings of the run.
-        out: the run's folder. An interrupted run resumes; a finished one is
-            read. Where only later settings differ, the stages that depend on them are repeated. Traits may be
-            added, dropped and reordered: only missing answers are requested, and the results of the others stay in the
-            tables.
+        out: the run's folder. An interrupted run resumes; a finished one is read. Where only later settings differ, the
+            stages that depend on them are repeated. Traits may be added, dropped and reordered: only missing answers
+            are requested, and the results of the others stay in the tables.
         progress: function called with a `Progress`.
 
     Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.

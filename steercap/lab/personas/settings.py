@@ -67,14 +67,12 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         scorer: name in `steercap.lab.measures.scores.SCORERS`.
         scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
         threshold_high, threshold_low: minimum score of kept answers under a positive prompt, and maximum under a
-            negative
-            one.
+            negative one.
         paired: keep an answer only with its counterpart, which has the same question, sample and prompt index.
         min_kept: minimum number of kept answers of each kind; a trait with fewer is left out.
         layers, site: layers and site of the rows: "all", an index or several; several become a tuple.
-        read_system: put the system prompt before an answer when it is read again, as in the
-            paper. The rows may then show the prompt rather than the answer; False reads each answer after its question
-            alone.
+        read_system: put the system prompt before an answer when it is read again, as in the paper. The rows may then
+            show the prompt rather than the answer; False reads each answer after its question alone.
         method: name in `steercap.lab.directions.METHODS`.
         held_out: share of the questions held out from the vector, to test it on.
 

@@ -59,8 +59,8 @@ class Batch:
     Args:
         roles: sequences of all examples, one entry for each sequence of an example, in the same order.
         owners: trait index of each example: int64 [examples].
-        draws: random number in [0, 1) for each example, for objectives that sample: float32 [examples]; None to
-            average instead of sampling.
+        draws: random number in [0, 1) for each example, for objectives that sample: float32 [examples]; None to average
+            instead of sampling.
     """
 
     roles: tuple[Padded, ...]

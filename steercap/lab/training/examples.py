@@ -27,8 +27,8 @@ class Example:
         prompt: text, token ids or a conversation; "" for a text by itself, whose first token is then the prompt where
             the tokenizer begins with none of its own.
         response: text to make likelier.
-        source: origin, such as its question: examples of one source are on the same side of the split.
-            None for a source of its own.
+        source: origin, such as its question: examples of one source are on the same side of the split. None for a
+            source of its own.
     """
 
     prompt: Prompt

@@ -1,7 +1,7 @@
 """Differentiable formula of the tap, `h <- h + f(u·h + b) w`, for sequences with vectors of their own.
 
-`core.program.Response` defines f; `kernels.reference` computes the same for an engine. Shape legend: n =
-sequences, t = tokens of the longest, k = specs that are trained side by side.
+`core.program.Response` defines f; `kernels.reference` computes the same for an engine. Shape legend: n = sequences, t =
+tokens of the longest, k = specs that are trained side by side.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Doses:
 
     Args:
         factors: factors, [n]: 0 for no edit, -1 for the opposite; None for 1 everywhere.
-        nulled: sequences, bool [n], whose positive projection on each write direction is removed
-            instead of the edit; None for none.
+        nulled: sequences, bool [n], whose positive projection on each write direction is removed instead of the edit;
+            None for none.
     """
 
     factors: Float[torch.Tensor, " n"] | None = None
@@ -156,8 +156,8 @@ def _bounded(value: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
 def gate(p: Float[torch.Tensor, "n t"], threshold: Any, width: float) -> Float[torch.Tensor, "n t"]:
     """Return 1 where p is above the threshold, else 0, with the gradient of sigmoid((p - threshold) / width).
 
-    Straight-through estimator (Bengio et al. 2013, arXiv:1308.3432): the forward value is that of the saved edit,
-    and only the gradient is smooth.
+    Straight-through estimator (Bengio et al. 2013, arXiv:1308.3432): the forward value is that of the saved edit, and
+    only the gradient is smooth.
 
     Args:
         p: projections.

@@ -1,7 +1,7 @@
 """transformers model whose rows are read or changed at steercap's points, by hooks in each pass.
 
-transformers has several implementations of attention, and some ignore features of a model: sdpa the soft cap of
-Gemma 2. So the chosen implementation is compared with the eager one, which is complete, before anything is computed.
+transformers has several implementations of attention, and some ignore features of a model: sdpa the soft cap of Gemma
+2. So the chosen implementation is compared with the eager one, which is complete, before anything is computed.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class TrainingSettings:
         optimizer: function that makes an optimiser from an iterable of parameters: a class of `torch.optim`, or
             `functools.partial(torch.optim.SGD, lr=0.1)`. Each trait has one of its own.
         scheduler: function that makes a learning rate scheduler from an optimiser, stepped with it; None for none.
-        norm_penalty, sparsity_penalty: weights of the sum of squares and of the sum of absolute values of the
-            trained parameters, which are added to the loss.
+        norm_penalty, sparsity_penalty: weights of the sum of squares and of the sum of absolute values of the trained
+            parameters, which are added to the loss.
         max_grad_norm: norm to which a trait's gradient is clipped; None for no bound.
         gate_width: width of the relaxation of trained thresholds, in the units of the projection: see
             `steercap.lab.training.formula.gate`.

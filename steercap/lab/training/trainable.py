@@ -1,8 +1,8 @@
 """Spec whose vectors are parameters, lowered by the edits themselves, so that training matches the taps.
 
 An edit's own `lower` is run on an edit that holds parameters instead of its vectors, and torch differentiates it with
-respect to
-them. No operation is implemented a second time; one added to `steercap.steering.edits` can be trained at once.
+respect to them. No operation is implemented a second time; one added to `steercap.steering.edits` can be trained at
+once.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def train(
     Args:
         model: a checkpoint, a name on the hub, or a `HookedModel`, which several calls can share.
         examples: `Example`s, `Preference`s or `Prompted`s, as required by the objective.
-        edit: initial edit: an edit or a spec with its initial vectors, or
-            `TrainableAdd(layers=[14])`, `TrainableLowRank(layers=[14], rank=4)`.
+        edit: initial edit: an edit or a spec with its initial vectors, or `TrainableAdd(layers=[14])`,
+            `TrainableLowRank(layers=[14], rank=4)`.
         out: folder of the run. An interrupted run resumes, on a CPU to the same vector bit for bit; a finished one is
             read.
         objective: a name in `steercap.lab.training.OBJECTIVES`, or a member with settings of its own, such as

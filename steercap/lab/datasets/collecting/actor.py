@@ -1,8 +1,7 @@
 """Ray actor that owns an engine and writes the shards it is given.
 
 Arguments and answers are bytes, numbers and documents; only the function that opens the model and `Asked`, which may
-hold a
-predicate, are pickled by Ray.
+hold a predicate, are pickled by Ray.
 """
 
 from __future__ import annotations

@@ -58,10 +58,10 @@ async def collect(
 ) -> Collected:
     """Read a corpus into a data set of activations on disk, readable by `steercap.lab.datasets` and other tools.
 
-    An interrupted call loses only the shards that were not written yet; repeating the same call
-    resumes it. Every document is in the data set once. With `concurrency=1` the data set is the same, bit for bit,
-    whenever and however often it was interrupted; otherwise rows may differ in their last bits, as they do from
-    batch to batch, and through them which rows `ByProbe` keeps and which texts `params` generates.
+    An interrupted call loses only the shards that were not written yet; repeating the same call resumes it. Every
+    document is in the data set once. With `concurrency=1` the data set is the same, bit for bit, whenever and however
+    often it was interrupted; otherwise rows may differ in their last bits, as they do from batch to batch, and through
+    them which rows `ByProbe` keeps and which texts `params` generates.
 
     Args:
         model: an open model; with `ray` it need not be started.
@@ -71,13 +71,13 @@ async def collect(
         folder: folder of the data set: a path, or the URL of an fsspec file system.
         layers, sites, codec, k: shorthand for `capture=CaptureSpec(layers=..., ...)`.
         capture: spec of the rows to keep, without `reduce`, `project`, `sae` and `gather=False`.
-        tokens: selection of tokens whose rows are kept: as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`;
-            by default those of `capture`. Positions count in each window by itself.
+        tokens: selection of tokens whose rows are kept: as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`; by
+            default those of `capture`. Positions count in each window by itself.
         context: maximum tokens of a window, by default as many as the engine takes.
-        long: treatment of longer documents: they are "split" into windows, each read by itself, "cut"
-            off, or "refuse"d. By default "split"; "refuse" where something is generated.
-        bos: place of the beginning-of-text token: as the tokenizer puts it before a "document", before each
-            "window" too, or "none".
+        long: treatment of longer documents: they are "split" into windows, each read by itself, "cut" off, or
+            "refuse"d. By default "split"; "refuse" where something is generated.
+        bos: place of the beginning-of-text token: as the tokenizer puts it before a "document", before each "window"
+            too, or "none".
         chat_template_kwargs: further arguments of the chat template. A conversation that ends with the assistant's
             message is read as it is; any other with the generation prompt.
         params: sampling parameters, to let the model continue each document; generated tokens' rows are collected too.
@@ -90,15 +90,13 @@ async def collect(
         statistics_every: sampling interval of statistics, one row in so many; 0 for none. By default 8 for each point:
             many points take no more time than one.
         concurrency: maximum windows in flight; by default as many as the engine can use, within memory.
-        verify: check existing shards by their hashes, rather than by their sizes alone;
-            damaged shards are collected again.
+        verify: check existing shards by their hashes, rather than by their sizes alone; damaged shards are collected
+            again.
         progress: function called with a `Progress` now and then.
         storage_options: options of the URL's file system.
         ray: Ray actors among which the corpus is distributed. Each starts an engine with this model's arguments. A
-            shard
-            has the same documents, whichever actor makes it, and with `concurrency=1` the same bits; otherwise it may
-            differ
-            as it does from call to call. All machines must reach the folder. `concurrency` is per engine.
+            shard has the same documents, whichever actor makes it, and with `concurrency=1` the same bits; otherwise it
+            may differ as it does from call to call. All machines must reach the folder. `concurrency` is per engine.
 
     Returns:
         Summary of the complete data set.
@@ -179,12 +177,10 @@ def activations(
         buffer: rows that a batch is drawn from; at least `batch_size`. A quarter more may be queued before it.
         seed: seed of the draws, and of sampling with `params`.
         join: form of rows of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of
-            each point
-            by itself.
+            each point by itself.
         normalise: normalisation: "none", "mean", "standard" or "norm", as for `ActivationDataset`.
         statistics: statistics of each point by its name, such as those of a data set; by default of the rows in the
-            first
-            full buffer. The stream's `normalisations` holds the result.
+            first full buffer. The stream's `normalisations` holds the result.
         dtype: dtype of the rows; None for the model's, or float32 for rows decoded from a codec.
         labels: return batches as `steercap.lab.datasets.Labelled`.
         drop_last: leave out the last batch if it is short.

@@ -31,8 +31,8 @@ class Fed(NamedTuple):
     Args:
         number: number in the corpus.
         digest: SHA-256 of the document.
-        windows: windows of it, each with the selection of tokens whose rows are requested, or None for no rows;
-            None for an unwanted document.
+        windows: windows of it, each with the selection of tokens whose rows are requested, or None for no rows; None
+            for an unwanted document.
         bytes: bytes of the corpus up to its end, None if unknown.
     """
 

@@ -1,8 +1,7 @@
 """Collection on many engines: Ray starts actors on the machines of a cluster and gives each shard to one of them.
 
 A shard depends on its documents and the definition alone, so any actor may make it, and more than once: Ray restarts
-lost actors and repeats their tasks, and existing shards are skipped. Documents are read in this process,
-once.
+lost actors and repeats their tasks, and existing shards are skipped. Documents are read in this process, once.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Found = TypeVar("Found")
 
 #: Seconds that actors may take to close their engines before they are killed.
 PATIENCE: Final = 20.0
-#: An actor's engine ends itself and its own child processes when the actor ends, so Ray need not kill them.
+#: An actor's engine ends itself when the actor does, and cleans up what Ray does not know of.
 _ACTOR_ENV: Final = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
@@ -108,8 +107,8 @@ async def collect_on_actors(
 
     Raises:
         MissingExtra: Ray is not installed.
-        CollectionStopped: the cluster cannot be reached, actors were lost more often than the limits allow, or
-            nothing can be written.
+        CollectionStopped: the cluster cannot be reached, actors were lost more often than the limits allow, or nothing
+            can be written.
     """
     require("ray")
     where = _absolute(folder)

@@ -1,8 +1,8 @@
 """Token samples of a collection: a selection, one token in k, by a direction, or by a function.
 
-No sample depends on other windows, so the same texts give the same tokens whenever and wherever they are read.
-But without `concurrency=1` rows may differ in their last bits, and through them which rows `ByProbe` keeps and which
-texts `params` generates.
+No sample depends on other windows, so the same texts give the same tokens whenever and wherever they are read. But
+without `concurrency=1` rows may differ in their last bits, and through them which rows `ByProbe` keeps and which texts
+`params` generates.
 """
 
 from __future__ import annotations
@@ -164,8 +164,7 @@ class ByPredicate(TokenSample):
 
     Args:
         choose: function called with a `Window` and all its token ids that can have rows, whatever `of` is (int64
-            [tokens],
-            generated ones included), from any thread; returns a truth value for each.
+            [tokens], generated ones included), from any thread; returns a truth value for each.
         name: identity of the function, which must be the same in a resumed run; by default the function's own name.
         of: selection of tokens to choose from.
 

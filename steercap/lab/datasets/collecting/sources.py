@@ -37,8 +37,7 @@ class Source:
     Args:
         name: name of the corpus, for messages.
         items: function that iterates, from the first item if it can, over an item's place, the item or `Bad`, and the
-            bytes of the
-            corpus up to there (None if unknown).
+            bytes of the corpus up to there (None if unknown).
         column: key of documents in records, see `content_of`.
         bad: treatment of an item that is not a document.
         bytes: size of the whole corpus on disk, None if unknown.

@@ -1,8 +1,8 @@
 """Stream of shuffled rows from an engine into a training loop, without a disk.
 
-A task takes blocks from the engine while the training computes; its queue and the buffer are bounded, so
-a slow training slows the engine down. Rows come in the order of the corpus and are shuffled by numbers that follow from
-the seed, so the same corpus gives the same batches at any speed.
+A task takes blocks from the engine while the training computes; its queue and the buffer are bounded, so a slow
+training slows the engine down. Rows come in the order of the corpus and are shuffled by numbers that follow from the
+seed, so the same corpus gives the same batches at any speed.
 """
 
 from __future__ import annotations

@@ -47,14 +47,13 @@ class Cutting:
 
     Args:
         tokenizer: tokenizer of the model, None for documents of token ids alone; a copy of it is used, since another
-            thread may
-            use it at the same time.
+            thread may use it at the same time.
         context: maximum tokens of a window.
         long: treatment of a longer document: "split" into windows, "cut" off, or "refuse"d.
         bos: place of the beginning-of-text token: as the tokenizer puts it before a "document" of text, before each
             "window" of text or token ids that lacks it, or "none".
-        template: further arguments of the chat template. A conversation that ends with the assistant's message is
-            read as it is, any other with the generation prompt.
+        template: further arguments of the chat template. A conversation that ends with the assistant's message is read
+            as it is, any other with the generation prompt.
 
     Raises:
         InvalidSetting: a setting is not valid.

@@ -26,8 +26,7 @@ class Method(ABC):
         """Return the direction, scaled so that doses mean the same for every method: float64 [hidden].
 
         Added once, it moves the mean of the negative rows along itself to the projection of the positive rows' mean. It
-        is
-        in the units of the stream.
+        is in the units of the stream.
 
         Args:
             positive, negative: float64 rows.

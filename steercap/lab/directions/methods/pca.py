@@ -11,8 +11,7 @@ class Pca(Method):
     """First principal component of the paired differences, not centred, as their mean is the target.
 
     Source: Zou et al., Representation Engineering; they draw the sign of each difference at random, which is equivalent
-    to
-    keeping the mean.
+    to keeping the mean.
     """
 
     paired = True

@@ -33,6 +33,5 @@ class Scorer(ABC):
             exchanges: answers to score, in any number.
 
         Returns:
-            One number each, 0 (not at all) to 100 (wholly); None if it cannot be scored, such as for an
-            empty answer.
+            One number each, 0 (not at all) to 100 (wholly); None if it cannot be scored, such as for an empty answer.
         """

@@ -39,10 +39,10 @@ LONGEST_WAIT: Final = 60.0
 class Judge(Scorer):
     """Mean of the numbers 0 to 100 under the judge's probabilities for its first token.
 
-    Source: Chen et al., Persona Vectors. Where the server gives no probabilities, or its tokenizer splits numbers
-    into digits (the first token "8" may then become 85), it is the one number in the judge's words, alone or before
-    "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None if there is neither,
-    if there are several numbers ("8/10"), or the number is not from 0 to 100.
+    Source: Chen et al., Persona Vectors. Where the server gives no probabilities, or its tokenizer splits numbers into
+    digits (the first token "8" may then become 85), it is the one number in the judge's words, alone or before "/100",
+    "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None if there is neither, if there are
+    several numbers ("8/10"), or the number is not from 0 to 100.
 
     Args:
         base_url: URL of the endpoint, such as "https://api.openai.com/v1".

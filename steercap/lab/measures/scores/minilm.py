@@ -32,10 +32,10 @@ BATCH, TOKENS = 64, 256
 class MiniLM(Scorer):
     """score = 100 times the mean, over an answer's sentences, of the probability that a sentence shows the trait.
 
-    A sentence is all-MiniLM-L6-v2's mean-pooled, normalised embedding; the probability is that of a logistic
-    regression fitted to the trait's example sentences. So this is a classifier on example sentences and no judge: it
-    considers neither the question nor the whole answer, only similarity to the examples. Its accuracy on
-    held-out example sentences is `cross_validated`.
+    A sentence is all-MiniLM-L6-v2's mean-pooled, normalised embedding; the probability is that of a logistic regression
+    fitted to the trait's example sentences. So this is a classifier on example sentences and no judge: it considers
+    neither the question nor the whole answer, only similarity to the examples. Its accuracy on held-out example
+    sentences is `cross_validated`.
 
     Args:
         sentences: False embeds the whole answer at once, its first 256 tokens, and blurs its tone with its

@@ -58,8 +58,8 @@ def scree(
 
     Returns:
         Columns `component` (from 1), `variance` (in squared units of the stream), `explained` (share of the sum),
-        `random_mean`, `random_low`, `random_high` (of the share that random vectors' component of the same number
-        has: the mean, and the 2.5 % and 97.5 % quantiles over the sets).
+        `random_mean`, `random_low`, `random_high` (of the share that random vectors' component of the same number has:
+        the mean, and the 2.5 % and 97.5 % quantiles over the sets).
 
     Raises:
         InvalidSpec: fewer than two vectors.

@@ -23,8 +23,8 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
     """Find the features of an SAE whose decoder or encoder has the greatest cosine with a vector, of either sign.
 
     Decoder directions (what features write) tell the composition of a vector; encoder directions, the features a vector
-    turns on. Centring of rows by the SAE is folded in. Thresholds and other features are ignored:
-    `sae.encode` of a steered row gives the features it really turns on.
+    turns on. Centring of rows by the SAE is folded in. Thresholds and other features are ignored: `sae.encode` of a
+    steered row gives the features it really turns on.
 
     Args:
         vectors: vectors at the point that the SAE reads or, for a transcoder's decoder, writes.

@@ -2,8 +2,8 @@
 
 By weights alone (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits). The gains of norms are folded
 in; their scales, which depend on the row, are left out: they multiply all numbers of a block equally. Rotary embedding
-is
-left out: scores are those of a query and a key at one position. Biases are left out: they add the same to every vector.
+is left out: scores are those of a query and a key at one position. Biases are left out: they add the same to every
+vector.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def qk_circuit(
 ) -> pa.Table:
     """Measure how much a head's attention score rises with one vector in the query's row and another in the key's.
 
-    The score is the product of the head's query of the first vector with its key of the second,
-    both of length 1, before it is scaled by 1/√head_dim or the like.
+    The score is the product of the head's query of the first vector with its key of the second, both of length 1,
+    before it is scaled by 1/√head_dim or the like.
 
     Args:
         vectors, weights, layer, layers, random, seed: as for `head_reads`.
@@ -140,9 +140,9 @@ def ov_circuit(
 
     Returns:
         Columns `name`, `layer`, `head`, `strength` (length of what is written, over the vector's), `strength_z`,
-        `copied` (the output's component along the vector, over the vector's length: above 0 the head copies it, below
-        0 it removes it), `copied_z`, `cosine` (of the output with the vector). Each z is in standard deviations
-        from the mean of random vectors; that mean is above 0 for heads that copy everything.
+        `copied` (the output's component along the vector, over the vector's length: above 0 the head copies it, below 0
+        it removes it), `copied_z`, `cosine` (of the output with the vector). Each z is in standard deviations from the
+        mean of random vectors; that mean is above 0 for heads that copy everything.
 
     Raises:
         The errors of `head_reads`.

@@ -37,9 +37,8 @@ def method_similarity(
     """Compute cosines between the directions of several methods, layer by layer, with the ceiling that the data allow.
 
     Methods that see the same rows share their noise, and agree for that reason alone. So the groups of the rows are
-    split into
-    halves at random, `halves` times, and each method is used on both. `apart` is the cosine of one method on one half
-    with the other on the other half, and `ceiling` what it would be if both looked for the same direction: the
+    split into halves at random, `halves` times, and each method is used on both. `apart` is the cosine of one method on
+    one half with the other on the other half, and `ceiling` what it would be if both looked for the same direction: the
     geometric mean of each method's agreement with itself across halves. Where `apart` reaches `ceiling`, no difference
     of the methods is to be seen.
 
@@ -49,8 +48,8 @@ def method_similarity(
         contrast: rows of texts that show a property, and of texts that do not.
         layers: layers along the second axis of the rows.
         methods: names in `steercap.lab.directions.METHODS`.
-        others: further vectors by name, such as trained ones, which are not recomputed: `apart`,
-            `ceiling` and `shuffled` are NaN for them.
+        others: further vectors by name, such as trained ones, which are not recomputed: `apart`, `ceiling` and
+            `shuffled` are NaN for them.
         halves: number of random splits; each needs at least two groups that both kinds have.
         shuffles: number of shuffles of labels within pairs of texts, to measure agreement without any effect.
         seed: seed of splits, shuffles and methods.

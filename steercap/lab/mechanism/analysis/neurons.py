@@ -38,9 +38,8 @@ def neuron_reads(
 
     Returns:
         Columns `name`, `part` ("gate" and "up", or "in" where neurons have no gate), `layer`, `neuron`, `read` (its
-        product
-        with the vector, over the vector's length, up to the norm's scale), `constant` (its value without a row),
-        `z`: √hidden · cos(vector, the neuron's input direction), standard normal for random vectors.
+        product with the vector, over the vector's length, up to the norm's scale), `constant` (its value without a
+        row), `z`: √hidden · cos(vector, the neuron's input direction), standard normal for random vectors.
 
     Raises:
         InvalidSpec: vectors of another width or basis, no layer reads them, or `top` is below 1.

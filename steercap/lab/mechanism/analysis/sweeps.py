@@ -59,8 +59,7 @@ async def layer_sweep(
     """Measure the effect of adding each layer's vector at that layer, beside random vectors of equal norm.
 
     Each layer is a run of its own; all share the engine's batches, and a run in which the vector was not added raises.
-    To measure whole answers,
-    sweep layers with `steercap.lab.studies.sweeps.run_sweep`.
+    To measure whole answers, sweep layers with `steercap.lab.studies.sweeps.run_sweep`.
 
     Args:
         model: an open model, with taps at the vectors' points.

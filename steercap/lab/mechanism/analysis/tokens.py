@@ -44,19 +44,18 @@ def vector_lens(
         weights: weights of their model.
         layers: some of their layers; all by default.
         top: number of tokens for either end.
-        norm: treatment of the final norm. "folded": its gain, and its centring if it has one; its scale, which is
-            the row's and the same for all tokens, is left out, so logits are those of a row of root mean square 1.
+        norm: treatment of the final norm. "folded": its gain, and its centring if it has one; its scale, which is the
+            row's and the same for all tokens, is left out, so logits are those of a row of root mean square 1.
             "applied": the norm itself, as if the vector were a whole row, with the constants and soft-capping of the
             model; for a captured row, this is the logit lens. "none": the unembedding alone.
-        by: sort key of tokens: "logit", as the model would; or "z", so that tokens whose logit moves far
-            under any vector do not come first.
+        by: sort key of tokens: "logit", as the model would; or "z", so that tokens whose logit moves far under any
+            vector do not come first.
 
     Returns:
-        Columns `name`, `layer`, `end` ("raised" or "lowered"), `place`, `token_id`, `token`, `logit`, `z`: the logit
-        in standard deviations of that token's logit under random vectors of the same norm, by the closed form
-        √hidden · cos(vector, the direction the token's logit reads). With norm="applied" logits are not linear, so `z`
-        is that
-        of the folded vector.
+        Columns `name`, `layer`, `end` ("raised" or "lowered"), `place`, `token_id`, `token`, `logit`, `z`: the logit in
+        standard deviations of that token's logit under random vectors of the same norm, by the closed form √hidden ·
+        cos(vector, the direction the token's logit reads). With norm="applied" logits are not linear, so `z` is that of
+        the folded vector.
 
     Raises:
         InvalidSpec: vectors of another width or basis, an unknown `norm` or `by`, or `top` out of range.

@@ -65,12 +65,11 @@ async def ablate(
         prompts: one prompt or several: str, token ids, or `Exchange`.
         points: a `Grid`, or several.
         metric: metric of a run, as for `patch`.
-        to: replacement of rows: "zero"; "position_mean", the mean row of the reference texts at the same position,
-            all of them as long as the prompts; or "mean", the mean row of all their tokens.
+        to: replacement of rows: "zero"; "position_mean", the mean row of the reference texts at the same position, all
+            of them as long as the prompts; or "mean", the mean row of all their tokens.
         reference: texts to take means over; the prompts themselves by default.
         reference_tokens: tokens of them to average for "mean": by default all but the first, whose row in most models
-            is an
-            attention sink, a hundred times as long as the others.
+            is an attention sink, a hundred times as long as the others.
         concurrent: maximum concurrent runs.
         progress: function called with the number of finished changed runs, and of all.
 

@@ -35,20 +35,19 @@ async def patch(
 ) -> Effects:
     """Patch rows of one run into another, at each place of a grid in a run of its own, and measure the effect.
 
-    All runs of all pairs share the engine's batches. Patched rows are bit-identical to those captured
-    in the other run; a run in which a row was not patched raises.
+    All runs of all pairs share the engine's batches. Patched rows are bit-identical to those captured in the other run;
+    a run in which a row was not patched raises.
 
     Args:
         model: an open model, with the grid's points armed.
-        clean, corrupted: a prompt each, or lists of equal length: str, token ids, or `Exchange`. The prompts of a
-            pair must have equally many tokens, unless `align` says otherwise.
+        clean, corrupted: a prompt each, or lists of equal length: str, token ids, or `Exchange`. The prompts of a pair
+            must have equally many tokens, unless `align` says otherwise.
         points: a `Grid`, or several.
         metric: metric of a run: `LogitDifference`, `LogProbability`, `Measured`, or your own.
         direction: "denoise" puts clean rows into the corrupted run, to find places sufficient to restore the answer.
-            "noise"
-            puts corrupted rows into the clean run, to find places necessary for it.
-        align: "end" aligns prompts of different lengths by their last tokens; tokens of the run that
-            is changed without a counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
+            "noise" puts corrupted rows into the clean run, to find places necessary for it.
+        align: "end" aligns prompts of different lengths by their last tokens; tokens of the run that is changed without
+            a counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
         concurrent: maximum concurrent runs.
         progress: function called with the number of finished patched runs, and of all.
 

@@ -1,10 +1,9 @@
 """Path patching of heads: direct effects of one head on others, with all heads between held (arXiv:2211.00593).
 
 For each sender, there are two runs. In the first, the sender's `z` comes from the other run and every later head is
-held at
-its unchanged output, so that only paths through the residual stream and the feed-forward blocks carry the change; the
-receivers' inputs are captured. In the second, only the receivers get these, and everything after them is computed. If
-the receiver is the logits, the first run suffices.
+held at its unchanged output, so that only paths through the residual stream and the feed-forward blocks carry the
+change; the receivers' inputs are captured. In the second, only the receivers get these, and everything after them is
+computed. If the receiver is the logits, the first run suffices.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ async def path_patch(
     """Measure the direct effect of each head on other heads, or on the logits, with all heads between held.
 
     The `z` of one sender comes from the other run, and all heads in later layers are held at their unchanged outputs.
-    The
-    resulting queries, keys or values of the receivers are patched in a second run, in which all else is computed.
+    The resulting queries, keys or values of the receivers are patched in a second run, in which all else is computed.
 
     Args:
         model: an open model with `z` armed at all layers, and the receivers' sites.

@@ -136,13 +136,12 @@ class Effects:
     def array(self, of: Quantity | None = None) -> npt.NDArray[np.float64]:
         """Return layers × positions, or layers × heads, means over pairs: float64 [layers, columns]; NaN without a run.
 
-        The layers are `layers`, the columns `columns`. An "effect" is the mean difference over the mean of
-        `source - base`, so that a pair whose runs have nearly equal values does not dominate.
+        The layers are `layers`, the columns `columns`. An "effect" is the mean difference over the mean of `source -
+        base`, so that a pair whose runs have nearly equal values does not dominate.
 
         Args:
             of: quantity: "effect", "difference" (in the metric's unit) or "value"; by default "effect" if rows came
-                from
-                another run, else "difference".
+                from another run, else "difference".
 
         Raises:
             InvalidSpec: several sites or receivers, both heads and positions, or prompts of different lengths: choose

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle
     from steercap.model import SteerModel
 
-    #: Whose weights and tokens: an open model, or its checkpoint.
+    #: Source of weights and tokenizer: an open model, or its checkpoint.
     Source: TypeAlias = SteerModel | sync.SteerModel | str | os.PathLike[str]
 
 #: Sites whose rows are the residual stream, which is what the final norm and the unembedding take.
@@ -183,8 +183,7 @@ def logit_lens(
         site: site of the rows, "resid_post" or "resid_pre".
         top: number of most probable tokens kept for each row.
         unembedding: unembedding of the model, if it was read before by `Unembedding.load(checkpoint)`; saves reading it
-            for each
-            handle.
+            for each handle.
 
     Raises:
         InvalidRequest: projections or a reduction instead of rows, a site that is not the residual stream or was

@@ -1,8 +1,7 @@
 """Weights of a layer's two blocks, as linear maps of the stream: norms folded in, fused projections split.
 
 Everything here is *up to a positive scale*: norms divide by the length of a row, which does not follow from weights.
-Where that
-matters, use the norms given here. Shape legend: hidden = elements of the stream; heads = query heads;
+Where that matters, use the norms given here. Shape legend: hidden = elements of the stream; heads = query heads;
 kv_heads = heads of keys and values, each shared by heads / kv_heads consecutive query heads.
 """
 
@@ -51,8 +50,7 @@ class AttentionWeights:
         query: queries of each head, [heads, head_dim, hidden]; up to the scales of the norm and of `query_norm`.
         key, value: keys and values of each head, [kv_heads, head_dim, hidden].
         output: contribution of each element of a head's `z` to the stream, float32 [heads, hidden, head_dim], the norm
-            behind
-            the block and the factor in it; up to the scale of that norm.
+            behind the block and the factor in it; up to the scale of that norm.
         output_constant: constant contribution of the block, float32 [hidden].
         norm, post: the norms before and behind the block, None for none.
         query_norm, key_norm: norms of queries and keys, None for none.
@@ -98,8 +96,7 @@ class NeuronWeights:
         gate: gate of each neuron, [neurons, hidden]; None if neurons have no gate.
         up: second input of each neuron, or its only input without a gate.
         down: contribution of each neuron to the stream, float32 [neurons, hidden], the norm behind the block and the
-            factor
-            in it; up to the scale of that norm.
+            factor in it; up to the scale of that norm.
         down_constant: constant contribution of the block, float32 [hidden].
         norm, post: the norms before and behind the block, None for none.
     """

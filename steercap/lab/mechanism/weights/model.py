@@ -173,7 +173,7 @@ class ModelWeights:
         down, constant = self._written(weight.T, bias, post)
         return NeuronWeights(index, gates, ups, down, constant, norm, post)
 
-    # What a layer has
+    # Contents of a layer
 
     @property
     def _architecture(self) -> str:

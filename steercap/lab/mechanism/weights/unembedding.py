@@ -29,14 +29,12 @@ class Unembedding:
     """Map from rows of the last layer to logits.
 
     It has the final norm, the unembedding (tied to the embedding or not), and the factor and soft-capping of logits if
-    the
-    model has them, in float32.
+    the model has them, in float32.
 
     Attributes:
         vocabulary: number of tokens with a logit.
         width: number of elements of a row.
-        blocks: factor of block outputs before they are added to the stream; None if a layer
-            does more than add them.
+        blocks: factor of block outputs before they are added to the stream; None if a layer does more than add them.
     """
 
     def __init__(
@@ -64,8 +62,8 @@ class Unembedding:
 
         Raises:
             ModelNotLoaded: there is no such checkpoint, or it has no safetensors files.
-            UnsupportedModel: the architecture is not known, its last layer is not followed by a
-                norm and an unembedding alone (OPT-350m), or these have quantised weights.
+            UnsupportedModel: the architecture is not known, its last layer is not followed by a norm and an unembedding
+                alone (OPT-350m), or these have quantised weights.
             InvalidFile: the files lack a tensor that the configuration promises.
         """
         path = os.fspath(checkpoint)
@@ -151,8 +149,8 @@ class Unembedding:
     ) -> tuple[Float[torch.Tensor, "rows hidden"], Float[torch.Tensor, " rows"]]:
         """Return the direction that a token's logit reads in each row, with the norm's scale fixed at that of the row.
 
-        `directions · row + constant` is the logit before any soft-capping. For a part of the row, such as a
-        feature's output, `directions · part` is its direct effect on the logit.
+        `directions · row + constant` is the logit before any soft-capping. For a part of the row, such as a feature's
+        output, `directions · part` is its direct effect on the logit.
 
         Args:
             rows: rows of the last layer's "resid_post", any dtype.

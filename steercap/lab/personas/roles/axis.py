@@ -22,13 +22,11 @@ class AssistantAxis:
 
     Args:
         how: method: "contrast", the assistant's vector minus the mean of the roles', or "pca", the first principal
-            component of
-            the roles' vectors.
+            component of the roles' vectors.
         vectors: vectors by layer, scaled so that adding one moves the roles' mean to the assistant's position along it.
         explained: share of the roles' variance explained by each principal component, greatest first, by layer.
         cosine: cosine of the contrast with the first component, by layer; the component points to the assistant's side,
-            so
-            it is 0 or more.
+            so it is 0 or more.
         standing: score of the assistant on the first component, in the roles' standard deviations from their mean, by
             layer. If it is small, the sign of the component is arbitrary.
         positions: projections of the roles' vectors, and the assistant's, on the axis, by name and layer, in the units

@@ -27,8 +27,8 @@ class Directions(NamedTuple):
             assistant lies, [hidden].
         explained: share of the roles' variance explained by each component, greatest first, [roles - 1].
         offset: assistant's vector minus the mean of the roles, [hidden].
-        standing: score of the assistant on the component, in the roles' standard deviations from their mean; 0 or
-            more. If it is small, the sign of the component is arbitrary.
+        standing: score of the assistant on the component, in the roles' standard deviations from their mean; 0 or more.
+            If it is small, the sign of the component is arbitrary.
     """
 
     contrast: Float[torch.Tensor, " hidden"]
@@ -82,7 +82,7 @@ def axes(
     assistant: Float[torch.Tensor, "*sets hidden"],
     used: Bool[torch.Tensor, "*sets roles"],
 ) -> Axes:
-    """Compute both directions of several sets of roles, each using some of the roles; NaN for a set without any.
+    """Compute both directions of several sets of roles, each of some of the roles; NaN for a set without a direction.
 
     Args:
         roles: float64 vectors.

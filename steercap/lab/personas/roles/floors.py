@@ -181,8 +181,7 @@ def capping(
             answers.
         percentile: percentile from 0 to 100, interpolated linearly between values as NumPy does.
         tokens: tokens whose rows are capped. By default all but the first, whose row in most models is an attention
-            sink: a
-            hundred times as long as the others, and not among the measured ones.
+            sink: a hundred times as long as the others, and not among the measured ones.
 
     Raises:
         InvalidSpec: the percentile is out of range, or projections are missing or not finite.

@@ -1,9 +1,9 @@
 """Folder of a run over roles: a subfolder for each role, with its own record of finished stages.
 
 `settings.json` holds the settings of the run. Results of a role are under `roles/NAME`, and nothing in there depends on
-another role: so several processes, each with its own roles, work in one folder and write no file twice. Every file
-is written atomically, and finished records of a stage go to small files first, so that a process that is killed
-loses only the last ones.
+another role: so several processes, each with its own roles, work in one folder and write no file twice. Every file is
+written atomically, and finished records of a stage go to small files first, so that a process that is killed loses only
+the last ones.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ class Stability:
     """Cosines of the axes of two halves, one for each split; made by `stability`.
 
     For "pca" they are magnitudes, as a component has no sign. NaN for a split in one half of which the assistant, or
-    all
-    roles but one, have no answers.
+    all roles but one, have no answers.
 
     Args:
         over: "questions" if the halves share roles but no question, "roles" if they share neither.
@@ -62,9 +61,8 @@ def stability(rows: RoleRows, *, over: Over = "questions", splits: int = 20, see
     """Split the questions, or questions and roles, in random halves, and compare the axes of both.
 
     Two chance levels are computed by the same splits. "permuted": within each question the rows are permuted among the
-    roles
-    and the assistant, so that labels mean nothing, but the distribution of rows stays; the cosine left is
-    that of any two axes of such rows. "random": as many vectors, drawn from a normal distribution. For "pca" they are
+    roles and the assistant, so that labels mean nothing, but the distribution of rows stays; the cosine left is that of
+    any two axes of such rows. "random": as many vectors, drawn from a normal distribution. For "pca" they are
     magnitudes, as a component has no sign.
 
     Args:

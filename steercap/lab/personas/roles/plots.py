@@ -65,8 +65,8 @@ def plot_positions(axis: AssistantAxis, layer: int, to: str | Path | Axes) -> No
 def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
     """Draw roles and assistant in the plane of the roles' first two principal components.
 
-    The component's positive side is the assistant's; an arrow from the roles' mean is the contrast, projected on
-    the plane.
+    The component's positive side is the assistant's; an arrow from the roles' mean is the contrast, projected on the
+    plane.
 
     Args:
         rows: rows of roles and assistant, three roles at least.

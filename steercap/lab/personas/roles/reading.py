@@ -63,8 +63,8 @@ def load_roles(
 
     Args:
         path: the folder or the table.
-        questions: questions for all roles, if the folder has none: texts, or a file with one in each line (.txt),
-            or with a column `question` (.csv, .parquet, .jsonl).
+        questions: questions for all roles, if the folder has none: texts, or a file with one in each line (.txt), or
+            with a column `question` (.csv, .parquet, .jsonl).
         assistant: system prompts of the default assistant, instead of those found; "" is no system prompt, the default
             if there are none.
 

@@ -40,12 +40,10 @@ class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keywords: words and phrases that show it, for the scorer "keywords".
         examples: sentences as the role would say them, four at least, for the scorer "minilm".
         rubric: prompt of the scorer "judge" to the judging model, with {question} and {answer}; "" for a default with
-            the
-            description.
+            the description.
 
     Raises:
-        ValueError: the name is not valid, a prompt is missing, empty or duplicated, or the rubric
-            lacks a placeholder.
+        ValueError: the name is not valid, a prompt is missing, empty or duplicated, or the rubric lacks a placeholder.
     """
 
     name: str

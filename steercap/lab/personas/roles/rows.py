@@ -28,12 +28,10 @@ class RoleRows:
 
     Args:
         counts: number of answers averaged in the row of each question, by role, the assistant among them: as many
-            numbers
-            for each role, 0 for a question without answers.
+            numbers for each role, 0 for a question without answers.
         layers: layers of the rows, ascending.
         read: function from a role's name and a layer to float32 [questions, hidden], in the units of the stream; rows
-            of questions
-            without answers are ignored.
+            of questions without answers are ignored.
         model: name of the model, "" if unknown.
         site: site of the rows.
         provenance: provenance of the rows.

@@ -39,16 +39,14 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_tokens: maximum tokens of an answer.
         temperature, top_p: sampling parameters.
         max_in_flight: maximum concurrent requests.
-        scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of role play; None
-            keeps all answers.
+        scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of role play; None keeps all answers.
         scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
         threshold: minimum score, 0 to 100, of an answer that is kept. The assistant's are not scored.
         min_kept: minimum number of kept answers; a role with fewer is left out.
         layers, site: layers and site of the rows: "all", an index or several; several become a tuple.
         read_system: put the system prompt before an answer when it is read again.
         read_together: number of answers read at once. One by one (1), a row does not depend on other answers, to the
-            last bit,
-            on a CPU; together it does, by rounding.
+            last bit, on a CPU; together it does, by rounding.
 
     Raises:
         InvalidSetting, UnknownName: a value is not valid.

@@ -90,19 +90,17 @@ class Evaluation:
     Args:
         methods: methods to compare.
         questions: questions, each a text, or several texts that the user says one after another, each after the model's
-            own
-            answer to the one before. Questions that no vector was made from and no dose was chosen with.
+            own answer to the one before. Questions that no vector was made from and no dose was chosen with.
         sampling: vLLM sampling parameters except `n` and `seed`, which the evaluation sets.
         samples: number of conversations about each question; the same question, sample and turn have the same seed
-            under every
-            method.
-        chat: put questions through the chat template; if False, each is a text that the model continues, after
-            the system prompt and an empty line if a method has one.
+            under every method.
+        chat: put questions through the chat template; if False, each is a text that the model continues, after the
+            system prompt and an empty line if a method has one.
         seed: seed of the sampling.
 
     Raises:
-        InvalidSpec: no method or no question, two methods of one name, a control of a missing method, several
-            turns without a chat, or a number out of range.
+        InvalidSpec: no method or no question, two methods of one name, a control of a missing method, several turns
+            without a chat, or a number out of range.
     """
 
     methods: Sequence[Method]

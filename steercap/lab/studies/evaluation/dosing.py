@@ -76,8 +76,7 @@ def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> Steerin
     """Return edits with random directions of the same norms as the given ones.
 
     A vector becomes one uniform on the sphere of its length. `read` and `write` of a LowRank are rotated: their
-    singular
-    values stay, and so does every scalar product of a row of one with a row of the other.
+    singular values stay, and so does every scalar product of a row of one with a row of the other.
 
     Args:
         spec: edits to match.

@@ -29,22 +29,20 @@ class Method:
 
     Args:
         name: name in tables and pictures.
-        steering: a SteeringSpec or an edit, with its own scope; or LayerVectors, which are added at
-            `layers`; None for none. A member of a DirectionSet is LayerVectors; a trained file is read by
-            `SteeringSpec.load`.
+        steering: a SteeringSpec or an edit, with its own scope; or LayerVectors, which are added at `layers`; None for
+            none. A member of a DirectionSet is LayerVectors; a trained file is read by `SteeringSpec.load`.
         doses: factors on the scale of every edit, each tried by itself; not 0, which is no method. An edit without a
-            scale,
-            such as a Cap, has dose 1 alone.
+            scale, such as a Cap, has dose 1 alone.
         layers: for LayerVectors, the layers to add them at, all at once; by default all that they have.
         tokens: for LayerVectors, the tokens to edit; "generated" by default.
         system: system prompt; "" for that of the model's chat template.
-        control_of: name of the method that it is a control of, "" for none. Controls are drawn in
-            grey, and have no comparison of their own.
+        control_of: name of the method that it is a control of, "" for none. Controls are drawn in grey, and have no
+            comparison of their own.
         pooled: name under which methods are pooled in tables and pictures, such as several random vectors.
 
     Raises:
-        InvalidSpec: an empty name, no dose or one that is 0, not finite, duplicated, or not 1 with nothing to
-            scale; layers or tokens without LayerVectors, or a layer that they lack.
+        InvalidSpec: an empty name, no dose or one that is 0, not finite, duplicated, or not 1 with nothing to scale;
+            layers or tokens without LayerVectors, or a layer that they lack.
     """
 
     name: str
@@ -156,8 +154,7 @@ async def shuffled(
 
     It shares the properties of any direction between such texts, but has as many texts of the trait on one side as on
     the other. It is scaled to the norm of the vector it is compared with; at its own norm it would do less merely by
-    being
-    shorter.
+    being shorter.
 
     Args:
         model: an open model.

@@ -66,16 +66,14 @@ def plot_methods(
     """Draw the effects of methods against their costs.
 
     On the left is the first column against the cost, each method a line through its doses, from no steering on. A
-    dashed
-    line is the cost at which all are compared. On the right is a panel for each column: each method at that cost, with
-    its interval. Open marks are
-    methods that never reach that cost, or have no doses. Controls are grey.
+    dashed line is the cost at which all are compared. On the right is a panel for each column: each method at that
+    cost, with its interval. Open marks are methods that never reach that cost, or have no doses. Controls are grey.
 
     Args:
         results: results of one evaluation, or of several by name, such as a trait, a row each.
         to: file to write; its suffix sets the format.
-        columns: measures and tasks, first the one that methods aim at; by default all but the cost. For
-            several results, by their names.
+        columns: measures and tasks, first the one that methods aim at; by default all but the cost. For several
+            results, by their names.
         by: measure or task of the cost.
         at: cost at which to compare; by default the highest that every method with doses reaches. For several results,
             by their names.

@@ -183,8 +183,8 @@ class EvaluationResults:
     ) -> list[Comparison]:
         """Compare every method with one of them at equal cost, on the same questions, with p adjusted for all.
 
-        Controls are compared too. Methods that never reach the cost are left out, and those without doses:
-        see `matched`. The method that all are compared with may be without doses.
+        Controls are compared too. Methods that never reach the cost are left out, and those without doses: see
+        `matched`. The method that all are compared with may be without doses.
 
         Args:
             column: a measure or task.

@@ -43,8 +43,7 @@ async def evaluate(
     """Have every question answered under every method at every dose, and measure answers and fixed texts.
 
     All requests run in one engine, each with its own steering, and share its batches. An interrupted evaluation
-    resumes: run it
-    again and only missing requests are made, also after methods, doses, measures or tasks were added.
+    resumes: run it again and only missing requests are made, also after methods, doses, measures or tasks were added.
 
     Args:
         model: an open model.

@@ -34,8 +34,8 @@ class Comparison(msgspec.Struct, frozen=True):
         method, dose: method and dose, which may be interpolated.
         against, against_dose: method and dose it is compared with.
         difference: difference of the first minus the second.
-        holm: p adjusted for all comparisons of its list, controlling the probability of any false one below a
-            level; see `steercap.lab.measures.statistics.holm`.
+        holm: p adjusted for all comparisons of its list, controlling the probability of any false one below a level;
+            see `steercap.lab.measures.statistics.holm`.
         bh: p adjusted to control the share of false ones.
     """
 
@@ -55,8 +55,7 @@ class Matched(msgspec.Struct, frozen=True):
     Args:
         method, control_of: fields as for `Line`.
         how: "interpolated" between two doses, or dose 0 and the least; "as it is", for a method without doses; "never",
-            if
-            no dose reaches the cost: then it is at its most costly dose.
+            if no dose reaches the cost: then it is at its most costly dose.
         dose: dose of the method there.
         means: means by column, at that dose. Intervals do not include the uncertainty of the dose.
     """
@@ -74,8 +73,7 @@ class Drift(msgspec.Struct, frozen=True):
     Args:
         method, dose: fields as for `Line`.
         turns: mean at each turn, over the questions that have one.
-        slope: change per turn, the mean of the questions' least-squares slopes; for a factor, the
-            factor.
+        slope: change per turn, the mean of the questions' least-squares slopes; for a factor, the factor.
     """
 
     method: str

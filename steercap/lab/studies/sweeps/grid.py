@@ -98,8 +98,7 @@ class Sweep:
         tokens: tokens to steer, as in every edit.
         relative: True if scales are fractions of the row's norm; for "add" only.
         random: number of random vectors of the same norm at each layer, for each vector: all operations, layers and
-            scales. The
-            norm matters only to "add"; for the other operations they are random directions.
+            scales. The norm matters only to "add"; for the other operations they are random directions.
         reversed: try each scale with the opposite sign too, for operations where that is the reverse
             (`Operation.signed`): not for "cap" and "set_projection".
         seed: seed of the random vectors and of the sampling.

@@ -43,8 +43,7 @@ async def run_sweep(
     """Have every prompt answered under every condition, and measure the answers.
 
     All requests run in one engine, each with its own steering, and share its batches. An interrupted sweep resumes: run
-    it
-    again and only missing requests are made. A killed process loses two seconds of work.
+    it again and only missing requests are made. A killed process loses two seconds of work.
 
     Args:
         model: an open model.
@@ -174,8 +173,8 @@ def measures_of(
 
     Raises:
         UnknownName: no measure has a name.
-        InvalidSpec: an entry is not a measure, or needs arguments; two have one label; or a label is a
-            column of every such table, as "text" is of a sweep's.
+        InvalidSpec: an entry is not a measure, or needs arguments; two have one label; or a label is a column of every
+            such table, as "text" is of a sweep's.
     """
     found: dict[str, Measure] = {}
     for one in given:

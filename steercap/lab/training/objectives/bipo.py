@@ -19,8 +19,8 @@ from steercap.lab.training.objectives.base import Objective, Steered, unedited
 class BiPO(Objective):
     """-log σ(d β (log p_d(c|x)/p(c|x) - log p_d(r|x)/p(r|x))): p_d has the edit times d, and d is 1 or -1, drawn.
 
-    The edit makes the chosen response likelier, and its opposite the rejected one. If nothing is drawn, as
-    in validation, the loss is the mean over both signs.
+    The edit makes the chosen response likelier, and its opposite the rejected one. If nothing is drawn, as in
+    validation, the loss is the mean over both signs.
 
     Args:
         beta: coefficient β.

@@ -22,8 +22,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         question: text of the question.
         lead: beginning of every answer. It has a few words, so that edits of generated tokens affect the scored tokens:
-            the
-            first word of an answer is still predicted by the last token of the prompt.
+            the first word of an answer is still predicted by the last token of the prompt.
         right: right continuation.
         wrong: wrong continuations, one at least.
     """

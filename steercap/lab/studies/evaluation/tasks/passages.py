@@ -20,8 +20,7 @@ class Passages(Task):
     """Perplexity of a passage given a question that it answers: exp of the mean negative log-likelihood, 1 or more.
 
     The passages are the same for every method, so this measures a method's effect on the model's language, apart from
-    the subject. A method that asks for another style makes plain prose less likely by design; that is
-    part of its cost.
+    the subject. A method that asks for another style makes plain prose less likely by design; that is part of its cost.
 
     Args:
         texts: passages by the question that each answers; those that come with steercap by default: twelve of some 40
