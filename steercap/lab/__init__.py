@@ -1,4 +1,4 @@
-"""The science: functions that take an open model, and what they find. Nothing outside of the lab needs it."""
+"""Lab: science functions that take an open model, and their results. Nothing outside of the lab needs it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -16,5 +16,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The rooms, those that are not loaded yet included."""
+    """Return the rooms, those not loaded yet included."""
     return sorted({*__all__, "__doc__", "__file__", "__name__", "__path__"})

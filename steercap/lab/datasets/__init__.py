@@ -1,13 +1,13 @@
-"""Data sets of activations: a folder of shards that other tools open, and what training reads from it.
+"""Activation data sets on disk: a folder of shards in open formats, readable in training.
 
 folder/
-  definition.json                    what it is a data set of
+  definition.json                    model, points, codecs and settings of the data set
   shards/000000.safetensors          rows of each point: `rows.<site>.<layer>`, or the parts of its codec
   shards/000000.parquet              one row a token: document, window, position, token, offset
   shards/000000.statistics.safetensors
-  shards/000000.json                 the receipt, written last: sizes and SHA-256 of these
+  shards/000000.json                 receipt, written last: sizes and SHA-256 of the shard's files
   points.parquet                     one row a tensor: point, codec, dtype, shape
-  statistics.safetensors, dataset.json   when it is complete
+  statistics.safetensors, dataset.json   written when the data set is complete
 """
 
 from steercap.lab.datasets.batches import ActivationBatches

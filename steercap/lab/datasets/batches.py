@@ -1,8 +1,8 @@
-"""In which order rows come: a plan that follows from a seed, which every worker and rank makes for itself.
+"""Order of rows in batches: computed from a seed, so every worker and rank derives it without communication.
 
-Nothing is shuffled but numbers. Blocks of neighbouring rows are put in a random order, and cut into windows of about
-`buffer` rows; the numbers in a window are put in a random order, and cut into batches. So the n-th batch is known
-without those before it: workers and ranks take their own, and a run goes on where it was.
+Only row numbers are shuffled. Blocks of neighbouring rows are put in a random order and cut into windows of about
+`buffer` rows; the numbers in a window are put in a random order and cut into batches. So batch n can be computed
+without the batches before it: workers and ranks take their own, and an interrupted run can resume.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSetting
 from steercap.lab.datasets.rows import Labelled, Rows
 
-#: Rows of a block: neighbours on the disk that are read together. Of 576 elements in bfloat16 they are half a megabyte.
+#: Rows of a block: neighbours on disk, read together. With 576 elements a row in bfloat16, a block is half a megabyte.
 BLOCK: Final = 512
 
 
 @dataclass(frozen=True)
 class Order:
-    """How rows are cut into batches; see `ActivationDataset.batches`."""
+    """Settings by which rows are cut into batches; see `ActivationDataset.batches`."""
 
     batch_size: int
     shuffle: bool
@@ -41,10 +41,10 @@ class Order:
 
     @staticmethod
     def checked(*values: Any) -> Order:
-        """Of what a user gives.
+        """Return an order of validated values.
 
         Raises:
-            InvalidSetting: a number that is too small.
+            InvalidSetting: a number is not whole, too small, or a rank is outside the world size.
         """
         said: dict[str, Any] = dict(zip((field.name for field in fields(Order)), values, strict=True))
         for name in ("batch_size", "buffer", "seed", "epochs", "world_size", "rank"):
@@ -55,7 +55,7 @@ class Order:
         return order
 
     def batches(self, rows: int) -> int:
-        """Batches in an epoch, of all ranks together."""
+        """Return the number of batches in an epoch, over all ranks."""
         if self.drop_last:
             return rows // self.batch_size // self.world_size * self.world_size
         return -(-rows // self.batch_size)
@@ -63,18 +63,18 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Neighbouring rows that are read together: [start, stop) each, ascending: int64 [blocks]."""
+    """Blocks of neighbouring rows that are read together: [start, stop) each, ascending, int64 [blocks]."""
 
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
 
     @staticmethod
     def of(edges: NDArray[np.int64], *, whole: bool) -> Blocks:
-        """Blocks of shards whose rows lie between `edges`.
+        """Return the blocks of shards whose rows lie between `edges`.
 
         Args:
-            edges: ascending from 0: int64 [shards + 1].
-            whole: a block for each shard.
+            edges: shard boundaries, ascending from 0: int64 [shards + 1].
+            whole: make one block of each shard.
         """
         shards = [(int(start), int(stop)) for start, stop in pairwise(edges)]
         parts = [np.arange(start, stop, max(1, stop - start) if whole else BLOCK) for start, stop in shards]
@@ -83,32 +83,32 @@ class Blocks:
 
     @property
     def rows(self) -> int:
-        """Rows of all of them."""
+        """Number of rows in all blocks."""
         return int((self.stops - self.starts).sum())
 
     @property
     def digest(self) -> str:
-        """SHA-256 of where they begin and end, in hexadecimal."""
+        """SHA-256 of the block boundaries, in hexadecimal."""
         return hashlib.sha256(np.stack([self.starts, self.stops]).tobytes()).hexdigest()
 
 
 class Gathering(Protocol):
-    """Where batches take their rows from: an `ActivationDataset`."""
+    """Source of rows for batches: an `ActivationDataset`."""
 
     def gather(self, numbers: NDArray[np.int64]) -> Rows | Labelled:
-        """Rows by their numbers, in that order."""
+        """Return rows by their numbers, in that order."""
 
     def foresee(self, start: int, stop: int) -> None:
-        """Have the system read rows [start, stop) ahead."""
+        """Ask the system to read rows [start, stop) ahead."""
 
 
 class Epoch:
-    """The order of one epoch.
+    """Row order of one epoch.
 
     Args:
-        blocks: of the rows.
-        order: how they are cut.
-        number: of the epoch.
+        blocks: blocks of the data set's rows.
+        order: batch settings.
+        number: number of the epoch.
     """
 
     def __init__(self, blocks: Blocks, order: Order, number: int) -> None:
@@ -125,7 +125,7 @@ class Epoch:
         self._window: tuple[int, NDArray[np.int64]] = (-1, chosen)
 
     def batch(self, number: int) -> NDArray[np.int64]:
-        """Numbers of the rows of a batch."""
+        """Return the row numbers of a batch: int64 [rows]."""
         start = number * self._order.batch_size
         stop = min(start + self._order.batch_size, int(self._ends[-1]))
         parts = []
@@ -137,12 +137,12 @@ class Epoch:
         return np.concatenate(parts)
 
     def blocks(self, window: int) -> Iterator[tuple[int, int]]:
-        """The blocks of a window, [start, stop) each; none behind the last."""
+        """Yield the blocks of a window, [start, stop) each; nothing for a window after the last."""
         part = slice(*self._first[window : window + 2]) if window + 1 < len(self._first) else slice(0)
         yield from zip(self._starts[part].tolist(), self._stops[part].tolist(), strict=True)
 
     def window(self, number: int) -> NDArray[np.int64]:
-        """Numbers of the rows of a window, in their order."""
+        """Return the row numbers of a window, in order: int64 [rows]."""
         if self._window[0] != number:
             rows = np.concatenate([np.arange(start, stop) for start, stop in self.blocks(number)])
             if self._order.shuffle:
@@ -151,30 +151,30 @@ class Epoch:
         return self._window[1]
 
     def window_of(self, number: int) -> int:
-        """The window in which a batch begins."""
+        """Return the number of the window in which a batch begins."""
         return int(np.searchsorted(self._begins, number * self._order.batch_size, side="right")) - 1
 
 
 class ActivationBatches(IterableDataset["Rows | Labelled"]):
-    """Batches of an `ActivationDataset`; made by its `batches`.
+    """Iterable of batches of an `ActivationDataset`; made by its `batches` method.
 
     Each item is a batch, so a DataLoader takes it with `batch_size=None`. It may have any number of workers, forked or
-    spawned; their number does not change what comes, nor its order. Iterating begins at the first batch, or behind
-    those that `skip` or `load_state_dict` says.
+    spawned; their number changes neither the batches nor their order. Iteration begins at the first batch, or after
+    those skipped by `skip` or `load_state_dict`.
 
     Args:
-        data: whose rows.
-        blocks: of its rows.
-        order: how they come.
+        data: source of the rows.
+        blocks: blocks of its rows.
+        order: batch settings.
     """
 
     def __init__(self, data: Gathering, blocks: Blocks, order: Order) -> None:
         self._data, self._blocks, self.order = data, blocks, order
         self._skipped = self._begin = self._given = 0
-        self._workers = 1  # of those that `_begin` counts the batches of one of
+        self._workers = 1  # number of workers when `_begin` was saved; `_begin` counts the batches of one of them
 
     def __len__(self) -> int:
-        """Batches of all epochs that are still to come, of this rank."""
+        """Return the number of this rank's batches still to come, over all epochs."""
         return max(0, self._each * self.order.epochs - self._skipped - self._begin * self._workers)
 
     def __iter__(self) -> Iterator[Rows | Labelled]:
@@ -199,18 +199,18 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
             yield self._data.gather(epoch.batch(batch))
 
     def skip(self, batches: int) -> None:
-        """Have every iteration begin behind so many batches of this rank, whatever the number of workers.
+        """Begin every iteration after the first `batches` batches of this rank, for any number of workers.
 
-        It holds until it is said anew, `skip(0)` for all of them. A DataLoader with `persistent_workers=True` must be
-        told before its first iteration.
+        It holds until the next call; `skip(0)` undoes it. With a DataLoader with `persistent_workers=True`, call it
+        before the first iteration.
 
         Raises:
-            InvalidSetting: no number of batches.
+            InvalidSetting: `batches` is not a whole number of at least 0.
         """
         self._skipped, self._begin, self._given = _whole("batches", batches, 0), 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration is, in this process: what torchdata's StatefulDataLoader keeps of each worker."""
+        """Return the iteration state of this process, as torchdata's StatefulDataLoader stores it for each worker."""
         said = {field.name: getattr(self.order, field.name) for field in fields(self.order)}
         return {
             "order": said,
@@ -222,10 +222,10 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have iteration go on where `state_dict` was taken.
+        """Resume iteration where `state_dict` was taken.
 
         Raises:
-            InvalidSetting: it was taken of other batches, or is no such state.
+            InvalidSetting: the state belongs to other batches, or is malformed.
         """
         wanted = self.state_dict()
         if not isinstance(state, dict) or state.keys() != wanted.keys():
@@ -240,11 +240,11 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
 
     @property
     def _each(self) -> int:
-        """Batches of this rank in an epoch."""
+        """Number of this rank's batches in an epoch."""
         return len(range(self.order.rank, self.order.batches(self._blocks.rows), self.order.world_size))
 
     def _foresee(self, epoch: Epoch, window: int, foreseen: int) -> int:
-        """Have the system read this window and the next, those that it has not been told of."""
+        """Ask the system to read this window and the next ahead, unless it was asked before."""
         for ahead in range(max(window, foreseen + 1), window + 2):
             for start, stop in epoch.blocks(ahead):
                 self._data.foresee(start, stop)
@@ -252,10 +252,10 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
 
 
 def _whole(name: str, value: Any, least: int) -> int:
-    """A whole number of at least so much.
+    """Return a value as a whole number of at least `least`.
 
     Raises:
-        InvalidSetting: it is none.
+        InvalidSetting: the value is not a whole number, or smaller.
     """
     if (found := index_of(value)) is None or found < least:
         raise InvalidSetting(f"{name}={shown(value)}; give a whole number of at least {least}")
@@ -263,16 +263,16 @@ def _whole(name: str, value: Any, least: int) -> int:
 
 
 def _worker() -> tuple[int, int]:
-    """Which of a DataLoader's workers this process is, and of how many; 0 of 1 where it is none."""
+    """Return the index of this DataLoader worker and the number of workers; (0, 1) outside a worker."""
     worker = get_worker_info()
     return (worker.id, worker.num_workers) if worker else (0, 1)
 
 
 def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and number of ranks: as given, those of torch.distributed, or 0 of 1.
+    """Return rank and world size: as given, else those of torch.distributed, else 0 and 1.
 
     Raises:
-        InvalidSetting: one is given without the other.
+        InvalidSetting: only one of the two is given.
     """
     if (rank is None) != (world_size is None):
         raise InvalidSetting(f"rank={rank}, world_size={world_size}; give both, or neither")

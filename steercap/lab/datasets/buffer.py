@@ -1,4 +1,4 @@
-"""A buffer that rows pass through to be shuffled: what is drawn is a random part of all that is in it."""
+"""Buffer that shuffles rows: each draw takes a random subset of its rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class ShuffleBuffer:
-    """Rows of a few columns, up to a number that does not change.
+    """Buffer of rows in named columns, with a fixed capacity.
 
     Args:
-        capacity: rows.
-        seed: of what is drawn.
+        capacity: maximum number of rows.
+        seed: seed of the draws.
     """
 
     def __init__(self, capacity: int, seed: int) -> None:
@@ -26,19 +26,19 @@ class ShuffleBuffer:
 
     @property
     def full(self) -> bool:
-        """Whether no more rows go in."""
+        """True if the buffer is at capacity."""
         return self._filled == self.capacity
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
-        """What is in it, [rows, ...] each; they change when something is drawn."""
+        """Columns of the rows in the buffer, [rows, ...] each; views that a draw overwrites."""
         return {name: column[: self._filled] for name, column in self._columns.items()}
 
     def add(self, columns: Mapping[str, torch.Tensor]) -> int:
-        """Take in rows from the first on, as many as there is room for; returns how many.
+        """Add as many leading rows as there is room for, and return their number.
 
         Args:
-            columns: the same ones each time, [rows, ...].
+            columns: columns by name, [rows, ...]; the same names in each call.
         """
         taken = min(self.capacity - self._filled, len(next(iter(columns.values()))))
         for name, column in columns.items():
@@ -49,7 +49,7 @@ class ShuffleBuffer:
         return taken
 
     def draw(self, rows: int) -> dict[str, torch.Tensor]:
-        """Take out rows at random, in a random order; all there are if they are fewer."""
+        """Remove and return `rows` random rows in a random order, or all rows if there are fewer."""
         rows = min(rows, self._filled)
         order = torch.randperm(self._filled, generator=self._generator)[:rows]
         drawn = {name: column.index_select(0, order) for name, column in self._columns.items()}

@@ -1,4 +1,4 @@
-"""Which points and which rows of a data set are read."""
+"""Selection of the points and rows of a data set to read."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec, Layer
 from steercap.lab.datasets.definition import Definition, PointFormat
 from steercap.lab.datasets.tables import Index
 
-#: dict: a tensor of each point by its name. concatenate: the points of a token one behind the other. mix: each row of
+#: dict: a tensor of each point by its name. concatenate: the rows of a token's points concatenated. mix: each row of
 #: each point by itself.
 Join: TypeAlias = Literal["dict", "concatenate", "mix"]
-#: Which rows of an index are meant: a truth value for each.
+#: Function that selects rows of an index: a truth value for each row.
 Keep: TypeAlias = Callable[[Index], NDArray[np.bool_]]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens' rows are read; by default all.
+    """Selection of tokens whose rows are read; by default all.
 
     Args:
-        first, end, step: of their positions in the window; no end for None.
-        without: tokens whose rows are left out, such as that of the beginning of a text.
-        keep: of an index, which of its rows are meant; a function that can be imported, where workers are spawned.
+        first, end, step: slice of positions in the window; no end for None.
+        without: ids of tokens whose rows are left out, such as the beginning-of-text token.
+        keep: function from an index to a truth value for each row; importable, if workers are spawned.
     """
 
     first: int = 0
@@ -40,10 +40,10 @@ class Tokens:
 
     @staticmethod
     def parse(positions: Any, without: Any, keep: Keep | None) -> Tokens:
-        """Of what a user gives; None for nothing.
+        """Return the selection for a user's arguments; None means no restriction.
 
         Raises:
-            InvalidSelection: positions that are no slice forwards from 0, or tokens that are no whole numbers.
+            InvalidSelection: positions are not a forward slice from 0 on, or token ids are not whole numbers.
         """
         given = slice(None) if positions is None else positions
         if isinstance(given, range):
@@ -59,11 +59,11 @@ class Tokens:
 
     @property
     def all(self) -> bool:
-        """Whether every row is meant."""
+        """True if every row is selected."""
         return self == Tokens()
 
     def offsets(self, index: Index) -> NDArray[np.int64]:
-        """Where the rows that are meant lie, ascending: int64 [chosen]."""
+        """Return the offsets of the selected rows, ascending: int64 [chosen]."""
         chosen = np.ones(len(index), dtype=bool)
         position = index.position.astype(np.int64)
         chosen &= (position >= self.first) & ((position - self.first) % self.step == 0)
@@ -84,17 +84,17 @@ class Tokens:
 def points_of(
     definition: Definition, layers: Layers = "all", sites: str | Sequence[str] | None = None, at: Any = None
 ) -> tuple[PointFormat, ...]:
-    """The points of a data set that are meant, in its order.
+    """Return the selected points of a data set, in its order.
 
     Args:
-        definition: of the data set.
-        layers: as in `CaptureSpec`; negative counts from the model's last.
-        sites: one or several; None for all that it has.
+        definition: definition of the data set.
+        layers: layers as in `CaptureSpec`; negative ones count from the model's last.
+        sites: one site or several; None for all that were collected.
         at: points by name or by layer and site, instead.
 
     Raises:
-        LayerOutOfRange: it has no such point.
-        InvalidSpec: layers or sites beside `at`, or layers counted from the last of a model whose layers are not known.
+        LayerOutOfRange: a selected point was not collected.
+        InvalidSpec: layers or sites are given beside `at`, or negative layers of a model of unknown depth.
     """
     if at is not None:
         if layers != "all" or sites is not None:
@@ -143,10 +143,10 @@ def _lacking(definition: Definition, asked: str) -> LayerOutOfRange:
 
 
 def check_alike(points: Sequence[PointFormat], why: str) -> None:
-    """Check that rows of all points are of one shape.
+    """Check that the rows of all points have one shape.
 
     Raises:
-        InvalidRequest: they are not.
+        InvalidRequest: the shapes differ; the message begins with `why`.
     """
     if len({point.shape for point in points}) > 1:
         shapes = ", ".join(f"{point.point} of {point.shape}" for point in points)

@@ -1,4 +1,4 @@
-"""A data set of activations as torch reads it: rows by number, mapped from the shards, in any order."""
+"""Activation data set for torch: rows by number in any order, memory-mapped from the shards."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ from steercap.lab.datasets.rows import Groups, Labelled, Rows, at, groups_of
 from steercap.lab.datasets.shards import Receipt
 from steercap.lab.datasets.statistics import PointStatistics
 
-#: Shards that are mapped at once. Those behind a URL take disk here while they are, so no more are than two windows of
-#: rows need, which are shuffled among each other.
+#: Shards mapped at once. Shards behind a URL take local disk while mapped, so their number is limited to what two
+#: windows of rows that are shuffled together need.
 MAPPED, MAPPED_REMOTE = 256, 4
 #: Statistics of fewer rows say little: a standard deviation is off by 7 % and more.
 FEW: Final = 100
 
 
 class ActivationDataset(Dataset["Rows | Labelled"]):
-    """Rows of a folder of activations; a map-style data set for torch, whose shards are mapped, not read.
+    """Map-style torch data set over a folder of activations; shards are memory-mapped, not read.
 
     `data[5]` is a row [*shape of the point], `data[5:9]` and `data[[5, 7]]` are rows [n, *shape]. Of several points it
     is a dict by name, `{"resid_post[5]": ...}`, unless `join` says otherwise. Rows are in order of documents, windows
     and positions. `batches` gives them shuffled.
 
     Args:
-        where: the folder, or its URL.
-        layers: whose rows, as in `CaptureSpec`; of those that were collected.
-        sites: of these, one or several; None for all.
+        where: path or URL of the folder.
+        layers: layers as in `CaptureSpec`, among those collected.
+        sites: one site or several; None for all that were collected.
         at: points by name or by layer and site, instead.
-        join: of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of each point by
-            itself, so that there are as many times more.
-        positions: only tokens at these positions of their window: `slice(1, None)` leaves out the first of each.
-        without_tokens: leave out the rows of these token ids.
-        keep: of an `Index`, a truth value for each row.
-        normalise: by the stored statistics of each point, which are of the rows that were looked at
+        join: form of rows of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of
+            each point by itself, which multiplies the number of rows by that of points.
+        positions: positions in the window to keep: `slice(1, None)` leaves out the first token of each.
+        without_tokens: token ids whose rows are left out.
+        keep: function from an `Index` to a truth value for each row.
+        normalise: normalisation by the stored statistics of each point, which are of the sampled rows
             (`statistics_every` of `collect`), whatever `positions`, `without_tokens` and `keep` say: "mean" moves rows
             so that their mean is 0, "standard" also scales each element to a variance of 1, "norm" scales rows so that
             their mean norm is the square root of their width.
-        dtype: of the rows; None for that of the model, and of decoded codecs float32.
-        labels: whether rows come as `Labelled`.
-        partial: take a data set that is not complete, with the shards it has.
-        storage_options: of the URL's file system.
+        dtype: dtype of the rows; None for the model's, or float32 for rows decoded from a codec.
+        labels: return rows as `Labelled`.
+        partial: accept an incomplete data set, with the shards it has.
+        storage_options: options of the URL's file system.
 
     Raises:
         InvalidFile: no such data set, a file that is missing or truncated, or a data set that is not complete.
         LayerOutOfRange: a point that was not collected.
-        InvalidSetting, InvalidSelection, InvalidSpec: arguments that mean nothing.
-        InvalidRequest: points of several shapes that are to be joined, or no statistics to normalise by.
+        InvalidSetting, InvalidSelection, InvalidSpec: an invalid argument.
+        InvalidRequest: points to be joined have different shapes, or there are no statistics to normalise by.
     """
 
     def __init__(
@@ -103,21 +103,23 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     @property
     def points(self) -> tuple[str, ...]:
-        """The names of the points that are read, in order."""
+        """Names of the points that are read, in order."""
         return tuple(str(known.point) for known in self._formats)
 
     @property
     def width(self) -> int:
-        """Elements of a row; of points by name, of the first's."""
+        """Number of elements of a row; with `join="dict"`, of the first point's."""
         widths = [known.decoded_width for known in self._formats]
         return sum(widths) if self._join == "concatenate" else widths[0]
 
     def statistics(self, point: str | None = None) -> PointStatistics:
-        """What is known of the rows of a point: of those that were looked at, whatever `positions`, `without_tokens`
-        and `keep` say; see `statistics_every` of `collect`.
+        """Return the statistics of a point's rows.
+
+        They are of the rows sampled at collection (`statistics_every` of `collect`), regardless of `positions`,
+        `without_tokens` and `keep`.
 
         Args:
-            point: its name; None where only one is read.
+            point: name of the point; None if only one is read.
 
         Raises:
             InvalidRequest: several points are read and none is named, or there are no statistics.
@@ -133,7 +135,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return int(self._edges[-1]) * self._each
 
     def __getitem__(self, which: Any) -> Rows | Labelled:
-        """A row by its number, or rows by a slice or by several numbers; negative ones count from the end.
+        """Return a row by its number, or rows by a slice or several numbers; negative ones count from the end.
 
         Raises:
             IndexError: there is no such row.
@@ -146,7 +148,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return self.gather(self._checked(np.asarray(which)))
 
     def __getitems__(self, which: list[int]) -> list[Rows | Labelled]:
-        """What a DataLoader asks for: rows by their numbers, read together."""
+        """Return rows by their numbers, read together; called by a DataLoader."""
         found = self.gather(self._checked(np.asarray(which)))
         return [at(found, place) for place in range(len(which))]
 
@@ -162,7 +164,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> ActivationBatches:
-        """Rows in batches, shuffled, each once an epoch; an iterable data set for torch.
+        """Return an iterable torch data set of shuffled batches, with each row once an epoch.
 
         Blocks of neighbouring rows come in a random order, and rows are shuffled among as many blocks as `buffer` rows
         make, so that disks read in sequence. The order follows from the seed, the epoch and these arguments; with a
@@ -170,12 +172,12 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
         Args:
             batch_size: rows of a batch.
-            shuffle: otherwise rows come in their order.
-            buffer: rows that are shuffled among each other.
-            seed: of the order, at least 0.
-            epochs: how many times each row comes; each in another order.
+            shuffle: shuffle the rows; False for their stored order.
+            buffer: number of rows shuffled together.
+            seed: seed of the order, at least 0.
+            epochs: number of passes over the rows, each in another order.
             drop_last: leave out batches at the end of an epoch that are short, or that not every rank would have.
-            rank, world_size: which of the batches are meant, every `world_size`-th from `rank` on; None for those of
+            rank, world_size: share of the batches, every `world_size`-th from `rank` on; None for those of
                 torch.distributed, where that is initialised.
 
         Raises:
@@ -183,14 +185,14 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         """
         order = Order.checked(batch_size, shuffle, buffer, seed, epochs, drop_last, *ranks(rank, world_size))
         self._have_room(order.buffer)
-        # What is fetched is fetched whole.
+        # Remote shards are fetched whole.
         return ActivationBatches(self, Blocks.of(self._edges * self._each, whole=self._is_remote), order)
 
     def gather(self, numbers: NDArray[np.int64]) -> Rows | Labelled:
-        """Rows by their numbers, in that order.
+        """Return rows by their numbers, in that order.
 
         Args:
-            numbers: each from 0 to `len(self) - 1`: int64 [n].
+            numbers: row numbers from 0 to `len(self) - 1`: int64 [n].
         """
         if self._join == "mix":
             return self._mixed(*np.divmod(numbers, self._each))
@@ -202,7 +204,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return self._labelled(rows, groups, np.zeros_like(numbers))
 
     def foresee(self, start: int, stop: int) -> None:
-        """Have the system read rows [start, stop) ahead, into its cache, where they are on this machine."""
+        """Ask the system to read rows [start, stop) ahead into its cache, if they are on this machine."""
         if self._is_remote:
             return
         first, last = start // self._each, -(-stop // self._each)
@@ -216,7 +218,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     @property
     def _each(self) -> int:
-        """Rows that a token has, as this numbers them."""
+        """Number of rows of each token, as numbered here."""
         return len(self._formats) if self._join == "mix" else 1
 
     def _prepare(self) -> None:
@@ -227,7 +229,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return isinstance(self.folder.storage, RemoteFolder)
 
     def _have_room(self, rows: int) -> None:
-        """Have as many shards mapped at once as two windows of so many rows need."""
+        """Allow as many mapped shards as two windows of `rows` rows need."""
         shards = MAPPED_REMOTE + 2 * rows * len(self._receipts) // max(1, len(self))
         if self._is_remote and shards > self._mapped:
             self._mapped = shards
@@ -244,7 +246,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return self.folder.merged(points, self._receipts if self.folder.totals() is None else None)
 
     def _normalisations(self, kind: Normalise) -> dict[str, Normalisation]:
-        """How rows of each point are normalised, by its name; {} where they are not."""
+        """Return the normalisation of each point by its name; {} for kind "none"."""
         if kind == "none":
             return {}
         statistics = self._statistics(self._formats)
@@ -258,7 +260,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return {str(point): Normalisation.of(kind, found) for point, found in statistics.items()}
 
     def _rows(self, point: int, groups: Groups, count: int) -> torch.Tensor:
-        """Rows of one point, in the order they were asked for."""
+        """Return rows of one point, in the requested order."""
         known = self._formats[point]
         found = torch.empty((count, *known.shape), dtype=self._dtype or known.dtype)
         for number, numbers, where in groups:
@@ -303,7 +305,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return np.where(found < 0, found + len(self), found)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers of a DataLoader, which map shards by themselves."""
+        """Return the state without mapped shards, which each DataLoader worker maps for itself."""
         return {name: value for name, value in self.__dict__.items() if name != "_shard"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -315,7 +317,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
 
 def _shards(folder: DatasetFolder, *, partial: bool) -> list[Receipt]:
-    """The shards to read, in order."""
+    """Return the receipts of the shards to read, in order."""
     receipts = list(folder.sound().values())
     totals = folder.totals()
     if totals is None and not partial:

@@ -1,4 +1,4 @@
-"""What a data set is a data set of: `definition.json`, which a run must find to go on, and what follows from it."""
+"""Definition of a data set, stored as `definition.json`: a run must find an equal one to resume."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, named_parame
 
 VERSION: Final = 1
 FILE: Final = "definition.json"
-#: Of so many rows one is looked at for statistics, where nothing else is said: codecs are decoded for it.
+#: Default sampling interval of statistics: one row in so many is decoded and measured.
 EVERY: Final = 8
 
 
 class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the rows of one point are kept.
+    """Storage format of the rows of one point.
 
     Args:
-        layer, site: the point.
-        schema: of its tensor in the model.
-        coding: the codec; `RAW` keeps rows as they were.
+        layer, site: layer and site of the point.
+        schema: schema of its tensor in the model.
+        coding: codec of the rows; `RAW` stores them unchanged.
 
     Raises:
-        ValueError: rows that cannot be kept so.
+        ValueError: the codec, shape or dtype is not valid.
     """
 
     layer: int
@@ -57,47 +57,47 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def end(self) -> str:
-        """How the names of its tensors end, behind that of the part: ".resid_post.5"."""
+        """Suffix of its tensors' names, after the name of the part: ".resid_post.5"."""
         return end_of(self.point)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a row that is decoded."""
+        """Shape of a decoded row."""
         return _shape(self)
 
     @property
     def decoded_width(self) -> int:
-        """Elements of a row that is decoded; of random projections, how many numbers are kept."""
+        """Number of elements of a decoded row; for random projections, of stored numbers."""
         return torch.Size(self.shape).numel()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a row that is decoded: the model's, or float32."""
+        """Dtype of a decoded row: the model's, or float32 for a codec."""
         return dtype_of(self.schema) if self.coding == RAW else torch.float32
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """Names of what all its rows have in common, in each shard: float32 [width]; see `encodings.base.Codec`."""
+        """Names of the codec's constants, stored once in each shard: float32 [width]; see `encodings.base.Codec`."""
         codec = ENCODINGS[self.coding.encoding]
         return codec.constants if isinstance(codec, Codec) else ()
 
     @property
     def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """What a shard has of it, by part, with shapes without the axis of the rows."""
+        """Shape and dtype of each part in a shard, by name; shapes without the axis of the rows."""
         return _tensors(self)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in a shard."""
+        """Bytes of one row in a shard."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.tensors.values())
 
     @property
     def coded(self) -> tuple[str, Mapping[str, int]]:
-        """The codec's name, and its parameters by theirs."""
+        """Name of the codec, and its parameters by name."""
         return named_parameters(self.coding)
 
     def whole(self, parts: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]) -> Whole:
-        """Rows of such parts, as they are kept."""
+        """Return rows from their parts, still encoded."""
         if self.coding == RAW:
             return parts["rows"]
         return CodedRows(self.coding, self.schema, parts, constants=constants)
@@ -105,16 +105,16 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def rows_of(
         self, parts: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Rows of such parts, decoded: [rows, *shape]."""
+        """Return rows decoded from their parts: [rows, *shape]."""
         given = constants or {name: torch.zeros(self.schema.width) for name in self.constants}
         found = self.whole(parts, given)
         return found.decoded() if isinstance(found, CodedRows) else found
 
     def check(self, piece: Whole) -> None:
-        """Check that rows are kept as this says.
+        """Check that rows have this format.
 
         Raises:
-            InvalidRequest: of another codec, schema, shape or dtype, or a shard of rows.
+            InvalidRequest: codec, shape or dtype differ, or the parts have different lengths.
         """
         parts = parts_of(piece)
         coding = piece.coding if isinstance(piece, CodedRows) else RAW
@@ -126,7 +126,7 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def nothing(self) -> dict[str, torch.Tensor]:
-        """The parts of no rows, as a shard has them."""
+        """Return the parts of zero rows, as a shard stores them."""
         if self.coding == RAW:
             return {"rows": torch.empty((0, *self.schema.shape), dtype=dtype_of(self.schema))}
         codec = ENCODINGS[self.coding.encoding]
@@ -149,21 +149,21 @@ def _tensors(known: PointFormat) -> Mapping[str, tuple[tuple[int, ...], torch.dt
 
 
 class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What decides a data set's rows, besides its documents.
+    """Everything that determines a data set's rows, except its documents.
 
     Args:
-        version: of the format.
-        kind: of the folder.
-        model: what identifies it, see `runs.fingerprint.identity`; "name" at least.
-        points: what is kept of each token, in order.
+        version: version of the format.
+        kind: kind of the folder.
+        model: identity of the model, see `runs.fingerprint.identity`; "name" at least.
+        points: formats of the points kept of each token, in order.
         documents_per_shard: shard k holds documents [k D, (k + 1) D).
-        asked: what else decides which rows are kept, by name, as JSON can hold it: token sample, context, windows,
+        asked: other settings that determine the rows, by name, JSON-compatible: token sample, context, windows,
             generation.
-        statistics_every: of so many rows one is looked at for statistics; 0 for none.
-        num_layers: of the model; 0 where that is not known, and layers cannot be counted from the last.
+        statistics_every: sampling interval of statistics, one row in so many; 0 for none.
+        num_layers: decoder layers of the model; 0 if unknown, and then negative layers are refused.
 
     Raises:
-        ValueError: of another version, without points, or with impossible numbers.
+        ValueError: another version, no points or one twice, or impossible numbers.
     """
 
     version: int
@@ -184,7 +184,7 @@ class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all it says, in hexadecimal: what shards are known by."""
+        """SHA-256 of the definition in hexadecimal; shards refer to it."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
     @property
@@ -193,10 +193,10 @@ class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(point.row_bytes for point in self.points)
 
     def format_of(self, point: Point) -> PointFormat:
-        """How the rows of a point are kept.
+        """Return the format of a point's rows.
 
         Raises:
-            KeyError: it has no such point.
+            KeyError: the definition has no such point.
         """
         return {known.point: known for known in self.points}[point]
 
@@ -211,19 +211,19 @@ def define(
     statistics_every: int = EVERY,
     num_layers: int = 0,
 ) -> Definition:
-    """A definition of this version, all points in one codec.
+    """Return a definition of the current version, with all points in one codec.
 
     Args:
-        model: what identifies it.
-        points: with their schemas, in order.
-        coding: of all of them.
-        documents_per_shard: at least 1.
-        asked: what else decides which rows are kept.
-        statistics_every: of so many rows one is looked at; 0 for none.
-        num_layers: of the model; 0 if unknown.
+        model: identity of the model.
+        points: points with their schemas, in order.
+        coding: codec of all points.
+        documents_per_shard: number of documents in a shard, at least 1.
+        asked: other settings that determine the rows.
+        statistics_every: sampling interval of statistics, one row in so many; 0 for none.
+        num_layers: decoder layers of the model; 0 if unknown.
 
     Raises:
-        InvalidSetting: it cannot be so.
+        InvalidSetting: an argument is not valid.
     """
     try:
         formats = tuple(PointFormat(*point, schema, coding) for point, schema in points.items())
@@ -242,10 +242,10 @@ def define(
 
 
 def decode(content: bytes, path: str) -> Definition:
-    """What a folder says of itself.
+    """Return a folder's definition, decoded from JSON.
 
     Raises:
-        InvalidFile: it cannot be read, or is of another version.
+        InvalidFile: the file cannot be read, or is of another version.
     """
     try:
         said = msgspec.json.decode(content)

@@ -1,4 +1,4 @@
-"""A data set's folder: begun with a definition, filled shard by shard in any order, completed when all are there."""
+"""Folder of a data set: begun with a definition, filled shard by shard in any order, then completed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from steercap.lab.datasets.tensors import encoded
 TOTALS: Final = "dataset.json"
 MERGED: Final = "statistics.safetensors"
 POINTS: Final = "points.parquet"
-#: What to do about a file that is not the one that was written.
+#: Advice for a file that is not the one that was written.
 AGAIN: Final = "copy it again, or collect it again"
-#: What decoding raises of a file that was cut off or changed.
+#: Errors of decoding a truncated or changed file.
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -37,16 +37,16 @@ Document = TypeVar("Document", "Totals", Receipt)
 
 
 class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a complete data set holds: the file `dataset.json`.
+    """Totals of a complete data set: the file `dataset.json`.
 
     Args:
-        version: of the format.
-        shards, documents: how many.
-        tokens: that the model read.
-        rows: tokens whose rows were kept.
-        bytes: of the files of all shards.
-        sha256: over the receipts of all shards, in order, which have the SHA-256 of their files; two data sets with the
-            same are the same.
+        version: version of the format.
+        shards, documents: number of shards and of documents.
+        tokens: number of tokens that the model read.
+        rows: number of tokens whose rows were kept.
+        bytes: size of the files of all shards.
+        sha256: hash over the receipts of all shards, in order, which hold the SHA-256 of their files; two data sets
+            with the same hash are equal.
     """
 
     version: int
@@ -59,11 +59,11 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DatasetFolder:
-    """A folder of activations; made by `begin` or `open`. Methods may be called from any thread.
+    """Folder of activations; made by `begin` or `open`. Methods may be called from any thread.
 
     Args:
-        storage: where its files are.
-        definition: what it says of itself.
+        storage: storage of its files.
+        definition: definition of the data set.
     """
 
     def __init__(self, storage: Storage, definition: Definition) -> None:
@@ -71,20 +71,20 @@ class DatasetFolder:
         self._completing, self._without_totals = threading.Lock(), False
 
     def __reduce__(self) -> tuple[type[DatasetFolder], tuple[Storage, Definition]]:
-        """For workers of a DataLoader: a lock is of one process."""
+        """Pickle storage and definition alone, for DataLoader workers: a lock belongs to one process."""
         return DatasetFolder, (self.storage, self.definition)
 
     @staticmethod
     def begin(where: str | Path | Storage, definition: Definition, **options: Any) -> DatasetFolder:
-        """A folder for a run: made if it is not there, swept, and compared with what it was begun with.
+        """Return a folder for a run: create it, or sweep an existing one and check its definition.
 
         Args:
             where: a folder, or a URL with "://".
-            definition: of the run.
-            options: of the URL's file system.
+            definition: definition of the run.
+            options: options of the URL's file system.
 
         Raises:
-            RunDiffers: it holds another run, or other files.
+            RunDiffers: the folder holds another run, or other files.
             InvalidFile: its definition cannot be read, or is of another version.
         """
         storage = storage_of(where, **options)
@@ -102,13 +102,13 @@ class DatasetFolder:
 
     @staticmethod
     def open(where: str | Path | Storage, **options: Any) -> DatasetFolder:
-        """A folder that a run began; nothing is changed.
+        """Open an existing folder of a run, without changing it.
 
         Args:
             where, options: as for `begin`.
 
         Raises:
-            InvalidFile: there is none, it cannot be read, or is of another version.
+            InvalidFile: there is no definition, it cannot be read, or is of another version.
         """
         storage = storage_of(where, **options)
         found = definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
@@ -117,12 +117,12 @@ class DatasetFolder:
     # Shards
 
     def write(self, shard: Shard) -> Receipt:
-        """Write a shard; see `write_shard`. A data set is not complete from then on until `complete`."""
+        """Write a shard; see `write_shard`. The data set then counts as incomplete until `complete`."""
         self._remove_totals()
         return write_shard(self.storage, self.definition, shard)
 
     def receipts(self) -> dict[int, Receipt]:
-        """The shards that are there, by number, ascending; their files are not looked at, see `wrong`.
+        """Return the receipts of existing shards, by number, ascending; `wrong` checks their files.
 
         Raises:
             InvalidFile: a receipt cannot be read, or is of another data set.
@@ -133,10 +133,10 @@ class DatasetFolder:
         return found
 
     def readable_receipts(self) -> tuple[dict[int, Receipt], dict[int, str]]:
-        """What `receipts` gives, and why others cannot be read, by number: they were cut off or changed.
+        """Return the readable receipts, and reasons why others cannot be read (truncated or changed), by number.
 
         Raises:
-            InvalidFile: a receipt is of another version, of another data set or of no shard.
+            InvalidFile: a receipt is of another version or data set, or its name is that of no shard.
         """
         names = sorted(name for name in self.storage.sizes(FOLDER) if name.endswith(RECEIPT) and name[0] != ".")
         found: dict[int, Receipt] = {}
@@ -151,21 +151,21 @@ class DatasetFolder:
         return dict(sorted(found.items())), unreadable
 
     def wrong(self, receipts: Iterable[Receipt], *, content: bool = False) -> dict[int, str]:
-        """What is wrong with shards, by number, in words that name the file; {} if nothing is.
+        """Check the files of shards; return the problems by shard number, each naming the file, or {}.
 
         Args:
-            receipts: of the shards.
-            content: whether to compare SHA-256 too, which reads everything; else sizes alone.
+            receipts: receipts of the shards.
+            content: compare SHA-256 too, which reads everything; else sizes alone.
         """
         sizes = self.storage.sizes(FOLDER)
         found = {receipt.number: self._wrong(receipt, sizes, content=content) for receipt in receipts}
         return {number: why for number, why in found.items() if why}
 
     def sound(self, *, content: bool = False) -> dict[int, Receipt]:
-        """The shards that are there.
+        """Check the files of all shards and return their receipts, by number.
 
         Args:
-            content: whether to compare SHA-256 too, and not sizes alone.
+            content: compare SHA-256 too; else sizes alone.
 
         Raises:
             InvalidFile: a file of one is missing, truncated or changed, or a receipt cannot be read.
@@ -176,12 +176,12 @@ class DatasetFolder:
         return receipts
 
     def discard(self, number: int) -> None:
-        """Take a shard away, receipt first, so that it is written again; a data set is then not complete."""
+        """Remove a shard, receipt first, so that it is collected again; the data set then counts as incomplete."""
         self._remove_totals()
         self.storage.remove(name_of(number, RECEIPT))
 
     def _remove_totals(self) -> None:
-        """Before any receipt changes; once, since each removal is a request to an object store."""
+        """Remove the totals before a receipt changes; only once, as each removal is a request to an object store."""
         with self._completing:
             if not self._without_totals:
                 self.storage.remove(TOTALS)
@@ -190,20 +190,21 @@ class DatasetFolder:
     # The whole
 
     def totals(self) -> Totals | None:
-        """What it holds if it is complete, else None.
+        """Return the totals of a complete data set, or None.
 
         Raises:
-            InvalidFile: it cannot be read.
+            InvalidFile: the file cannot be read.
         """
         if TOTALS not in self.storage.sizes():
             return None
         return _decode(self.storage.read(TOTALS), Totals, self.storage.path(TOTALS))
 
     def altered(self, receipts: Iterable[Receipt]) -> bool:
-        """Whether a complete data set says other things of its shards than their receipts do.
+        """Return True if the totals of a complete data set differ from the sum of its receipts.
 
         Args:
-            receipts: of all that there are, in order; where one is missing, it is known what is wrong.
+            receipts: receipts of all existing shards, in order; if their number differs from the totals', the result is
+                False.
         """
         known = list(receipts)
         try:
@@ -213,10 +214,10 @@ class DatasetFolder:
         return totals is not None and totals.shards == len(known) and totals != self._sum(known)
 
     def complete(self) -> Totals:
-        """Say that all shards are there: statistics are merged, and `dataset.json` written last.
+        """Complete the data set: merge the statistics, and write `dataset.json` last.
 
         Raises:
-            InvalidRequest: shards are missing between those that are there, or one but the last has too few documents.
+            InvalidRequest: shard numbers have a gap, or a shard other than the last has too few documents.
             InvalidFile: a file is missing or truncated.
         """
         receipts = list(self.sound().values())
@@ -233,7 +234,7 @@ class DatasetFolder:
         return totals
 
     def statistics(self, point: Point) -> PointStatistics:
-        """What is known of the rows of a point of a complete data set.
+        """Return the statistics of a point's rows, for a complete data set.
 
         Raises:
             InvalidRequest, InvalidFile: as for `merged`.
@@ -243,15 +244,15 @@ class DatasetFolder:
     def merged(
         self, points: Iterable[Point], receipts: Sequence[Receipt] | None = None
     ) -> dict[Point, PointStatistics]:
-        """What is known of the rows of points; each file is read once, whatever the number of points.
+        """Return the statistics of the rows of points; each file is read once for all points.
 
         Args:
-            points: of the definition's.
-            receipts: of the shards whose rows are meant, in their order; None for all of a complete data set.
+            points: points of the definition.
+            receipts: receipts of the shards to include, in order; None for all of a complete data set.
 
         Raises:
             InvalidRequest: the data set was collected without statistics, or is not complete.
-            InvalidFile: they cannot be read.
+            InvalidFile: a statistics file cannot be read.
         """
         if not self.definition.statistics_every:
             raise InvalidRequest(f"{self.storage} was collected without statistics; collect it with statistics_every=")
@@ -269,12 +270,12 @@ class DatasetFolder:
         return found
 
     def wrong_whole(self, receipts: Sequence[Receipt]) -> str:
-        """What is wrong with the files of a complete data set that no receipt names, in words; "" if nothing is.
+        """Check the files of a complete data set that no receipt names; return the problem, or "".
 
-        They follow from the shards, which must be sound, and are compared with what follows.
+        Their contents are derived from the shards, which must be sound, and compared with what is stored.
 
         Args:
-            receipts: of all shards, in order.
+            receipts: receipts of all shards, in order.
         """
         try:
             if not holds_points(self.storage.read(POINTS), self.definition.points):
@@ -289,7 +290,7 @@ class DatasetFolder:
         return ""
 
     def _merged(self, receipts: Sequence[Receipt]) -> dict[str, torch.Tensor]:
-        """The statistics of all points, by the names of their tensors."""
+        """Return the statistics of all points, by the names of their tensors."""
         found = self.merged((known.point for known in self.definition.points), receipts)
         tensors: dict[str, torch.Tensor] = {}
         for known in self.definition.points:
@@ -297,7 +298,7 @@ class DatasetFolder:
         return tensors
 
     def _read(self, name: str, points: Iterable[Point]) -> dict[Point, PointStatistics]:
-        """Statistics of points from a file of them."""
+        """Read the statistics of points from a file."""
         tensors = self._tensors(name)
         try:
             return {point: read_named(self.definition.format_of(point).end, tensors) for point in points}
@@ -321,7 +322,7 @@ class DatasetFolder:
         return receipt
 
     def _number_of(self, name: str) -> int:
-        """The shard that a receipt is of, by its name."""
+        """Return the shard number in the name of a receipt."""
         stem = name.removeprefix(f"{FOLDER}/").removesuffix(RECEIPT)
         if not stem.isdecimal() or name_of(int(stem), RECEIPT) != name:
             raise InvalidFile(f"{self.storage.path(name)} is the receipt of no shard; remove it")
@@ -367,15 +368,16 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
     """Check every file of a data set against its receipt.
 
     Args:
-        where: its folder, or its URL.
-        content: whether to compare SHA-256, which reads everything; else sizes alone.
-        options: of the URL's file system.
+        where: path or URL of the folder.
+        content: compare SHA-256 too, which reads everything; else sizes alone.
+        options: options of the URL's file system.
 
     Returns:
-        What it holds if it is complete, None if it is not.
+        Totals of a complete data set, None for an incomplete one.
 
     Raises:
-        InvalidFile: a file is missing, truncated or changed, or shards are other than the data set says; it is named.
+        InvalidFile: a file is missing, truncated or changed, or the totals do not match the shards; the message names
+            the file.
     """
     folder = DatasetFolder.open(where, **options)
     receipts = list(folder.sound(content=content).values())
@@ -388,16 +390,16 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors are the same bit for bit."""
+    """Return True if two tensors are bit-identical."""
     kinds = (one.dtype, one.shape) == (other.dtype, other.shape)
     return kinds and one.numpy().tobytes() == other.numpy().tobytes()
 
 
 def _decode(content: bytes, kind: type[Document], path: str) -> Document:
-    """A document of this version.
+    """Decode a file of the current version.
 
     Raises:
-        InvalidFile: it cannot be read, or is of another version.
+        InvalidFile: the file cannot be read, or is of another version.
     """
     try:
         return _understood(content, kind, path)
@@ -406,11 +408,11 @@ def _decode(content: bytes, kind: type[Document], path: str) -> Document:
 
 
 def _understood(content: bytes, kind: type[Document], path: str) -> Document:
-    """A document of this version.
+    """Decode a file of the current version.
 
     Raises:
-        InvalidFile: it is of another version.
-        One of UNREADABLE: it cannot be read.
+        InvalidFile: the file is of another version.
+        One of UNREADABLE: the file cannot be read.
     """
     said = msgspec.json.decode(content)
     version = said.get("version") if isinstance(said, dict) else None

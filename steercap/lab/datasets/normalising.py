@@ -1,4 +1,4 @@
-"""Rows as a dictionary or a probe wants them: about their mean, of unit variance, or of a common norm."""
+"""Normalisation of rows: centred on their mean, of unit variance, or scaled to a common norm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSetting
 from steercap.lab.datasets.statistics import PointStatistics
 
-#: none: as they are. mean: their mean is 0. standard: each element's variance is 1 too. norm: their mean norm is the
+#: none: unchanged. mean: their mean is 0. standard: each element's variance is 1 too. norm: their mean norm is the
 #: square root of their width, and nothing is moved.
 Normalise: TypeAlias = Literal["none", "mean", "standard", "norm"]
 NORMALISE: Final = get_args(Normalise)
@@ -21,11 +21,11 @@ NORMALISE: Final = get_args(Normalise)
 
 @dataclass(frozen=True, eq=False)
 class Normalisation:
-    """What is done to the rows of a point: `(rows - mean) * scale`.
+    """Affine normalisation of a point's rows: `(rows - mean) * scale`.
 
     Args:
-        mean: float32 [width]; zeros where nothing is moved.
-        scale: float32 [width], or [1] for all elements alike.
+        mean: float32 [width]; zeros for no centring.
+        scale: float32 [width], or [1] for one factor for all elements.
     """
 
     mean: Float[torch.Tensor, " width"]
@@ -33,15 +33,15 @@ class Normalisation:
 
     @staticmethod
     def of(kind: Normalise, statistics: PointStatistics) -> Normalisation:
-        """The normalisation that rows of such statistics need.
+        """Return the normalisation of a kind that follows from statistics of the rows.
 
         Args:
-            kind: which; see `Normalise`.
-            statistics: of the rows.
+            kind: kind of normalisation; see `Normalise`.
+            statistics: statistics of the rows.
 
         Raises:
             InvalidSetting: there is no such kind.
-            InvalidRequest: statistics of no rows, or of rows that are all 0.
+            InvalidRequest: the statistics cover no rows, or only rows of zeros.
         """
         if kind not in NORMALISE:
             raise InvalidSetting(f"normalise={shown(kind)}; use one of {', '.join(map(repr, NORMALISE))}")
@@ -51,11 +51,11 @@ class Normalisation:
         return Normalisation(mean, _scale(kind, statistics))
 
     def __call__(self, rows: Float[torch.Tensor, "rows width"]) -> Float[torch.Tensor, "rows width"]:
-        """Normalised rows: float32, on the device of the rows."""
+        """Return normalised rows: float32, on the device of the rows."""
         return (rows.float() - self.mean.to(rows.device)) * self.scale.to(rows.device)
 
     def undone(self, rows: Float[torch.Tensor, "rows width"]) -> Float[torch.Tensor, "rows width"]:
-        """Rows as they were before: float32, on the device of the rows."""
+        """Invert the normalisation: float32, on the device of the rows."""
         return rows.float() / self.scale.to(rows.device) + self.mean.to(rows.device)
 
 

@@ -1,4 +1,4 @@
-"""A shard that is being read: its tensors mapped into memory, its index read when somebody asks for labels."""
+"""Shard opened for reading: tensors are memory-mapped, the index is read on first use."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _LIBC: Final = ctypes.CDLL(None)
 
 
 class OpenShard:
-    """A shard whose rows can be read.
+    """Shard opened for reading.
 
     Args:
-        storage: of the folder.
-        receipt: of the shard.
-        points: to be read.
-        tokens: whose rows are meant.
+        storage: storage of the folder.
+        receipt: receipt of the shard.
+        points: formats of the points to read.
+        tokens: selection of tokens whose rows are read.
 
-    Whatever reads it raises InvalidFile for a file that is missing, truncated, or other than the definition says.
+    Reading raises InvalidFile for a file that is missing, truncated, or differs from the definition.
     """
 
     def __init__(self, storage: Storage, receipt: Receipt, points: Sequence[PointFormat], tokens: Tokens) -> None:
@@ -46,7 +46,7 @@ class OpenShard:
 
     @cached_property
     def index(self) -> Index:
-        """Which tokens its rows are of, those that are not meant included."""
+        """Index of all its rows, unselected ones included."""
         name = name_of(self._receipt.number, INDEX)
         found = decoded_index(self._storage.read(name), self._storage.path(name))
         if len(found) != self._receipt.rows:
@@ -57,25 +57,25 @@ class OpenShard:
 
     @cached_property
     def offsets(self) -> NDArray[np.int64] | None:
-        """Where the rows that are meant lie; None for all of them."""
+        """Offsets of the selected rows, int64 [selected]; None for all rows."""
         return None if self._tokens.all else self._tokens.offsets(self.index)
 
     def __len__(self) -> int:
-        """Rows that are meant."""
+        """Return the number of selected rows."""
         return self._receipt.rows if self.offsets is None else len(self.offsets)
 
     def places(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where rows lie that are numbered among those that are meant."""
+        """Return the offsets of rows that are numbered among the selected ones."""
         return numbers if self.offsets is None else self.offsets[numbers]
 
     def rows(self, number: int, places: NDArray[np.int64]) -> torch.Tensor:
-        """Rows of the point of this number, decoded: [places, *shape], in memory of their own."""
+        """Return decoded rows of a point, copied: [places, *shape]."""
         known, parts, constants = self._mapped[number]
         at = torch.from_numpy(places)
         return known.rows_of({name: part.index_select(0, at) for name, part in parts.items()}, constants)
 
     def foresee(self, number: int, start: int, stop: int) -> None:
-        """Have the system read the rows at [start, stop) of a point into its cache, while others work."""
+        """Ask the system to read the rows at [start, stop) of a point into its cache."""
         for part in self._mapped[number][1].values():
             whole = part[start:stop]
             first = whole.data_ptr() // PAGE * PAGE

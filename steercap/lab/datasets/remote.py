@@ -1,6 +1,7 @@
-"""A data set behind a URL, by fsspec: in an object store a file appears when its upload ends.
+"""Data set storage behind a URL, by fsspec.
 
-Other file systems are given a scratch name first, and a move.
+On an object store, a file appears when its upload ends. On other file systems, it is written to a scratch name and then
+moved.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidRequest, SteercapError
 from steercap.lab.datasets.storage import CHUNK, Buffer, FileReceipt, LocalFolder, Storage, copied, unreadable
 
-#: Object stores, where a put is whole or nothing, by the names fsspec has for them.
+#: Object stores, whose writes are atomic, by fsspec's names for them.
 STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss"})
 
 
-#: Looks at a folder, of which a file is renamed while it is listed.
+#: Attempts to list a folder in which a file is renamed meanwhile.
 LOOKS: Final = 100
-#: How the names of files end that are being written, where that is not whole or nothing.
+#: Suffix of files that are being written, on file systems whose writes are not atomic.
 SCRATCH: Final = ".scratch"
 
 Found = TypeVar("Found")
 
 
 class RemoteFolder(Storage):
-    """A folder of an fsspec file system, by its URL.
+    """Folder of an fsspec file system, by its URL.
 
     Args:
-        url: such as "s3://bucket/run".
-        options: of the file system, such as `endpoint_url` of S3.
+        url: URL of the folder, such as "s3://bucket/run".
+        options: options of the file system, such as `endpoint_url` for S3.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -91,7 +92,7 @@ class RemoteFolder(Storage):
             yield Path(there.name)
 
     def sweep(self) -> None:
-        """A scratch file has no owner that can be asked whether it lives: all go, so one call at a time may write."""
+        """Remove all scratch files; their writers cannot be identified, so one call at a time may write."""
         if self._puts:
             return
         with _as_os_error():
@@ -113,7 +114,7 @@ class RemoteFolder(Storage):
 
     @property
     def _system(self) -> Any:
-        """The file system; of this process, since most cannot be used behind a fork."""
+        """File system of this process; most cannot be used after a fork."""
         if self._process != os.getpid():
             self._connect()
         return self._reached
@@ -147,7 +148,7 @@ class RemoteFolder(Storage):
         return f"{self._root}/{name}".rstrip("/")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers of a DataLoader, which connect by themselves."""
+        """Return the URL and options, with which each DataLoader worker connects for itself."""
         return {"_url": self._url, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,7 +158,7 @@ class RemoteFolder(Storage):
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Have what a file system's library raises, such as that no server answers, be an OSError as of any disk."""
+    """Convert errors of a file system's library, such as that no server answers, to OSError."""
     try:
         yield
     except (OSError, SteercapError):
@@ -167,14 +168,14 @@ def _as_os_error() -> Iterator[None]:
 
 
 def storage_of(where: str | Path | Storage, **options: Any) -> Storage:
-    """The storage that a path or a URL names.
+    """Return the storage of a path or a URL.
 
     Args:
         where: a folder, or a URL with "://".
-        options: of the URL's file system.
+        options: options of the URL's file system.
 
     Raises:
-        InvalidRequest: no file system of that kind, or options of a local folder.
+        InvalidRequest: there is no such file system, or options are given for a local folder.
     """
     if isinstance(where, Storage):
         return where

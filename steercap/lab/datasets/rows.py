@@ -1,4 +1,4 @@
-"""Rows as they are handed over, and which shards they come from."""
+"""Rows as returned to the caller, and their grouping by shard."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 #: Rows of one point or of points that are joined, or of each point by its name.
 Rows: TypeAlias = "torch.Tensor | dict[str, torch.Tensor]"
-#: Numbers of shards, of rows in them, ascending, and where these were asked for.
+#: For each shard: its number, the rows' numbers in it, ascending, and their places in the request.
 Groups: TypeAlias = "list[tuple[int, NDArray[np.int64], torch.Tensor]]"
 
 
 class Labelled(NamedTuple):
-    """Rows with what they are of; for a single row, numbers without an axis.
+    """Rows with their labels; for a single row, labels without an axis.
 
     Args:
-        rows: as without labels.
-        document, window, position, token: of each row, int64 [rows]; see `Index`.
+        rows: rows in the same form as without labels.
+        document, window, position, token: label of each row, int64 [rows]; see `Index`.
         point: number of its point in `ActivationDataset.points`, int64 [rows]; 0 unless points are mixed.
     """
 
@@ -32,7 +32,7 @@ class Labelled(NamedTuple):
 
 
 def at(found: Any, place: int) -> Any:
-    """One of several rows."""
+    """Return one of several rows."""
     if isinstance(found, Labelled):
         return Labelled(*(at(part, place) for part in found))
     if isinstance(found, dict):
@@ -41,7 +41,7 @@ def at(found: Any, place: int) -> Any:
 
 
 def groups_of(numbers: NDArray[np.int64], edges: NDArray[np.int64]) -> Groups:
-    """Rows by shard, each in the order that they lie in."""
+    """Group row numbers by shard, ascending within each."""
     order = np.argsort(numbers, kind="stable")
     ascending = numbers[order]
     bounds = np.searchsorted(ascending, edges)

@@ -1,7 +1,7 @@
-"""One shard: its rows, index and statistics, and the receipt that makes it count.
+"""Shard of a data set: rows, index and statistics, and the receipt that commits it.
 
-The receipt is written last, so a shard is there if and only if its receipt is. Files without one are debris of a
-writer that was killed; who writes the shard again replaces them.
+The receipt is written last: a shard exists if and only if its receipt does. Files without one are debris of a writer
+that was killed; they are replaced when the shard is written again.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ ROWS, INDEX, STATISTICS, RECEIPT = ".safetensors", ".parquet", ".statistics.safe
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A shard in memory, on its way to a folder.
+    """Shard in memory, before it is written.
 
     Args:
-        number: of the shard; documents [number × D, (number + 1) × D) are its own, D being the definition's.
-        documents: how many it has; fewer than D in the last shard alone.
-        documents_sha256: of its documents, in hexadecimal, as whoever reads the source hashes them.
-        tokens: that the model read, kept or not.
-        index: which tokens the rows are of, in order of documents, windows and positions.
-        rows: of each point of the definition, [rows, ...], or `CodedRows`; or pieces of them one after another, which
-            are written without being put together.
+        number: number of the shard; it holds documents [number × D, (number + 1) × D), D being the definition's.
+        documents: number of documents; fewer than D only in the last shard.
+        documents_sha256: hash of its documents, in hexadecimal, see `documents.digests`.
+        tokens: number of tokens that the model read, kept or not.
+        index: labels of the rows, in order of documents, windows and positions.
+        rows: rows of each point of the definition, [rows, ...], or `CodedRows`; or consecutive pieces of them, which
+            are written without being concatenated.
 
     Raises:
-        InvalidRequest: fewer or more rows of a point than the index has.
+        InvalidRequest: a point's number of rows is not that of the index.
     """
 
     number: int
@@ -60,26 +60,26 @@ class Shard:
                 )
 
     def pieces(self, point: Point) -> Sequence[Whole]:
-        """The rows of a point, one after another."""
+        """Return the rows of a point, as consecutive pieces."""
         rows = self.rows[point]
         return (rows,) if isinstance(rows, (torch.Tensor, CodedRows)) else rows
 
 
 class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a shard that was written: the file `shards/<number>.json`.
+    """Receipt of a written shard: the file `shards/<number>.json`.
 
     Args:
-        version: of the format.
-        number: of the shard.
+        version: version of the format.
+        number: number of the shard.
         definition: SHA-256 of the definition it belongs to, in hexadecimal.
-        first, stop: its documents, [first, stop).
-        tokens: that the model read.
-        rows: tokens whose rows were kept.
-        documents_sha256: of its documents.
-        files: its files by how their names end: ".safetensors", ".parquet", ".statistics.safetensors".
+        first, stop: range of its documents, [first, stop).
+        tokens: number of tokens that the model read.
+        rows: number of tokens whose rows were kept.
+        documents_sha256: hash of its documents, in hexadecimal.
+        files: receipts of its files by name suffix: ".safetensors", ".parquet", ".statistics.safetensors".
 
     Raises:
-        ValueError: without rows or index, or with impossible numbers.
+        ValueError: the file of rows or of the index is missing, or a number is impossible.
     """
 
     version: int
@@ -100,41 +100,41 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def documents(self) -> int:
-        """How many it has."""
+        """Number of documents in the shard."""
         return self.stop - self.first
 
     @property
     def names(self) -> dict[str, FileReceipt]:
-        """Its files by name within the folder; the receipt itself aside."""
+        """Receipts of its files by name within the folder, without the receipt itself."""
         return {name_of(self.number, end): file for end, file in self.files.items()}
 
     @property
     def bytes(self) -> int:
-        """Bytes of its files."""
+        """Total size of its files in bytes."""
         return sum(file.bytes for file in self.files.values())
 
 
 def name_of(number: int, end: str) -> str:
-    """The name of a shard's file within the folder."""
+    """Return the name of a shard's file within the folder."""
     return f"{FOLDER}/{number:06}{end}"
 
 
 def write_shard(storage: Storage, definition: Definition, shard: Shard) -> Receipt:
-    """Write a shard; its receipt comes last. It may run in any thread, for several shards at once.
+    """Write a shard, its receipt last. Several shards may be written at once, in any thread.
 
-    The same shard gives the same files, so it does not matter who writes it, or how often.
+    The same shard gives the same files, whichever process writes it and however often.
 
     Args:
-        storage: of the folder.
-        definition: of the data set.
-        shard: rows are neither changed nor copied.
+        storage: storage of the folder.
+        definition: definition of the data set.
+        shard: shard to write; its rows are neither changed nor copied.
 
     Raises:
-        InvalidRequest: rows that are not kept as the definition says, or an impossible index.
-        OSError: something cannot be written, such as on a full disk; the shard is then not there.
+        InvalidRequest: rows do not have the definition's format, or the index is impossible.
+        OSError: a file cannot be written, such as on a full disk; the shard then does not exist.
     """
     _check(definition, shard)
-    storage.remove(name_of(shard.number, RECEIPT))  # of a shard that is written again, or it would count half-way
+    storage.remove(name_of(shard.number, RECEIPT))  # or a rewritten shard would count as complete half-way
     files = {
         ROWS: storage.write(name_of(shard.number, ROWS), _rows(definition, shard)),
         INDEX: storage.write(name_of(shard.number, INDEX), [encoded_index(shard.index)]),
@@ -225,7 +225,7 @@ def _check_constants(known: PointFormat, pieces: Sequence[Whole]) -> None:
 
 
 def _check_order(definition: Definition, shard: Shard) -> None:
-    """Rows are of the shard's own documents, each token once and in order."""
+    """Check that rows belong to the shard's own documents, each token once and in order."""
     index, first = shard.index, shard.number * definition.documents_per_shard
     if not len(index):
         return

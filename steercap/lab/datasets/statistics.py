@@ -1,8 +1,7 @@
-"""What is known of the rows of a point without reading them all: moments of each element, norms, sparsity.
+"""Statistics of the rows of a point, from a sample of them: moments of each element, norms, sparsity.
 
-Per shard, merged in the order of the shards in float64, so that the same shards give the same bits. Deviations of
-elements are rounded to float32 before they are added.
-Shape legend: `rows` = rows that were looked at, `width` = elements of a row.
+Computed per shard and merged in the order of shards in float64, so equal shards give equal bits. Deviations of elements
+are rounded to float32 before they are added. Shape legend: `rows` = sampled rows, `width` = elements of a row.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from steercap.core.mixing import mixed, mixed_all
 from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
 from steercap.lab.datasets.tensors import as_numpy
 
-#: Elements that are looked at together, by NumPy: it keeps to the thread that it is called in, and lets others run.
+#: Elements per block, processed by NumPy: it stays in the calling thread, and releases the lock for others.
 BLOCK_ELEMENTS: Final = 1 << 20
 #: An element is small if it is below this part of its row's root mean square.
 SMALL: Final = 0.01
@@ -37,15 +36,16 @@ OCTAVES: Final = 64
 
 @dataclass(frozen=True, eq=False)
 class PointStatistics:
-    """Of the rows of one point that were looked at. Of projections, of the numbers that are kept.
+    """Statistics of the sampled rows of one point; for projections, of the stored numbers.
 
     Args:
-        count: rows that were looked at and are finite: int64 [].
-        nonfinite: rows with NaN or infinity, which count nowhere else: int64 [].
-        mean: of each element: float64 [width].
-        variance: of each element, divided by `count`: float64 [width].
-        norm_mean, norm_min, norm_max: of the Euclidean norms of rows: float64 []; infinite minimum of no rows.
-        norm_counts: rows by their norm; class i is from 2^((i - 256) / 8), see `norm_quantile`: int64 [512].
+        count: number of sampled rows that are finite: int64 [].
+        nonfinite: number of rows with NaN or infinity, excluded from all else: int64 [].
+        mean: mean of each element: float64 [width].
+        variance: population variance of each element: float64 [width].
+        norm_mean, norm_min, norm_max: mean, minimum and maximum of the Euclidean norms of rows: float64 []; the minimum
+            of no rows is infinite.
+        norm_counts: histogram of norms; class i begins at 2^((i - 256) / 8), see `norm_quantile`: int64 [512].
         zeros: share of elements that are 0: float64 [].
         small: share of elements below `SMALL` of their row's root mean square, zeros included: float64 [].
     """
@@ -63,19 +63,19 @@ class PointStatistics:
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """Number of elements of a row."""
         return len(self.mean)
 
     @property
     def standard_deviation(self) -> Float[torch.Tensor, " width"]:
-        """Of each element: float64 [width]."""
+        """Standard deviation of each element: float64 [width]."""
         return self.variance.sqrt()
 
     def norm_quantile(self, share: float) -> float:
-        """A norm that so great a share of rows does not exceed, within 9 %; 0 of no rows.
+        """Return the quantile of the rows' norms, within 9 %; 0 if there are no rows.
 
         Args:
-            share: from 0 to 1.
+            share: share of rows at or below the quantile, 0 to 1.
         """
         if not int(self.count):
             return 0.0
@@ -86,7 +86,7 @@ class PointStatistics:
         return float(min(max(norm, float(self.norm_min)), float(self.norm_max)))
 
     def merged(self, other: PointStatistics) -> PointStatistics:
-        """Of both.
+        """Return the statistics of both sets of rows together.
 
         Source: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances
         (1979).
@@ -112,12 +112,12 @@ class PointStatistics:
 
 
 def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64] | None = None) -> PointStatistics:
-    """Statistics of rows that come in pieces.
+    """Compute statistics of rows that come in pieces.
 
     Args:
-        pieces: [rows, ...] each, or in a codec; those are decoded.
-        width: elements of a row.
-        chosen: the rows that are looked at, by their numbers over all pieces, ascending, see `drawn`; None for all.
+        pieces: rows, [rows, ...] each; rows in a codec are decoded.
+        width: number of elements of a row.
+        chosen: numbers of the sampled rows over all pieces, ascending, see `drawn`; None for all.
     """
     running = _Running(width)
     looked_at = pieces if chosen is None else _of(pieces, chosen)
@@ -127,15 +127,15 @@ def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64]
 
 
 def drawn(rows: int, every: int, seed: int) -> NDArray[np.int64] | None:
-    """The numbers of one row in `every`, and of one at least, ascending: int64 [chosen]; None for all.
+    """Draw one row in `every`, at least one; return their numbers, ascending: int64 [chosen], or None for all.
 
-    Drawn and not counted off: windows of one length would have rows of the same positions looked at, and the first row
-    of a window is like no other.
+    Rows are drawn, not counted off: in windows of one length, counting would sample the same positions, and the first
+    row of a window is unlike the others.
 
     Args:
-        rows: how many there are.
-        every: 1 for all of them.
-        seed: another one draws others.
+        rows: number of rows to draw from.
+        every: sampling interval; 1 for all rows.
+        seed: seed of the draw.
     """
     if every == 1:
         return None
@@ -145,7 +145,7 @@ def drawn(rows: int, every: int, seed: int) -> NDArray[np.int64] | None:
 
 
 def no_rows(width: int) -> PointStatistics:
-    """Statistics of no row."""
+    """Return the statistics of zero rows."""
     zero, none = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
     line = torch.zeros(width, dtype=torch.float64)
     counts = torch.zeros(CLASSES_AN_OCTAVE * OCTAVES, dtype=torch.int64)
@@ -153,7 +153,7 @@ def no_rows(width: int) -> PointStatistics:
 
 
 def _of(pieces: Sequence[Whole], chosen: NDArray[np.int64]) -> Iterator[Whole]:
-    """The rows of pieces that are looked at."""
+    """Yield the sampled rows of pieces."""
     ends = np.cumsum([0, *map(len, pieces)])
     edges = np.searchsorted(chosen, ends)
     for number, piece in enumerate(pieces):
@@ -163,7 +163,7 @@ def _of(pieces: Sequence[Whole], chosen: NDArray[np.int64]) -> Iterator[Whole]:
 
 
 def _blocks(pieces: Iterable[Whole], size: int) -> Iterator[NDArray[np.float32]]:
-    """Blocks of so many rows, the last with what is left: they do not depend on how rows came in pieces."""
+    """Yield blocks of `size` rows, the last one shorter; they do not depend on how rows were split in pieces."""
     waiting: deque[Whole] = deque()
     held = 0
     for piece in pieces:
@@ -178,7 +178,7 @@ def _blocks(pieces: Iterable[Whole], size: int) -> Iterator[NDArray[np.float32]]
 
 
 def _taken(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
-    """The first rows of pieces, which are taken away."""
+    """Remove and return the first `count` rows of the pieces."""
     found: list[Whole] = []
     while count:
         piece = waiting.popleft()
@@ -191,7 +191,7 @@ def _taken(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
 
 
 def _together(pieces: Sequence[Whole]) -> Whole:
-    """Pieces as one; codes are put together before they are decoded, once instead of piece by piece."""
+    """Concatenate pieces; codes are concatenated before they are decoded, to decode once."""
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -202,12 +202,12 @@ def _together(pieces: Sequence[Whole]) -> Whole:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors along their first axis, by NumPy."""
+    """Concatenate tensors along their first axis, by NumPy."""
     return torch.from_numpy(np.concatenate([as_numpy(one) for one in tensors])).view(tensors[0].dtype)
 
 
 def _plain(rows: Whole) -> NDArray[np.float32]:
-    """Rows, decoded, as float32 [rows, width]."""
+    """Return rows, decoded, as float32 [rows, width]."""
     whole = rows.decoded() if isinstance(rows, CodedRows) else rows
     flat = whole.flatten(1)
     if flat.dtype == torch.bfloat16:  # the upper half of a float32
@@ -216,8 +216,9 @@ def _plain(rows: Whole) -> NDArray[np.float32]:
 
 
 class _Running:
-    """Sums over blocks. Elements are summed as they lie about the mean of the first block, so that rows far from the
-    origin keep their variance.
+    """Running sums over blocks.
+
+    Elements are summed relative to the mean of the first block, so that rows far from the origin keep their variance.
     """
 
     def __init__(self, width: int) -> None:
@@ -229,7 +230,7 @@ class _Running:
         self.classes = np.zeros(CLASSES_AN_OCTAVE * OCTAVES, dtype=np.int64)
 
     def add(self, rows: NDArray[np.float32]) -> None:
-        """Take in rows, [rows, width]."""
+        """Add rows, [rows, width]."""
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
             if not math.isfinite(norms.sum()):
@@ -260,7 +261,7 @@ class _Running:
         self.classes += np.bincount(numbers.astype(np.int64), minlength=len(self.classes))
 
     def statistics(self) -> PointStatistics:
-        """Of all rows so far."""
+        """Return the statistics of all rows so far."""
         if not self.count:
             return replace(no_rows(self.width), nonfinite=torch.tensor(self.nonfinite))
         assert self.about is not None
@@ -285,15 +286,15 @@ def _number(value: float) -> Float[torch.Tensor, ""]:
 
 
 def named_tensors(end: str, found: PointStatistics) -> dict[str, torch.Tensor]:
-    """The tensors of a file, by their names there: "mean" and the end of the point's name."""
+    """Return the statistics as tensors by their names in a file: field name plus the point's suffix."""
     return {f"{name}{end}": tensor for name, tensor in _tensors(found).items()}
 
 
 def read_named(end: str, tensors: Mapping[str, torch.Tensor]) -> PointStatistics:
-    """What `named_tensors` gave.
+    """Read statistics from tensors named by `named_tensors`.
 
     Raises:
-        KeyError: one is missing.
+        KeyError: a tensor is missing.
     """
     return PointStatistics(**{field.name: tensors[f"{field.name}{end}"] for field in fields(PointStatistics)})
 

@@ -1,6 +1,6 @@
-"""Where a data set lies: a local folder, or a folder of an fsspec file system (`lab/datasets/remote.py`).
+"""Storage of a data set's files: a local folder, or a folder of an fsspec file system (`lab/datasets/remote.py`).
 
-Nothing else opens its files. Each appears whole or not at all: locally under its name once its bytes are on the disk.
+Nothing else opens its files. Writes are atomic: a local file gets its name once its bytes are on the disk.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from steercap.files.base import sweep, write_whole
 
 #: Bytes read at once of a file that is hashed or copied.
 CHUNK: Final = 4 << 20
-#: What is written: bytes, or an array of them.
+#: Bytes to write, or a memory view of them.
 Buffer: TypeAlias = "bytes | memoryview"
 
 
 class FileReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a file that was written: its bytes, and their SHA-256 in hexadecimal."""
+    """Receipt of a written file: its size in bytes, and its SHA-256 in hexadecimal."""
 
     bytes: Annotated[int, msgspec.Meta(ge=0)]
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -45,34 +45,34 @@ class Storage(ABC):
 
     @abstractmethod
     def path(self, name: str) -> str:
-        """A file's full name, for messages."""
+        """Return a file's full name, for messages."""
 
     @abstractmethod
     def write(self, name: str, chunks: Iterable[Buffer]) -> FileReceipt:
-        """Write a file, whole and durable, or not at all; one of that name is replaced.
+        """Write a file atomically and durably; one of that name is replaced.
 
         Raises:
-            OSError: it cannot be written, such as on a full disk.
+            OSError: the file cannot be written, such as on a full disk.
         """
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """What a file holds.
+        """Return the contents of a file.
 
         Raises:
-            InvalidFile: it is missing, or cannot be read.
+            InvalidFile: the file is missing, or cannot be read.
         """
 
     @abstractmethod
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """The files of a folder by name, those in folders below aside, with their bytes; none if it is not there."""
+        """Return the sizes in bytes of a folder's files, without subfolders; {} if the folder does not exist."""
 
     @abstractmethod
     def sha256(self, name: str) -> str:
-        """SHA-256 of a file, in hexadecimal.
+        """Return the SHA-256 of a file, in hexadecimal.
 
         Raises:
-            InvalidFile: it is missing, or cannot be read.
+            InvalidFile: the file is missing, or cannot be read.
         """
 
     @abstractmethod
@@ -81,28 +81,28 @@ class Storage(ABC):
 
     @abstractmethod
     def fetched(self, name: str) -> AbstractContextManager[Path]:
-        """A path on this machine, within the block, at which a file can be mapped into memory; what is mapped stays.
+        """Yield a local path at which a file can be memory-mapped; mappings outlive the block.
 
         Raises:
-            InvalidFile: it is missing, or cannot be fetched.
+            InvalidFile: the file is missing, or cannot be fetched.
         """
 
     @abstractmethod
     def sweep(self) -> None:
-        """Remove what killed processes had begun to write."""
+        """Remove files that killed processes left half-written."""
 
     def __str__(self) -> str:
         return self.path("").rstrip("/")
 
 
 class Direct:
-    """A file of which whole pages go to the disk past the page cache, if its file system can do that.
+    """File writer that sends whole pages to the disk past the page cache, if the file system supports it.
 
-    A data set is mostly larger than memory, and would take all of it from everybody; memory that nobody has used
-    before costs a virtual machine more than its disk does.
+    A data set is mostly larger than memory, and would fill the page cache at the expense of everything else; fresh
+    memory costs a virtual machine more than its disk does.
 
     Args:
-        file: to write to, not buffered.
+        file: file to write to, unbuffered.
     """
 
     def __init__(self, file: io.FileIO) -> None:
@@ -111,7 +111,7 @@ class Direct:
         self._can, self._direct = True, False
 
     def write(self, data: memoryview) -> int:
-        """Write bytes in whole pages of memory; what is less, the end of a file, goes through the page cache."""
+        """Write bytes, whole pages past the page cache; a partial page at the end goes through it."""
         try:
             self._pass_cache(self._can and not len(data) % mmap.PAGESIZE)
             return self._file.write(data)
@@ -128,13 +128,13 @@ class Direct:
 
 
 class LocalFolder(Storage):
-    """A folder of this machine; it is made when something is written.
+    """Folder on this machine; created by the first write.
 
     Args:
-        folder: its path.
+        folder: path of the folder.
 
     Raises:
-        InvalidRequest: its name is not UTF-8: neither safetensors nor pyarrow could open what is in it.
+        InvalidRequest: the path is not UTF-8: neither safetensors nor pyarrow could open files in it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -193,18 +193,18 @@ class LocalFolder(Storage):
 
 
 def unreadable(path: str, error: OSError) -> InvalidFile:
-    """The error for a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return InvalidFile(
         f"{path} cannot be read: {error.strerror or error}; copy the data set again, or collect it again"
     )
 
 
 def copied(chunks: Iterable[Buffer], file: _Writable) -> FileReceipt:
-    """Write chunks one after another; what they are hashed by lets other threads run.
+    """Write chunks one after another and return the file's receipt; hashing lets other threads run.
 
     Args:
-        chunks: bytes, none of which is kept.
-        file: to write to; it takes bytes that change once it has written them.
+        chunks: chunks of bytes; none is kept.
+        file: file to write to; the buffer it is given changes after each write.
     """
     digest, size = hashlib.sha256(), 0
     for part in _parts(chunks):
@@ -215,10 +215,10 @@ def copied(chunks: Iterable[Buffer], file: _Writable) -> FileReceipt:
 
 
 def _parts(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
-    """The same bytes, in parts of CHUNK but for the last: each is a wait for Python's lock, which others have.
+    """Regroup bytes in parts of CHUNK, the last one shorter: each part costs one wait for the interpreter lock.
 
-    They are put together in one piece of memory, whole pages of it, which the next part takes: NumPy copies without the
-    lock, and fresh memory for every part would cost as much as the copy.
+    All parts share one page-aligned buffer, which the next part overwrites: NumPy copies without the lock, and fresh
+    memory for every part would cost as much as the copy.
     """
     memory = mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)  # or a fork while it is written past the page cache may change what is written
@@ -244,7 +244,7 @@ def _write_all(file: _Writable, part: memoryview) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Sync the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

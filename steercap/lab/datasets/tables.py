@@ -1,4 +1,4 @@
-"""The tables of a data set, as Parquet: which token a row is of, and which tensor holds a point."""
+"""Parquet tables of a data set: the index that labels rows, and the table of points and their tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidRequest
 from steercap.lab.datasets.definition import PointFormat
 
-#: The columns of an index, with their dtypes. A row of it is a token whose rows were kept; `offset` is their place in
+#: Columns of an index, with their dtypes. Each row is a token whose rows were kept; `offset` is their place in
 #: the shard's tensors.
 COLUMNS: Final[Mapping[str, np.dtype[Any]]] = {
     "document": np.dtype(np.int64),
@@ -24,22 +24,22 @@ COLUMNS: Final[Mapping[str, np.dtype[Any]]] = {
     "token": np.dtype(np.int32),
 }
 OFFSET: Final = "offset"
-#: Who wrote a file, as Arrow says it.
+#: Arrow's writer name in a file's metadata.
 _ARROW: Final = re.compile(r"parquet-cpp-arrow version \d+\.\d+\.\d+(-\w+)?")
 
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Which tokens rows are of.
+    """Labels of rows: document, window, position and token of each.
 
     Args:
         document: number of the document in its source: int64 [rows].
         window: number of the window in the document, a sequence of its own to the model: int32 [rows].
-        position: in the window, as the model read it: int32 [rows].
-        token: int32 [rows].
+        position: position in the window, as the model read it: int32 [rows].
+        token: token ids: int32 [rows].
 
     Raises:
-        InvalidRequest: columns of several lengths.
+        InvalidRequest: the columns have different lengths.
     """
 
     document: NDArray[np.int64]
@@ -57,12 +57,12 @@ class Index:
         return len(self.document)
 
     def __getitem__(self, rows: Any) -> Index:
-        """Some of the rows: a slice, a mask or indices."""
+        """Return some of the rows, by a slice, a mask or indices."""
         return Index(*(getattr(self, name)[rows] for name in COLUMNS))
 
 
 def encoded_index(index: Index) -> memoryview:
-    """An index as a Parquet file."""
+    """Encode an index as a Parquet file."""
     with extra("datasets"):
         import pyarrow as pa
 
@@ -71,10 +71,10 @@ def encoded_index(index: Index) -> memoryview:
 
 
 def decoded_index(content: bytes, path: str) -> Index:
-    """What `encoded_index` gave.
+    """Decode an index from a Parquet file.
 
     Raises:
-        InvalidFile: no Parquet, or another table.
+        InvalidFile: the file is not Parquet, or holds another table.
     """
     with extra("datasets"):
         import pyarrow as pa
@@ -93,7 +93,7 @@ def decoded_index(content: bytes, path: str) -> Index:
 
 
 def encoded_points(points: Sequence[PointFormat]) -> memoryview:
-    """What a data set's shards hold, one row a tensor, for other tools; as a Parquet file."""
+    """Encode the table of points as a Parquet file for other tools, one row a tensor."""
     with extra("datasets"):
         import pyarrow as pa
 
@@ -102,12 +102,12 @@ def encoded_points(points: Sequence[PointFormat]) -> memoryview:
 
 
 def points_table(points: Sequence[PointFormat]) -> list[dict[str, Any]]:
-    """The rows of that file."""
+    """Return the rows of the table of points."""
     return [_tensor_row(point, part) for point in points for part in point.tensors]
 
 
 def holds_points(content: bytes, points: Sequence[PointFormat]) -> bool:
-    """Whether a file is what `encoded_points` gives; of another release of Arrow, whether it says the same."""
+    """Return True if a file is the table of points, allowing for another release of Arrow as writer."""
     with extra("datasets"):
         import pyarrow as pa
         from pyarrow import parquet

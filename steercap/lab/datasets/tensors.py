@@ -1,4 +1,4 @@
-"""A safetensors file as it is written while its rows are still in pieces, so that they are never copied together.
+"""Safetensors encoder for tensors in pieces, which are written without being concatenated.
 
 Format: https://huggingface.co/docs/safetensors; tensors lie in the order of the library's own files, greatest elements
 first, then by name.
@@ -34,22 +34,22 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-#: How dtypes that NumPy has no name for are viewed.
+#: Integer dtypes that stand in for dtypes NumPy does not have.
 BITS: Final[Mapping[torch.dtype, torch.dtype]] = {
     torch.bfloat16: torch.uint16,
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
-#: Bytes that the data begin at a multiple of.
+#: Alignment of the data in bytes.
 ALIGN: Final = 8
 
 
 def encoded(tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> Iterator[Buffer]:
-    """The bytes of a safetensors file.
+    """Yield the bytes of a safetensors file.
 
     Args:
-        tensors: each in pieces along its first axis, one at least, on the CPU, all of one dtype and row shape; a number
-            in one.
+        tensors: tensors by name, each in one or more pieces along its first axis, on the CPU, of one dtype and row
+            shape; a scalar in one piece.
         metadata: texts by name, for the header.
 
     Yields:
@@ -80,14 +80,14 @@ def _shape(pieces: Sequence[torch.Tensor]) -> list[int]:
 
 
 def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """A tensor's own memory; of dtypes that NumPy has no name for, as integers of as many bytes."""
+    """Return a tensor's memory as an array; dtypes that NumPy lacks are viewed as integers of equal size."""
     seen = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
     found: NDArray[Any] = seen.numpy(force=seen.requires_grad)
     return found
 
 
 def _bytes_of(piece: torch.Tensor) -> memoryview:
-    """Its bytes. NumPy's way, for each of torch's operations gives Python's lock away, and waits for it again."""
+    """Return a tensor's bytes, by NumPy: each torch operation would release the interpreter lock and wait for it."""
     array = np.ascontiguousarray(as_numpy(piece))
     if array.size == 1:  # counts as contiguous whatever its stride, and is then not viewed as bytes
         return memoryview(array.tobytes())

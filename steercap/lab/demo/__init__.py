@@ -1,4 +1,4 @@
-"""A demonstration, and the small real model that it, the notebooks and the pages use."""
+"""Demonstration, and the small real model that it, the notebooks and the pages use."""
 
 from steercap.lab.demo.checkpoint import smollm2
 

@@ -1,4 +1,4 @@
-"""`python -m steercap.lab.demo`."""
+"""Entry point of `python -m steercap.lab.demo`."""
 
 from steercap.lab.demo.demonstration import main
 

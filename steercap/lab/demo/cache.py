@@ -1,4 +1,4 @@
-"""Where checkpoints made by steercap are kept, and how one is made once even by several processes."""
+"""Cache of checkpoints made by steercap; each is made only once, even by several processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from steercap.engine.environment import CACHE
 
-#: Written last: a folder without it was not finished.
+#: Marker file, written last: a folder without it is unfinished.
 DONE = ".complete"
 
 
 def cache_root() -> Path:
-    """`$STEERCAP_CACHE`, or `steercap` in the user's cache folder."""
+    """Return `$STEERCAP_CACHE`, or `steercap` in the user's cache folder."""
     root = os.environ.get(CACHE)
     if root:
         return Path(root)
@@ -24,11 +24,11 @@ def cache_root() -> Path:
 
 
 def cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `name` in the cache, filled by `make` unless it is there already.
+    """Return the folder `name` in the cache, filled by `make` unless it exists.
 
     Args:
         name: name of the folder; it must change whenever what `make` writes does.
-        make: fills an empty folder.
+        make: function that fills an empty folder.
     """
     folder = cache_root() / name
     if (folder / DONE).exists():

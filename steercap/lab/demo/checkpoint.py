@@ -18,7 +18,7 @@ NAME: Final = "SmolLM2-135M-Instruct-from-Q4_1-float32"
 
 
 def smollm2() -> Path:
-    """A checkpoint of SmolLM2-135M-Instruct (Llama, 30 layers × 576, chat template), float32, that vLLM loads.
+    """Return a float32 checkpoint of SmolLM2-135M-Instruct (Llama, 30 layers × 576, chat template) that vLLM loads.
 
     Converted on first use (20 seconds), then kept in the cache (540 MB).
 

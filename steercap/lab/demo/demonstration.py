@@ -35,7 +35,7 @@ QUESTIONS: Final = (
 LENS: Final = "The Eiffel Tower is in the city of"
 PRAISE: Final = ("wonderful", "delightful", "excellent", "beautiful", "superb", "charming", "brilliant", "lovely")
 COMPLAINT: Final = ("terrible", "dreadful", "awful", "ugly", "horrible", "boring", "hopeless", "nasty")
-#: The direction is found with the first words and shown on the last, which it has not seen.
+#: The direction is computed from the first words and shown on the last, held-out ones.
 SENTENCES: Final = (
     "The film was {}",
     "I found the food {}",
@@ -44,17 +44,17 @@ SENTENCES: Final = (
     "My day has been {}",
 )
 HELD_OUT: Final = 3
-#: What is steered, at which layer, and by how many times the difference of means.
+#: Steered text, layer, and multiple of the difference of means.
 OPENING: Final = "My day at work was"
 LAYER, DOSE = 18, 1.0
 
 
 async def run(out: Path, console: Console | None = None) -> Path:
-    """Run the demo and write its picture; returns the picture's path.
+    """Run the demo and write its picture; return the picture's path.
 
     Args:
         out: folder for the picture.
-        console: where to report; stdout if None.
+        console: console for the report; stdout if None.
     """
     with extra("demo"):
         import matplotlib as mpl
@@ -106,7 +106,7 @@ async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
 
 
 async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str, torch.Tensor]]:
-    """Rows for the lens, and the last row of every sentence of praise and of complaint: [sentences, layers, hidden]."""
+    """Return rows for the lens, and the last rows of sentences of praise and complaint: [sentences, layers, hidden]."""
     from steercap.captures.stacking import stack
     from steercap.core.spec import CaptureSpec
 
@@ -124,7 +124,7 @@ async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str
 
 
 async def _turned(model: SteerModel, told: dict[str, torch.Tensor], bar: Any) -> dict[str, str]:
-    """How the opening goes on as it is, towards praise, and towards complaint: three requests of one batch."""
+    """Return continuations of the opening: unsteered, towards praise, and towards complaint, in one batch."""
     from steercap.steering.edits.add import Add
 
     todo = bar.add_task("steering", total=1)
@@ -141,9 +141,9 @@ async def _turned(model: SteerModel, told: dict[str, torch.Tensor], bar: Any) ->
 
 
 def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine of each held-out row with its layer's direction from complaint to praise: two tensors [sentences, layers].
+    """Return cosines of held-out rows with their layer's direction from complaint to praise: two [sentences, layers].
 
-    The direction is the difference of means over the words that are not held out; rows are taken from their middle.
+    The direction is the difference of means over the words that are not held out; rows are centred on their midpoint.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""From texts to directions: rows that a model has for them, and what differs between two kinds of rows."""
+"""Directions from texts: rows of a model for two kinds of texts, and the difference between them."""
 
 from steercap.lab.directions.calibrating import calibrate
 from steercap.lab.directions.contrast import Contrast, directions_of, separability

@@ -1,4 +1,4 @@
-"""Read texts and measure how the elements of the model's rows lie and spread: what a calibrated codec is made from."""
+"""Calibration for codecs: statistics of the elements of a model's rows over some texts."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ async def calibrate(
     add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Calibration:
-    """Have the model read texts, and find out how the elements of its rows lie and spread; no row leaves the workers.
+    """Measure location and spread of the elements of a model's rows over texts; no row leaves the workers.
 
-    The texts are read unsteered, whatever `model.steered` says around the call. Inside `model.sketch` they join that
-    sketch too, as all calls do.
+    The texts are read unsteered, even inside `model.steered`. Inside `model.sketch` they join that sketch too, as all
+    calls do.
 
     Args:
         model: an open model.
-        texts: str, token ids, or `Exchange(prompt, response)`, which is read as a whole: some dozens that are like what
-            is to be captured.
-        layers, sites: where.
-        tokens: which tokens' rows. By default all but the first, whose row in most models is an attention sink.
-        add_special_tokens: as for `SteerModel.generate`; False for rendered chats, which have theirs.
-        progress: called with the number of texts read so far.
+        texts: str, token ids, or `Exchange(prompt, response)`, which is read as a whole: some dozens that resemble the
+            texts to be captured.
+        layers, sites: layers and sites of the rows.
+        tokens: tokens of the rows. By default all but the first, whose row in most models is an attention sink.
+        add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
+        progress: function called with the number of texts read so far.
 
     Raises:
-        InvalidSpec: no texts.
-        InvalidRequest: they have fewer than two rows.
+        InvalidSpec: there are no texts.
+        InvalidRequest: the texts have fewer than two rows.
         CaptureNotFinite: a row holds NaN or infinity.
         The errors of `SteerModel.sketch` and `SteerModel.read`.
     """

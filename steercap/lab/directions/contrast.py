@@ -1,4 +1,4 @@
-"""Rows of two kinds, and the direction from one to the other: found in some of them, tried on the rest."""
+"""Contrast of two kinds of rows, and the direction between them: computed on some groups, tested on the rest."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from steercap.steering.layers import LayerVectors
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """Rows of texts that show something, and of texts that do not.
+    """Rows of texts that show a property, and of texts that do not.
 
     Args:
-        positive, negative: float32 [texts, layers, hidden].
-        positive_groups, negative_groups: what each text belongs to, such as its question: texts of one group are held
-            out together, and are paired, in their order, for methods that compare pairs.
+        positive, negative: rows of each kind, float32 [texts, layers, hidden].
+        positive_groups, negative_groups: group of each text, such as its question: texts of one group are held out
+            together, and are paired, in their order, for methods that compare pairs.
     """
 
     positive: Float[torch.Tensor, "p layers hidden"]
@@ -54,11 +54,11 @@ class Contrast:
             )
 
     def split(self, held_out: float, seed: int) -> tuple[Contrast, Contrast | None]:
-        """Texts to find a direction with, and texts to try it on: whole groups, drawn by the seed.
+        """Split texts into those to compute a direction from and those to test it on, by whole groups, drawn.
 
         Args:
-            held_out: share of the groups that both kinds have, in [0, 1); 0 holds none out.
-            seed: of the draw.
+            held_out: share of the groups in both kinds to hold out, in [0, 1); 0 holds none out.
+            seed: seed of the draw.
 
         Raises:
             InvalidSpec: too few groups for both parts.
@@ -77,7 +77,7 @@ class Contrast:
         return self._where(lambda group: group not in out), self._where(lambda group: group in out)
 
     def pairs(self) -> Contrast:
-        """Texts that have one of the other kind in their group, in the same order in both kinds."""
+        """Return the texts with a counterpart of the other kind in their group, in the same order in both kinds."""
         places: list[tuple[int, int]] = []
         waiting: dict[Hashable, list[int]] = {}
         for place, group in enumerate(self.negative_groups):
@@ -108,16 +108,16 @@ class Contrast:
 def check_groups(
     positive: Sequence[Hashable], negative: Sequence[Hashable], *, method: str, held_out: float, seed: int = 0
 ) -> None:
-    """Check that a direction can be found between texts of these groups, before any of them is read.
+    """Check that a direction can be computed between texts of these groups, before any of them is read.
 
     Args:
-        positive, negative: the group of each text.
-        method, held_out, seed: as for `extract`.
+        positive, negative: group of each text.
+        method, held_out, seed: arguments as for `extract`.
 
     Raises:
-        UnknownName: a method that does not exist.
-        MissingExtra: a method whose libraries are not installed.
-        InvalidSpec: no texts, too few groups to hold any out, or no pairs for a method that needs them.
+        UnknownName: the method does not exist.
+        MissingExtra: the method's libraries are not installed.
+        InvalidSpec: there are no texts, too few groups to hold any out, or no pairs for a method that needs them.
     """
     how = METHODS[method]
     require(*how.extras)
@@ -144,18 +144,18 @@ def directions_of(
     held_out: float = 0.25,
     seed: int = 0,
 ) -> DirectionSet:
-    """A direction from rows, and how well it tells rows apart that it was not made from.
+    """Compute a direction from rows, and its AUC on held-out rows.
 
     Args:
-        name: what the direction means.
+        name: name of the direction.
         contrast: the rows.
-        layers: what their second axis is.
-        method, site, held_out, seed: as for `extract`.
+        layers: layers along their second axis.
+        method, site, held_out, seed: arguments as for `extract`.
 
     Raises:
-        UnknownName: a method that does not exist.
-        InvalidSpec: too few groups to hold any out, or no pairs for a method that needs them.
-        InvalidVector: rows that are NaN or inf.
+        UnknownName: the method does not exist.
+        InvalidSpec: there are too few groups to hold any out, or no pairs for a method that needs them.
+        InvalidVector: a row holds NaN or inf.
     """
     how = METHODS[method]
     if len(layers) != contrast.positive.shape[1]:
@@ -190,12 +190,12 @@ def directions_of(
 
 
 def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int]) -> dict[int, float]:
-    """Area under the ROC curve of the rows' projections on each layer's vector: 1 tells all apart, 0.5 is chance.
+    """Return the AUC of the rows' projections on each layer's vector: 1 separates all, 0.5 is chance.
 
     Args:
-        vectors: one for each of `layers` at least.
-        contrast: rows that the vectors were not made from.
-        layers: what the second axis of the rows is.
+        vectors: vectors for each of `layers` at least.
+        contrast: rows that the vectors were not computed from.
+        layers: layers along the second axis of the rows.
     """
     found = {}
     for at, layer in enumerate(layers):
@@ -205,15 +205,15 @@ def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int
 
 
 def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"]) -> float:
-    """Area under the ROC curve: how often a positive number is above a negative one, equal ones counted half.
+    """Return the area under the ROC curve: the share of pairs with the positive value above, ties counted half.
 
     Source: Hanley and McNeil (1982), The meaning and use of the area under a receiver operating characteristic curve.
 
     Args:
-        positive, negative: numbers of each kind, one at least.
+        positive, negative: values of each kind, one at least.
 
     Raises:
-        InvalidVector: NaN or infinity.
+        InvalidVector: a value is NaN or infinite.
     """
     if not (positive.isfinite().all() and negative.isfinite().all()):
         raise InvalidVector("rows that are to be told apart hold NaN or infinity; leave out the text that overflows")

@@ -1,4 +1,4 @@
-"""From texts to directions: a model reads them, its workers reduce each text to one row, a method does the rest."""
+"""Extraction of directions from texts: a model reads them, workers reduce each to one row, a method does the rest."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from steercap.lab.directions.contrast import Contrast, check_groups, directions_
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import LayerVectors
 
-#: Texts of one call, and calls under way: enough to fill vLLM's batch, few enough that their rows need little room.
+#: Texts of one call, and concurrent calls: enough to fill vLLM's batch, few enough that their rows need little room.
 CALL_TEXTS: Final = 64
 CALLS: Final = 4
 
 
 class Exchange(NamedTuple):
-    """A prompt and its answer; its rows are those of the answer.
+    """Prompt and its answer; its rows are those of the answer.
 
     Args:
         prompt: a str, token ids, or a conversation of {"role", "content"} dicts, put through the chat template.
@@ -40,19 +40,19 @@ class Exchange(NamedTuple):
     response: str | Sequence[int]
 
 
-#: What rows are read of: text, token ids, or an exchange.
+#: Text to read: a str, token ids, or an exchange.
 Text: TypeAlias = "str | Sequence[int] | Exchange"
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """One row per text and layer.
+    """Rows of texts, one per text and layer.
 
     Args:
-        values: float32 [texts, layers, hidden].
-        layers: the layers.
+        values: rows, float32 [texts, layers, hidden].
+        layers: layers along the second axis.
         prompts: SHA-256 of the token ids of each text.
-        bytes_moved: what came from the workers.
+        bytes_moved: bytes transferred from the workers.
     """
 
     values: Float[torch.Tensor, "texts layers hidden"]
@@ -79,34 +79,34 @@ async def extract(
     add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> DirectionSet:
-    """Find the direction in which texts that show something differ from texts that do not.
+    """Compute the direction in which texts that show a property differ from texts that do not.
 
     Args:
         model: an open model.
         positive, negative: str, token ids, or `Exchange(prompt, response)`, whose rows are the response's.
-        name: what the direction means.
+        name: name of the direction.
         method: "difference" of means, "pca" of paired differences, or a logistic "probe"; see `METHODS`.
-        layers, site: where.
-        tokens: which tokens' rows of a text that is not an Exchange. By default all but the first, whose row in most
+        layers, site: layers and site of the rows.
+        tokens: tokens of the rows of a text that is not an Exchange. By default all but the first, whose row in most
             models is an attention sink: a hundred times as long as the others, it would dominate a mean.
-        reduce: how a text's rows become one, in the workers, so that one row per text and layer is moved. None moves
-            all of them and takes their mean here.
-        groups: what each positive text belongs to, such as its question; by default its place in the list. Groups are
-            held out, and paired, as a whole.
+        reduce: reduction of a text's rows to one, in the workers, so that one row per text and layer is moved. None
+            moves all of them and takes their mean here.
+        groups: group of each positive text, such as its question; by default its index in the list. Groups are held
+            out, and paired, as a whole.
         negative_groups: the same for the negative texts; `groups` by default.
-        held_out: share of the groups that the direction is not made from but tested on: `provenance.auc`.
-        seed: of the split, and of methods that use random numbers.
-        add_special_tokens: as for `SteerModel.generate`; False for rendered chats, which have theirs.
-        progress: called with the number of texts read so far.
+        held_out: share of the groups to hold out for testing the direction: `provenance.auc`.
+        seed: seed of the split, and of methods that use random numbers.
+        add_special_tokens: argument as for `SteerModel.generate`; False for rendered chats, which have theirs.
+        progress: function called with the number of texts read so far.
 
     Returns:
         A set of one direction: added once, it moves the mean of the negative texts to that of the positive ones,
         along its own direction.
 
     Raises:
-        InvalidSpec: no texts, or too few to hold any out.
-        UnknownName: a method that does not exist.
-        MissingExtra: a method whose libraries are not installed.
+        InvalidSpec: there are no texts, or too few to hold any out.
+        UnknownName: the method does not exist.
+        MissingExtra: the method's libraries are not installed.
         The errors of `SteerModel.generate`.
     """
     check_texts(positive, negative)
@@ -149,14 +149,14 @@ async def mean_rows(
     add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Rows:
-    """Have the model read texts, and fetch one row per text and layer.
+    """Read texts with the model, and fetch one row per text and layer.
 
     Args:
-        model, layers, site, tokens, reduce, add_special_tokens, progress: as for `extract`.
-        texts: what is read, in full batches.
+        model, layers, site, tokens, reduce, add_special_tokens, progress: arguments as for `extract`.
+        texts: texts to read, in full batches.
 
     Raises:
-        InvalidSpec: no texts.
+        InvalidSpec: there are no texts.
         The errors of `SteerModel.generate`.
     """
     check_texts(texts)
@@ -193,10 +193,10 @@ async def mean_rows(
 
 
 def check_texts(*several: Sequence[Text]) -> None:
-    """Check that these are texts: one by itself would be read letter by letter.
+    """Check that arguments are sequences of texts; a single text would be read letter by letter.
 
     Raises:
-        InvalidSpec: they are no sequence of texts.
+        InvalidSpec: an argument is not a sequence of texts.
     """
     for texts in several:
         if isinstance(texts, (str, bytes, Exchange)) or not isinstance(texts, Sequence):
@@ -204,11 +204,11 @@ def check_texts(*several: Sequence[Text]) -> None:
 
 
 def labelled(found: DirectionSet, model: ReadingModel, **known: Any) -> DirectionSet:
-    """Directions that say which model they are of, and what else is known of their origin.
+    """Return directions with their model and provenance.
 
     Args:
-        found: as `directions_of` gives them.
-        model: whose rows they were made from.
+        found: directions, as returned by `directions_of`.
+        model: model of the rows.
         known: further fields of `Provenance`.
     """
     known |= model.origin
@@ -221,29 +221,28 @@ def labelled(found: DirectionSet, model: ReadingModel, **known: Any) -> Directio
 
 
 def digest_of(prompts: Sequence[bytes]) -> str:
-    """SHA-256 over the digests of texts, in hexadecimal."""
+    """Return the SHA-256 over the digests of texts, in hexadecimal."""
     return hashlib.sha256(b"".join(prompts)).hexdigest()
 
 
 def sha_of(ids: Sequence[int]) -> bytes:
-    """SHA-256 of the token ids of a text."""
+    """Return the SHA-256 of the token ids of a text."""
     return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).digest()
 
 
 async def asked_of(
     model: ReadingModel, texts: Sequence[Text], selection: TokenSelection, special: bool | None = None
 ) -> list[tuple[list[int], TokenSelection]]:
-    """Find what the model reads of texts, and which rows of each are wanted.
+    """Return the token ids to read of each text, and the selection of its rows.
 
     Args:
-        model: that reads.
-        texts: what it reads.
-        selection: the rows of a text that is not an Exchange.
-        special: whether a str gets the tokens that the tokenizer puts around a prompt; None is True, and warns of texts
-            that have them already.
+        model: model that reads.
+        texts: texts to read.
+        selection: selection of rows of a text that is not an Exchange.
+        special: add the tokenizer's special tokens to a str; None is True, and warns of texts that already have them.
 
     Raises:
-        InvalidSpec: an exchange with an empty response, or no text at all.
+        InvalidSpec: an exchange has an empty response, or an entry is not a text.
     """
 
     async def one_of(text: Text) -> tuple[list[int], list[int]]:
@@ -263,15 +262,15 @@ async def asked_of(
 
 
 def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -> list[list[int]]:
-    """Find the token ids of texts, of an exchange those of prompt and response.
+    """Return the token ids of texts; for an exchange, those of prompt and response.
 
     Args:
-        tokenizer: the model's.
-        texts: what it tokenises.
-        special: as for `asked_of`; None warns of texts that have them already.
+        tokenizer: tokenizer of the model.
+        texts: texts to tokenise.
+        special: argument as for `asked_of`; None warns of texts that already have them.
 
     Raises:
-        InvalidSpec: an exchange with an empty response, or no text at all.
+        InvalidSpec: an exchange has an empty response, or an entry is not a text.
     """
     parts = [
         [tokens_of(tokenizer, part, special=first and special is not False) for part, first in _parts_of(text)]
@@ -283,12 +282,12 @@ def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -
 
 
 def _parts_of(text: Text) -> list[tuple[Any, bool]]:
-    """Split a text into the parts that are tokenised by themselves, each with whether it is the first."""
+    """Split a text into the parts that are tokenised separately, each with True if it is the first."""
     return [(text.prompt, True), (text.response, False)] if isinstance(text, Exchange) else [(text, True)]
 
 
 def _prompts(texts: Sequence[Text], firsts: Sequence[list[int]]) -> Iterator[tuple[Any, list[int]]]:
-    """Texts, of exchanges their prompts, each with its token ids."""
+    """Yield texts, or the prompts of exchanges, each with its token ids."""
     for text, ids in zip(texts, firsts, strict=True):
         yield text.prompt if isinstance(text, Exchange) else text, ids
 
@@ -300,5 +299,5 @@ def _joined(text: Text, parts: Sequence[list[int]]) -> list[int]:
 
 
 def _row(captures: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    """One row per layer, of heads one after another: float32 [layers, width]."""
+    """Return one row per layer, with heads concatenated: float32 [layers, width]."""
     return torch.stack([rows.float().mean(0).flatten() for rows in captures.values()])

@@ -1,9 +1,9 @@
-"""Which layer to begin with, and what an AUC of so many texts can say.
+"""Suggestion of a layer by held-out AUC, and the chance range of an AUC.
 
 The rule: of the layers, in their order, that tie at the highest AUC held out, take the longest run of neighbours, and
-of it the middle one; of runs of one length, the one nearest the middle of all layers. A lone layer at the top may be
-chance, one among others that do as well is less so, and its neighbours say the same. Where even the highest AUC lies
-inside the chance band, the texts tell nothing of layers, and the suggestion is only a place to begin.
+of it the middle one; among runs of equal length, the one nearest the middle of all layers. A single best layer may be
+chance; one whose neighbours do as well is less likely to be. If even the highest AUC lies inside the chance band, the
+texts do not distinguish layers, and the suggestion is only a place to begin.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ COUNTED: Final = 2500
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A layer, and why.
+    """Suggested layer, with the reason.
 
     Args:
-        layer: to begin with.
-        auc: there, on texts held out; 0.5 is chance. It was chosen on the same texts, so it flatters.
-        chance: the band in which 95 of 100 worthless directions lie, see `chance_band`.
-        tied: the layers with this AUC.
-        layers: how many there are.
+        layer: layer to begin with.
+        auc: AUC at that layer on held-out texts; 0.5 is chance. It is optimistic, as the layer was chosen on the same
+            texts.
+        chance: 95 % chance range of the AUC, see `chance_band`.
+        tied: layers with this AUC.
+        layers: number of layers.
     """
 
     layer: int
@@ -41,12 +42,12 @@ class Suggestion:
 
     @property
     def is_chance(self) -> bool:
-        """Whether a worthless direction may well have this AUC at a layer."""
+        """True if the AUC is within the chance range."""
         return self.chance[0] <= self.auc <= self.chance[1]
 
     @property
     def reason(self) -> str:
-        """Why, in a sentence."""
+        """Reason for the layer, in a sentence."""
         if len(self.tied) == 1:
             why = f"its AUC, {self.auc:.3f}, is the highest"
         else:
@@ -60,11 +61,11 @@ class Suggestion:
 
 
 def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
-    """The layer to begin with, by the AUC of texts held out; None if none were.
+    """Return the layer to begin with, by held-out AUC; None if no texts were held out.
 
     Args:
-        directions: with their provenance.
-        name: of the direction.
+        directions: directions with their provenance.
+        name: name of the direction.
     """
     known = directions.provenance
     auc, held_out = known.auc.get(name), known.held_out.get(name, (0, 0))
@@ -76,10 +77,10 @@ def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
 
 
 def middle_of_best(values: Mapping[int, float]) -> int:
-    """The middle of the longest run of neighbours, among the layers with the highest value; see the rule above.
+    """Return the middle of the longest run of neighbours among the layers with the highest value; see the rule above.
 
     Args:
-        values: by layer, one at least.
+        values: values by layer, one at least.
     """
     layers = sorted(values)
     highest = max(values.values())
@@ -95,14 +96,14 @@ def middle_of_best(values: Mapping[int, float]) -> int:
 
 
 def chance_band(positive: int, negative: int) -> tuple[float, float]:
-    """Where at least 95 of 100 AUCs lie of scores that mean nothing, both ends included.
+    """Return the 95 % chance range of an AUC of meaningless scores, both ends included.
 
     The AUC is Mann and Whitney's U / (p n). Its distribution is counted where there are few texts, and beyond `COUNTED`
-    pairs it is normal, with standard deviation sqrt((p + n + 1) / (12 p n)). Answers to one question are alike, so the
-    true band is somewhat wider.
+    pairs it is normal, with standard deviation sqrt((p + n + 1) / (12 p n)). Answers to one question are dependent, so
+    the true band is somewhat wider.
 
     Args:
-        positive, negative: how many texts of each kind were scored, 1 or more.
+        positive, negative: number of scored texts of each kind, 1 or more.
     """
     pairs = positive * negative
     if pairs > COUNTED:
@@ -117,7 +118,7 @@ def chance_band(positive: int, negative: int) -> tuple[float, float]:
 
 
 def _ways(positive: int, negative: int) -> list[int]:
-    """Orders of p + n texts by their U, 0 to p n: the coefficients of the Gaussian binomial."""
+    """Return the number of orders of p + n texts by their U, 0 to p n: the coefficients of the Gaussian binomial."""
     ways = [1] + [0] * (positive * negative)
     for part in range(1, positive + 1):
         step = negative + part
@@ -129,7 +130,7 @@ def _ways(positive: int, negative: int) -> list[int]:
 
 
 def runs_of(layers: Sequence[int]) -> str:
-    """Layers in few words, runs of neighbours as their ends: "0 to 11, 14, 20 to 29"."""
+    """Format layers compactly, runs of neighbours as their ends: "0 to 11, 14, 20 to 29"."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:

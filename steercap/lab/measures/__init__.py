@@ -1,4 +1,4 @@
-"""MEASURED BY: one file a measure of answers. To add one, add a file whose `MEMBER` is its class."""
+"""Registry of measures of answers, one file each. To add one, add a file whose `MEMBER` is its class."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a measure is: answers go in, a number for each comes out."""
+"""Base class of measures: a number for each answer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and what the model went on with.
+    """Prompt with the model's answer.
 
     Args:
-        prompt: the text; of a conversation, the last message.
-        prompt_token_ids: what the model read.
-        text: what it wrote.
-        output_token_ids: the same as ids, the one that ended it included.
+        prompt: text of the prompt; for a conversation, the last message.
+        prompt_token_ids: token ids of the prompt.
+        text: text of the answer.
+        output_token_ids: token ids of the answer, the one that ended it included.
     """
 
     prompt: str
@@ -29,23 +29,23 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(ABC):
-    """A number for an answer. Its `repr` says all that the number depends on: kept values are recognised by it."""
+    """Measure of an answer. Its `repr` contains everything the value depends on: stored values are recognised by it."""
 
-    #: Whether it is a factor, so that its mean is the geometric one and its axis logarithmic.
+    #: True if it is a factor, with a geometric mean and a logarithmic axis.
     log: ClassVar[bool] = False
-    #: What it is called on an axis, with its unit.
+    #: Axis label, with its unit.
     axis: ClassVar[str] = ""
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """Its column in tables."""
+        """Column name in tables."""
 
     @abstractmethod
     async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:
-        """One number for each answer, in their order; NaN where there is nothing to measure.
+        """Return one number for each answer, in order; NaN if there is nothing to measure.
 
         Args:
-            model: the open model that gave the answers, for those who ask it.
+            model: open model that gave the answers, for measures that use it.
             records: the answers.
         """

@@ -1,4 +1,4 @@
-"""How much answers sound like texts of one kind rather than another: a probe on sentence embeddings."""
+"""Classifier measure: similarity of answers to texts of one kind rather than another, on sentence embeddings."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Classifier(Measure):
     model's own answers under opposite system prompts, say, to other questions than those evaluated.
 
     Args:
-        name: what it is called.
+        name: name of the measure.
         positive, negative: texts of each kind, two at least; each counts as a whole.
 
     Raises:
-        InvalidSpec: an empty name, too few texts, or an empty one.
+        InvalidSpec: the name is empty, there are too few texts, or one is empty.
     """
 
     axis = "classifier, 0 to 100"

@@ -1,4 +1,4 @@
-"""How long answers are."""
+"""Length of answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Length(Measure):
-    """Generated tokens, the one that ended the answer included."""
+    """Number of generated tokens, the one that ended the answer included."""
 
     axis = "generated tokens"
 

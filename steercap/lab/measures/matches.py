@@ -1,4 +1,4 @@
-"""Whether answers match a regular expression."""
+"""Measure of matches of a regular expression in answers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Matches(Measure):
-    """1 if an expression is found in the answer, 0 if not; or how often it is found per 100 words.
+    """1 if an expression is found in the answer, 0 if not; or the number of matches per 100 words.
 
     Args:
-        name: what it is called.
-        pattern: for Python's `re`, searched anywhere; whether capitals count and whether "^" begins a line is for the
-            pattern to say: "(?im)^dear".
-        per_words: whether to count, per 100 words; NaN of an answer without a word.
+        name: name of the measure.
+        pattern: expression for Python's `re`, searched anywhere; case and multi-line matching are set in the pattern:
+            "(?im)^dear".
+        per_words: count matches per 100 words; NaN for an answer without a word.
 
     Raises:
-        InvalidSpec: an empty name, no expression, or one that is found in an empty text, and so in any.
+        InvalidSpec: the name is empty, the expression is not valid, or it matches an empty text, and so any.
     """
 
     axis = ""

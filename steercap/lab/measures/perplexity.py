@@ -1,4 +1,4 @@
-"""How surprising answers are to the model when nothing steers it."""
+"""Perplexity of answers under the model without steering."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from steercap.lab.measures.base import Answered, Measure
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Log probability of each prompt token, and of no other; one token must be generated, and is not looked at.
+#: Log probability of each prompt token alone; one token must be generated, and is ignored.
 READ: Final = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
 
 @dataclass(frozen=True)
 class Perplexity(Measure):
-    """exp of the mean negative log-likelihood of an answer's tokens under the model without steering: 1 and more.
+    """Perplexity of an answer under the model without steering: exp of the mean negative log-likelihood, 1 or more.
 
     Each token is predicted from the prompt and the answer before it (teacher forcing); the token that ended the answer
     counts. NaN of an answer without tokens. Where prompt and answer fill the context, the last token is left
@@ -44,7 +44,7 @@ class Perplexity(Measure):
 
 
 def _perplexity(ids: Sequence[int], prompt_len: int, logprobs: Sequence[Any] | None) -> float:
-    """From vLLM's prompt log probabilities: an entry for each token, None for the first, which nothing precedes.
+    """Compute it from vLLM's prompt log probabilities: an entry for each token, None for the first.
 
     An entry maps token ids to log probabilities; it holds the token itself, and may hold likelier ones.
     """

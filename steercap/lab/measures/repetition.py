@@ -1,4 +1,4 @@
-"""How much of an answer repeats what it said before."""
+"""Repetition of n-grams within an answer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Repetition(Measure):
     Generation with Unlikelihood Training, arXiv:1908.04319.
 
     Args:
-        n: tokens of an n-gram.
+        n: number of tokens of an n-gram.
 
     Raises:
-        InvalidSpec: n below 1.
+        InvalidSpec: n is below 1.
     """
 
     axis = "share of repeated n-grams"

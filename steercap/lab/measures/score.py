@@ -1,4 +1,4 @@
-"""How strongly answers show a trait."""
+"""Trait score of answers, by a scorer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score(Measure):
-    """A trait's score, 0 (not at all) to 100 (wholly); NaN where the scorer has no score.
+    """Score of a trait, 0 (not at all) to 100 (wholly); NaN if the scorer gives none.
 
     Args:
         trait: a trait, or the name of one that comes with steercap.
         scorer: a scorer, or the name of one in `SCORERS` that needs no arguments.
 
     Raises:
-        UnknownName: no trait or scorer of this name.
-        InvalidSetting: a scorer that needs arguments, such as the judge; make it yourself.
-        InvalidSpec: a trait or a scorer of another type.
+        UnknownName: there is no trait or scorer of this name.
+        InvalidSetting: the scorer needs arguments, such as the judge; construct it yourself.
+        InvalidSpec: the trait or the scorer is of the wrong type.
     """
 
     axis = "trait score, 0 to 100"

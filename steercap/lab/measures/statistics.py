@@ -1,6 +1,6 @@
-"""What can be said of few questions: bootstrap intervals over clusters, paired differences, many comparisons at once.
+"""Statistics of few questions: bootstrap intervals over clusters, paired differences, multiple comparisons.
 
-Answers to one question are alike, so questions are what is drawn, and a question's answers count as one: their mean.
+Answers to one question are dependent, so questions are resampled, and a question's answers count as one: their mean.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EXACT: Final = 16
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over clusters, with its interval.
+    """Mean over clusters, with its interval.
 
     Args:
-        value: the mean of the clusters' means, of a factor the geometric one; NaN where nothing could be measured.
-        low, high: ends of the interval; NaN of fewer than two clusters.
-        clusters: how many were measured.
+        value: mean of the clusters' means, for a factor the geometric one; NaN if nothing could be measured.
+        low, high: ends of the interval; NaN for fewer than two clusters.
+        clusters: number of measured clusters.
     """
 
     value: float
@@ -41,14 +41,14 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """How much one thing is above another on the same clusters.
+    """Paired difference on the same clusters.
 
     Args:
-        value: mean of the clusters' differences; of factors the geometric mean of their ratios.
-        low, high: ends of the interval; NaN of fewer than two clusters.
-        p: of the sign-flip test, two-sided: how often the clusters' differences would have a mean as far from none if
-            the sign of each were drawn; NaN of fewer than two clusters, or where one is infinite.
-        clusters: how many both were measured on.
+        value: mean of the clusters' differences; for factors the geometric mean of their ratios.
+        low, high: ends of the interval; NaN for fewer than two clusters.
+        p: two-sided p of the sign-flip test: probability of a mean difference as far from 0 if the sign of each cluster
+            were random; NaN for fewer than two clusters, or if a difference is infinite.
+        clusters: number of clusters measured for both.
     """
 
     value: float
@@ -59,11 +59,11 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def cluster_means(values: Sequence[Sequence[float]], *, log: bool = False) -> Floats:
-    """The mean of each cluster: float64 [clusters], NaN where it has no number.
+    """Return the mean of each cluster: float64 [clusters], NaN for a cluster without values.
 
     Args:
-        values: the numbers of each cluster; NaN is none.
-        log: whether they are factors; then it is the mean of their logarithms.
+        values: values of each cluster; NaN is ignored.
+        log: True for factors: return the mean of their logarithms.
     """
     found = np.full(len(values), np.nan)
     for place, own in enumerate(values):
@@ -75,7 +75,7 @@ def cluster_means(values: Sequence[Sequence[float]], *, log: bool = False) -> Fl
 
 
 def estimate(means: Floats, *, level: float = 0.95, seed: int = 0, log: bool = False) -> Estimate:
-    """The mean of clusters with a bootstrap interval.
+    """Estimate the mean of clusters with a bootstrap interval.
 
     Clusters are drawn with replacement. Percentiles of the draws are too narrow where clusters are few, by
     sqrt((n - 1) / n) and by t against the normal; so they are taken further out, at
@@ -83,13 +83,13 @@ def estimate(means: Floats, *, level: float = 0.95, seed: int = 0, log: bool = F
     Bootstrap, arXiv:1411.5279, section 5.3, expanded percentiles.
 
     Args:
-        means: float64 [clusters], as `cluster_means` gives them; NaN is left out.
-        level: of the interval, in (0, 1).
-        seed: of the draws.
-        log: whether they are logarithms; value and ends are then their exponentials.
+        means: cluster means, float64 [clusters], as returned by `cluster_means`; NaN is left out.
+        level: level of the interval, in (0, 1).
+        seed: seed of the draws.
+        log: True if they are logarithms; value and ends are then exponentiated.
 
     Raises:
-        InvalidSpec: a level outside.
+        InvalidSpec: the level is out of range.
     """
     _check_level(level)
     known = np.asarray(means, dtype=np.float64)
@@ -103,12 +103,12 @@ def estimate(means: Floats, *, level: float = 0.95, seed: int = 0, log: bool = F
 
 
 def interval(known: Floats, level: float, seed: int) -> tuple[float, float]:
-    """Expanded percentiles of the means of clusters drawn again: see `estimate`.
+    """Return the expanded percentiles of the means of resampled clusters: see `estimate`.
 
     Args:
-        known: float64 [clusters], two at least.
-        level: of the interval.
-        seed: of the draws.
+        known: cluster means, float64 [clusters], two at least.
+        level: level of the interval.
+        seed: seed of the draws.
     """
     with extra("evaluation"):
         from scipy.special import ndtr, stdtrit
@@ -121,14 +121,14 @@ def interval(known: Floats, level: float, seed: int) -> tuple[float, float]:
 
 
 def difference(ours: Floats, theirs: Floats, *, level: float = 0.95, seed: int = 0, log: bool = False) -> Difference:
-    """How much the clusters of one thing are above the same clusters of another.
+    """Estimate the difference between two sets of values of the same clusters.
 
     Args:
-        ours, theirs: float64 [clusters], in one order; a cluster that either has no number for is left out.
-        level, seed, log: as for `estimate`.
+        ours, theirs: cluster means, float64 [clusters], in the same order; a cluster with NaN in either is left out.
+        level, seed, log: arguments as for `estimate`.
 
     Raises:
-        InvalidSpec: other numbers of clusters, or a level outside.
+        InvalidSpec: the numbers of clusters differ, or the level is out of range.
     """
     if len(ours) != len(theirs):
         raise InvalidSpec(f"{len(ours)} clusters against {len(theirs)}; a paired difference is of the same clusters")
@@ -139,14 +139,14 @@ def difference(ours: Floats, theirs: Floats, *, level: float = 0.95, seed: int =
 
 
 def sign_flip(apart: Floats, seed: int = 0) -> float:
-    """Two-sided p of the mean of differences that are as often above 0 as below, if there is nothing.
+    """Return the two-sided p of the mean difference under the null of symmetric differences.
 
     With n clusters no p is below 2 / 2^n: 0.0005 with 12, 0.06 with 5. Source: Fisher (1935), The Design of
     Experiments, section 21.
 
     Args:
-        apart: float64 [clusters].
-        seed: of the signs, where there are too many to try all.
+        apart: differences, float64 [clusters].
+        seed: seed of the signs, if there are too many to try all.
     """
     count = len(apart)
     if count < 2 or not np.isfinite(apart).all():
@@ -161,23 +161,23 @@ def sign_flip(apart: Floats, seed: int = 0) -> float:
 
 
 def holm(p: Sequence[float]) -> Floats:
-    """p adjusted so that the chance of any false discovery among all is bounded, in the order given; NaN stays.
+    """Adjust p by Holm's method, to bound the probability of any false discovery; in the given order, NaN stays.
 
     Source: Holm (1979), A Simple Sequentially Rejective Multiple Test Procedure.
 
     Args:
-        p: of each comparison.
+        p: p of each comparison.
     """
     return _adjusted(p, lambda ranked: np.maximum.accumulate(ranked * np.arange(len(ranked), 0, -1)))
 
 
 def benjamini_hochberg(p: Sequence[float]) -> Floats:
-    """p adjusted so that the share of false discoveries among discoveries is bounded, in the order given; NaN stays.
+    """Adjust p by Benjamini and Hochberg, to bound the share of false discoveries; in the given order, NaN stays.
 
     Source: Benjamini and Hochberg (1995), Controlling the False Discovery Rate.
 
     Args:
-        p: of each comparison.
+        p: p of each comparison.
     """
 
     def raised(ranked: Floats) -> Floats:
@@ -188,10 +188,10 @@ def benjamini_hochberg(p: Sequence[float]) -> Floats:
 
 
 def slope(rows: Floats) -> Floats:
-    """Least-squares slope of each row over its columns: float64 [clusters], per column; NaN of fewer than two numbers.
+    """Return the least-squares slope of each row, per column: float64 [clusters]; NaN for fewer than two values.
 
     Args:
-        rows: float64 [clusters, columns], NaN where there is no number.
+        rows: values, float64 [clusters, columns], NaN for a missing one.
     """
     at = np.where(np.isnan(rows), np.nan, np.arange(rows.shape[1], dtype=np.float64))
     enough = (~np.isnan(rows)).sum(1) > 1

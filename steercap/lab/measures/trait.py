@@ -1,4 +1,4 @@
-"""What a trait is, and the ones that come with steercap."""
+"""Trait of a model's answers, and the shipped traits."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 from steercap.files.base import require_file
 
-#: What a rubric must hold, in braces.
+#: Placeholders that a rubric must have.
 PLACES: Final = ("{question}", "{answer}")
 
 
 class Examples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sentences that show a trait and sentences that do not, of no model: what a classifier learns from.
+    """Sentences that show a trait and sentences that do not, not written by a model, to train a classifier.
 
     Args:
-        positive, negative: as many of each; those of one place are on one subject, so that only the trait differs.
+        positive, negative: equally many of each; those of one index are on one subject, so that only the trait differs.
     """
 
     positive: tuple[str, ...]
     negative: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """All of it, under one name whatever the class is called: folders of scores are named by it."""
+        """Return all sentences under a fixed class name, since folders of scores are named by it."""
         return f"Examples(positive={self.positive!r}, negative={self.negative!r})"
 
 
 class Trait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A way to answer: what brings it out in a model, and what tells that it is there.
+    """Trait of answers: prompts that bring it out, and examples, keywords and a rubric to recognise it.
 
     Args:
         name: one word of letters, digits, _ and -.
         description: one sentence.
-        positive, negative: system prompts that ask for the trait and for its opposite; one at least, and those of
-            one place contrast.
-        questions: what is asked; every-day questions whose answers may show the trait or not.
+        positive, negative: system prompts that ask for the trait and for its opposite; one at least, and those of one
+            index contrast.
+        questions: everyday questions whose answers may show the trait or not.
         examples: sentences for the scorer "minilm"; four pairs at least.
         keywords: words and phrases that show the trait, for the scorer "keywords".
-        rubric: what the scorer "judge" tells the judging model; {question} and {answer} stand for what is judged.
+        rubric: prompt of the scorer "judge" to the judging model, with placeholders {question} and {answer}.
 
     Raises:
-        ValueError: something is missing or empty, stands there twice, or the rubric lacks a place.
+        ValueError: a field is missing, empty or has duplicates, or the rubric lacks a placeholder.
     """
 
     name: str
@@ -86,10 +86,10 @@ def load_trait(path: str | Path) -> Trait:
     """Read a trait from a YAML file.
 
     Args:
-        path: the file; the shipped ones, in `steercap/lab/personas/shipped`, show what it holds.
+        path: the file; those in `steercap/lab/personas/shipped` show its format.
 
     Raises:
-        InvalidFile: no such file, no YAML, or a field that is missing, unknown or does not fit.
+        InvalidFile: the file is missing or not YAML, or a field is missing, unknown or not valid.
     """
     with extra("personas"):
         import yaml
@@ -102,7 +102,7 @@ def load_trait(path: str | Path) -> Trait:
 
 @functools.cache
 def traits() -> Mapping[str, Trait]:
-    """The traits that come with steercap, by name."""
+    """Return the shipped traits, by name."""
     with resources.as_file(resources.files("steercap.lab.personas") / "shipped") as folder:
         found = [load_trait(path) for path in sorted(folder.glob("*.yaml"))]
     return MappingProxyType({trait.name: trait for trait in found})

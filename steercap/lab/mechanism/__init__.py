@@ -1,1 +1,1 @@
-"""Why a model says what it says: patching, what vectors are made of, weights, views of rows."""
+"""Mechanistic interpretability: patching, analysis of vectors, model weights, views of rows."""

@@ -1,4 +1,4 @@
-"""A run's folder: which stages are done, under which settings, and the parts of the one under way.
+"""Folder of a run: finished stages with their settings, and partial results of the current stage.
 
 Every file appears whole or not at all. Finished records of a stage go to small part files; when all are there they
 become one file, the stage is marked as done, and the parts go. So a process that is killed loses the last records
@@ -26,14 +26,14 @@ _SHORT: Final = 16
 
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `settings.json` holds.
+    """Contents of `settings.json`.
 
     Args:
-        version: of the layout of the folder.
-        model: what is known of the model.
-        settings: traits in full, those too that were asked for before.
-        done: what is done, "stage/trait" or "stage" where all traits go together, with the SHA-256 of what it depended
-            on.
+        version: version of the folder layout.
+        model: identity of the model.
+        settings: settings with traits in full, earlier ones included.
+        done: finished work, "stage/trait" or "stage" for stages of all traits, with the SHA-256 of the inputs it
+            depended on.
     """
 
     version: int
@@ -47,11 +47,11 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_same(path: str | Path, settings: Mapping[str, Any]) -> None:
-    """Check that a folder holds no answers of other settings; of which model is not asked.
+    """Check that a folder holds no answers of other settings; the model is not compared.
 
     Args:
-        path: the folder, which need not be there.
-        settings: as `steercap.lab.personas.settings.described` gives them.
+        path: the folder, which need not exist.
+        settings: settings as returned by `steercap.lab.personas.settings.described`.
 
     Raises:
         RunDiffers, InvalidFile: as for `RunFolder`.
@@ -60,12 +60,12 @@ def check_same(path: str | Path, settings: Mapping[str, Any]) -> None:
 
 
 class RunFolder:
-    """The folder of one run, opened under its settings.
+    """Folder of one run, opened under its settings.
 
     Args:
-        path: the folder, made if it is not there.
-        model: what is known of the model.
-        settings: as `steercap.lab.personas.settings.described` gives them.
+        path: the folder, created if needed.
+        model: identity of the model.
+        settings: settings as returned by `steercap.lab.personas.settings.described`.
 
     Raises:
         RunDiffers: the folder holds answers of another model or of settings under which they would be others. Where
@@ -92,17 +92,17 @@ class RunFolder:
         RUN.write(self.path, self._state)
 
     def is_done(self, stage: str) -> bool:
-        """Whether a stage's results are there for every trait, under what it depends on now."""
+        """Return True if a stage's results exist for every trait, for its current inputs."""
         return all(map(self._holds, self._keys(stage)))
 
     def traits_of(self, stage: str) -> set[str]:
-        """The traits whose records of a stage are whole; after `begin`, of what it depends on now."""
+        """Return the traits whose records of a stage are complete; after `begin`, for its current inputs."""
         return {key.partition("/")[2] for key in self._state.done if key.startswith(f"{stage}/")}
 
     def begin(self, stage: str) -> None:
-        """Say that results of a stage, and of those after it, are about to change, where they are of other settings.
+        """Mark results of a stage and of later ones as unfinished, where they are of other settings.
 
-        What is there of traits that are not asked for now stays.
+        Results of traits that are not requested now stay.
         """
         gone = {key for later in STAGES[STAGES.index(stage) :] for key in self._keys(later) if not self._holds(key)}
         if stage in JOINT:
@@ -113,17 +113,17 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def finish(self, stage: str) -> None:
-        """Say that the results of a stage are there for every trait; their parts go."""
+        """Mark a stage as finished for every trait, and remove its parts."""
         self._mark(self._state.done | {key: self._hashes[key] for key in self._keys(stage)})
         for folder in self._parts_of(stage):
             shutil.rmtree(folder)
 
     def parts(self, stage: str, trait: str) -> Path:
-        """Where the parts of a stage that is not of all traits together lie, under what it depends on now."""
+        """Return the folder of a stage's parts for one trait, for its current inputs."""
         return self.path / "parts" / f"{stage}-{trait}-{self._hashes[f'{stage}/{trait}'][:_SHORT]}"
 
     def _parts_of(self, stage: str) -> list[Path]:
-        """The parts of the traits asked for now, under whatever settings."""
+        """Return the part folders of the requested traits, under any settings."""
         found = sorted((self.path / "parts").glob(f"{stage}-*"))
         return [folder for folder in found if folder.name[len(stage) + 1 : -_SHORT - 1] in self.traits]
 
@@ -139,13 +139,13 @@ class RunFolder:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """Return settings after a round trip through JSON."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     return plain
 
 
 def _differing(found: _State, wanted: _State) -> list[str]:
-    """What differs, of what answers depend on: where later settings do, later stages are done again."""
+    """Return the differences that affect answers; where only later settings differ, later stages are repeated."""
     return other_answers(wanted.settings, found.settings, (wanted.model, found.model))
 
 

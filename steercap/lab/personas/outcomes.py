@@ -1,4 +1,4 @@
-"""What became of each trait, in numbers."""
+"""Outcome of a run for each trait, in numbers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from steercap.steering.directions import DirectionSet
 
 @dataclass(frozen=True)
 class Outcome:
-    """One trait. Pairs are of answers under positive and under negative system prompts.
+    """Outcome of one trait. Pairs are for answers under positive and under negative system prompts.
 
     A trait that was left out has no vector: its `best_layer`, `auc` and `relative_norm` are None.
 
     Args:
-        responses: how many answers there are.
-        unscored: how many the scorer could say nothing of.
-        kept: how many are used.
-        mean_scores: of all that have a score, 0 to 100; NaN where none has.
-        best_layer: where the AUC is highest; among equals see `steercap.lab.directions.suggestion`.
-        auc: there, on questions held out; 0.5 is chance. The layer was chosen on the same answers, so it flatters.
-        held_out: how many answers it is from.
-        relative_norm: length of the vector there, as a share of the rows' mean length.
-        left_out: why no vector was made, "" where one was.
+        responses: number of answers.
+        unscored: number of answers that the scorer could not score.
+        kept: number of answers used.
+        mean_scores: mean over all answers with a score, 0 to 100; NaN if none has one.
+        best_layer: layer with the highest AUC; for ties see `steercap.lab.directions.suggestion`.
+        auc: AUC at that layer on held-out questions; 0.5 is chance. It is optimistic, as the layer was chosen on the
+            same answers.
+        held_out: number of answers of the AUC.
+        relative_norm: norm of the vector at that layer, as a share of the rows' mean norm.
+        left_out: reason why there is no vector, "" if there is one.
     """
 
     responses: tuple[int, int]
@@ -43,12 +44,12 @@ class Outcome:
 def outcomes(
     directions: DirectionSet, records: Records, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> Mapping[str, Outcome]:
-    """The outcome of each trait that has a direction, and of each that was left out, in the order of the answers.
+    """Return the outcome of each trait that has a direction or was left out, in the order of the answers.
 
     Args:
-        directions: of the traits that have one.
-        records: of the run.
-        left_out: why the others have none, by name.
+        directions: directions of the traits that have one.
+        records: records of the run.
+        left_out: reasons for the others, by name.
     """
     names = [
         name for name in dict.fromkeys(one.trait for one in records.responses) if {name} & {*directions, *left_out}
@@ -57,7 +58,7 @@ def outcomes(
 
 
 def relative_norms(directions: DirectionSet, name: str) -> dict[int, float]:
-    """Length of a direction by layer, as a share of the mean length of its answers' mean rows there."""
+    """Return the norm of a direction by layer, as a share of the mean norm of its answers' mean rows there."""
     rows = directions.provenance.row_norms[name]
     return {layer: norm / rows[layer] for layer, norm in directions[name].norms().items()}
 

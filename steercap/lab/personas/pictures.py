@@ -1,4 +1,4 @@
-"""The pictures of a report."""
+"""Pictures of a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steercap.lab.personas.records import SIGNS, Records
 from steercap.lab.personas.settings import PersonaSettings
 from steercap.steering.directions import DirectionSet
 
-#: Told apart by those who do not see all colours. Source: Okabe and Ito, Color Universal Design.
+#: Colour-blind-safe colours. Source: Okabe and Ito, Color Universal Design.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 POSITIVE, NEGATIVE = COLOURS[0], COLOURS[1]
@@ -24,7 +24,7 @@ COLUMNS: Final = 3
 
 
 def draw_auc(directions: DirectionSet, path: Path) -> Path:
-    """AUC of every trait by layer, and the band in which 95 of 100 worthless directions would lie."""
+    """Draw the AUC of every trait by layer, and the 95 % chance range of random directions."""
     figure, axes = _figure(9, 4.8)
     for place, (name, auc) in enumerate(directions.provenance.auc.items()):
         axes.plot(
@@ -51,7 +51,7 @@ def draw_auc(directions: DirectionSet, path: Path) -> Path:
 
 
 def draw_scores(settings: PersonaSettings, records: Records, path: Path) -> Path:
-    """Histograms of the scores under positive and under negative system prompts, a panel each trait."""
+    """Draw histograms of the scores under positive and negative system prompts, a panel for each trait."""
     names = [trait.name for trait in settings.resolved()]
     columns = min(COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
@@ -80,7 +80,7 @@ def draw_scores(settings: PersonaSettings, records: Records, path: Path) -> Path
 
 
 def draw_cosines(directions: DirectionSet, layer: int, path: Path) -> Path:
-    """Cosine of every two vectors at one layer."""
+    """Draw the cosine of every two vectors at one layer."""
     names, values = list(directions), directions.cosines(layer).tolist()
     side = 1.2 + 0.75 * len(names)
     figure, axes = _figure(max(side + 1.4, 4.6), max(side, 3.6))
@@ -119,7 +119,7 @@ def draw_all(
     records: Records,
     layer: int,
 ) -> Mapping[str, Path]:
-    """Every picture of a report, by what it shows."""
+    """Draw every picture of a report; return paths by name."""
     return {
         "auc": draw_auc(directions, folder / "auc.png"),
         "scores": draw_scores(settings, records, folder / "scores.png"),

@@ -1,4 +1,4 @@
-"""A run: from traits to vectors and a report, by one call."""
+"""Pipeline from traits to vectors and a report, in one call."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PersonaResult:
-    """What a run gives.
+    """Result of a run.
 
     Args:
-        directions: of all traits but those left out, with their provenance: what they are made from, and the AUC by
+        directions: directions of all traits but those left out, with their provenance: their sources, and the AUC by
             layer on questions held out.
-        outcomes: what became of each trait, in numbers; where it was left out, why.
-        folder: where it all lies.
+        outcomes: outcome of each trait, in numbers; the reason, if it was left out.
+        folder: folder of the run.
         report: the report, Markdown with pictures beside it.
     """
 
@@ -48,19 +48,18 @@ class PersonaResult:
 async def run(
     model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: Report | None = None
 ) -> PersonaResult:
-    """Find the vectors of traits.
+    """Compute persona vectors of traits.
 
     The model answers under contrasting system prompts; the answers are scored, filtered and read again, and their
     mean rows are compared.
 
     Args:
         model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
-        settings: what to do.
-        out: the run's folder. An interrupted run resumes; a finished one is
-            read. Where only later settings differ, the stages that depend on them are repeated. Traits may be
-            added, dropped and reordered: only what is missing is asked, and the results of the others stay in the
-            tables.
-        progress: called with how far it is; see `Progress`.
+        settings: settings of the run.
+        out: the run's folder. An interrupted run resumes; a finished one is read. Where only later settings differ, the
+            stages that depend on them are repeated. Traits may be added, dropped and reordered: only missing answers
+            are requested, and the results of the others stay in the tables.
+        progress: function called with a `Progress`.
 
     Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
 
@@ -68,8 +67,8 @@ async def run(
         MissingExtra: the extra "personas" is not installed.
         RunDiffers: the folder holds answers of another model or run; the message names the difference.
         InvalidFile: the folder holds something else.
-        PointNotArmed, LayerOutOfRange: no tap where rows are to be read; before anything is generated.
-        TooFewKept: of every trait, too few answers show it, or its opposite.
+        PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
+        TooFewKept: for every trait, too few answers show it or its opposite.
         The errors of `SteerModel.chat`, and of the scorer.
     """
     require("personas")
@@ -94,9 +93,9 @@ async def run(
 
 
 def check(model: SteerModel, settings: PersonaSettings) -> None:
-    """Check that rows can be read where they are wanted.
+    """Check that rows can be read at the requested points.
 
     Raises:
-        PointNotArmed, LayerOutOfRange: they cannot.
+        PointNotArmed, LayerOutOfRange: a point has no tap.
     """
     model.check_capture(CaptureSpec(layers=settings.layers, sites=settings.site))

@@ -1,4 +1,4 @@
-"""How far a run is."""
+"""Progress of a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 @dataclass(frozen=True)
 class Progress:
-    """What is reported while a run goes on.
+    """Progress report of a run.
 
     Args:
         stage: "generate", "score", "filter", "capture", "vectors" or "report".
-        done, total: of its requests, answers or traits.
+        done, total: number of requests, answers or traits, finished and in all.
     """
 
     stage: str
@@ -21,19 +21,19 @@ class Progress:
     total: int
 
 
-#: What takes reports; called in the event loop, so it should be quick.
+#: Receiver of reports; called in the event loop, so it should be quick.
 Report: TypeAlias = Callable[[Progress], None]
 
 
 class Count:
-    """Counts what a stage has done, and reports it."""
+    """Counter of a stage's finished work, which reports it."""
 
     def __init__(self, stage: str, total: int, done: int, report: Report | None) -> None:
         self._stage, self._total, self._done, self._report = stage, total, done, report
         self.add(0)
 
     def add(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Add to the finished work and report it."""
         self._done += count
         if self._report is not None:
             self._report(Progress(self._stage, self._done, self._total))

@@ -1,4 +1,4 @@
-"""What a run writes down: what is asked, what was answered, how it scored, what was kept."""
+"""Records of a run: requests, answers, scores, and kept answers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import msgspec
 
 from steercap.lab.personas.settings import PersonaSettings
 
-#: Which kind of system prompt an answer was given under.
+#: Kind of the system prompt of an answer.
 Sign: TypeAlias = Literal["positive", "negative"]
 SIGNS: Final[tuple[Sign, Sign]] = ("positive", "negative")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request.
+    """Request to a model for one answer.
 
     Args:
         id: "trait/sign/prompt/question/sample", unique in a run.
-        trait: its name.
+        trait: name of the trait.
         sign: kind of the system prompt.
-        prompt: place of the system prompt among its kind.
-        question: place of the question.
-        sample: which of several answers.
-        seed: of sampling, from the run's seed and the id.
-        system_prompt, question_text: in words.
+        prompt: index of the system prompt among its kind.
+        question: index of the question.
+        sample: index among several answers.
+        seed: sampling seed, derived from the run's seed and the id.
+        system_prompt, question_text: texts of the prompt and the question.
     """
 
     id: str
@@ -42,18 +42,18 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def counterpart(self) -> str:
-        """The id of the same request under the opposite system prompt."""
+        """Id of the same request under the opposite system prompt."""
         other = "negative" if self.sign == "positive" else "positive"
         return f"{self.trait}/{other}/{self.prompt}/{self.question}/{self.sample}"
 
 
 class Response(Request, frozen=True):
-    """A request and its answer.
+    """Request with its answer.
 
     Args:
         answer: the text.
-        token_ids: what was generated, special tokens at the end left out.
-        finish: why it ended: "stop" or "length".
+        token_ids: generated tokens, without special tokens at the end.
+        finish: reason for its end: "stop" or "length".
     """
 
     answer: str
@@ -62,19 +62,19 @@ class Response(Request, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """How strongly an answer shows its trait: 0 to 100, None where nothing could be said."""
+    """Score of an answer for its trait: 0 to 100, None if it could not be scored."""
 
     id: str
     score: float | None
 
     @property
     def trait(self) -> str:
-        """The name of the trait."""
+        """Name of the trait."""
         return self.id.partition("/")[0]
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """An answer that is used."""
+    """Answer that is used for the vector."""
 
     id: str
     trait: str
@@ -85,11 +85,11 @@ class Kept(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Records:
-    """What a run has written down; responses and scores are in one order.
+    """Records of a run; responses and scores are in the same order.
 
     Args:
-        responses, scores: of all requests.
-        kept: of those that are used.
+        responses, scores: answers to all requests, and their scores.
+        kept: answers that are used.
     """
 
     responses: Sequence[Response]
@@ -97,7 +97,7 @@ class Records:
     kept: Sequence[Kept]
 
     def of(self, trait: str, sign: Sign) -> list[tuple[Response, float | None]]:
-        """The answers of a trait under one kind of prompt, with their scores."""
+        """Return the answers of a trait under one kind of prompt, with their scores."""
         return [
             (response, score.score)
             for response, score in zip(self.responses, self.scores, strict=True)
@@ -105,12 +105,12 @@ class Records:
         ]
 
     def kept_of(self, trait: str, sign: Sign) -> list[Kept]:
-        """The kept answers of a trait under one kind of prompt."""
+        """Return the kept answers of a trait under one kind of prompt."""
         return [one for one in self.kept if (one.trait, one.sign) == (trait, sign)]
 
 
 def all_requests(settings: PersonaSettings) -> Iterator[Request]:
-    """Every request of a run, in the order of its tables."""
+    """Yield every request of a run, in the order of its tables."""
     for trait in settings.resolved():
         questions = trait.questions[: settings.n_questions]
         for sign in SIGNS:
@@ -123,5 +123,5 @@ def all_requests(settings: PersonaSettings) -> Iterator[Request]:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """31 bits that depend on the run's seed and the request alone, not on what ran before it."""
+    """Derive a 31-bit seed from the run's seed and the request's name alone, whatever ran before it."""
     return int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:4]) >> 1

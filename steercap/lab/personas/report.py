@@ -1,4 +1,4 @@
-"""The report of a run: Markdown, with pictures beside it."""
+"""Report of a run: Markdown, with pictures beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steercap.lab.personas.records import SIGNS, Records
 from steercap.lab.personas.settings import PersonaSettings
 from steercap.steering.directions import DirectionSet
 
-#: Answers shown of each end, and characters of each.
+#: Number of answers shown of each end, and maximum characters of each.
 SHOWN, LENGTH = 2, 400
 _LIMITS: Final = """
 - **The AUC is of held-out questions, but of the same system prompts.** {reading}
@@ -90,7 +90,7 @@ def write_report(
 
 
 def common_layer(directions: DirectionSet) -> int:
-    """The layer of the highest mean AUC over the traits; among equals see `steercap.lab.directions.suggestion`."""
+    """Return the layer of the highest mean AUC over the traits; for ties see `steercap.lab.directions.suggestion`."""
     auc = directions.provenance.auc
     return middle_of_best({layer: sum(found[layer] for found in auc.values()) for layer in directions.layers})
 
@@ -148,7 +148,7 @@ def _samples(settings: PersonaSettings, records: Records) -> Iterator[str]:
 
 
 def _flat(text: str) -> str:
-    """On one line, cut, with nothing that Markdown or HTML would take for its own."""
+    """Return a text on one line, truncated, with Markdown and HTML escaped."""
     line = " ".join(text.split())
     line = line if len(line) <= LENGTH else f"{line[:LENGTH]} ..."
     for mark in "\\`*_<>[]#|":

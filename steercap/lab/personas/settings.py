@@ -1,4 +1,4 @@
-"""What a run from traits to vectors is asked to do."""
+"""Settings of a run from traits to vectors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steercap.lab.directions import METHODS
 from steercap.lab.measures.scores import make_scorer
 from steercap.lab.measures.trait import Trait, traits
 
-#: What each stage depends on, besides the stages before it; "filter" decides which rows are used, not what they are.
+#: Settings that each stage depends on, besides earlier stages; "filter" selects rows and does not change them.
 _DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
     "generate": (
         "traits.name",
@@ -57,28 +57,27 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     Args:
         traits: names of shipped traits, or `Trait`s; one at least.
-        seed: of everything that is drawn.
-        n_samples: answers to each question under each system prompt.
-        n_questions, n_prompts: how many of a trait's questions and of its pairs of system prompts, the first ones; None
+        seed: seed of all draws.
+        n_samples: number of answers to each question under each system prompt.
+        n_questions, n_prompts: number of a trait's questions and pairs of system prompts to use, from the first; None
             takes all.
-        max_tokens: most tokens of an answer.
-        temperature, top_p: of sampling.
-        max_in_flight: requests under way at once.
+        max_tokens: maximum tokens of an answer.
+        temperature, top_p: sampling parameters.
+        max_in_flight: maximum concurrent requests.
         scorer: name in `steercap.lab.measures.scores.SCORERS`.
-        scorer_args: its arguments; no keys, since they are written to the run folder.
-        threshold_high, threshold_low: answers under a positive prompt are kept from this score up, under a negative
-            one up to this score.
-        paired: keep an answer only with its counterpart, which has the same question, sample and place of the prompt.
-        min_kept: fewest kept answers of each kind; a trait with fewer is left out.
-        layers, site: where rows are read: "all", an index or several; several become a tuple.
-        read_system: whether the model has the system prompt before it when it reads an answer again, as in the
-            paper. The rows may then show the prompt rather than the answer; False reads each answer after its question
-            alone.
+        scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
+        threshold_high, threshold_low: minimum score of kept answers under a positive prompt, and maximum under a
+            negative one.
+        paired: keep an answer only with its counterpart, which has the same question, sample and prompt index.
+        min_kept: minimum number of kept answers of each kind; a trait with fewer is left out.
+        layers, site: layers and site of the rows: "all", an index or several; several become a tuple.
+        read_system: put the system prompt before an answer when it is read again, as in the paper. The rows may then
+            show the prompt rather than the answer; False reads each answer after its question alone.
         method: name in `steercap.lab.directions.METHODS`.
-        held_out: share of the questions whose answers the vector is not made from, but tried on.
+        held_out: share of the questions held out from the vector, to test it on.
 
     Raises:
-        InvalidSetting, UnknownName: a value that does not fit, or fewer answers asked of a trait than are to be kept.
+        InvalidSetting, UnknownName: a value is not valid, or fewer answers are requested of a trait than `min_kept`.
     """
 
     traits: tuple[str | Trait, ...]
@@ -131,7 +130,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             self._check_size(trait)
 
     def _check_kinds(self) -> None:
-        """Check that what is neither a size nor a list is of the type that it must be."""
+        """Check the types of values that are neither sizes nor lists."""
         for names, read, what in (
             (("seed",), index_of, "a whole number"),
             (("temperature", "top_p", "threshold_high", "threshold_low", "held_out"), number_of, "a number"),
@@ -152,7 +151,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise InvalidSetting(f"traits hold {shown(wrong[0])}; give names of traits, or Traits, in a tuple")
 
     def _check_size(self, trait: Trait) -> None:
-        """Check that what is asked of a trait can give a vector."""
+        """Check that the requested answers of a trait suffice for a vector."""
         questions = len(trait.questions[: self.n_questions])
         if questions < 2:
             raise InvalidSetting(
@@ -168,23 +167,23 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @classmethod
     def small(cls, *traits: str | Trait, **changes: Any) -> PersonaSettings:
-        """Sizes for a small model on a CPU: minutes, not hours.
+        """Return sizes for a small model on a CPU: minutes, not hours.
 
         One answer to each of twelve questions under each prompt, forty tokens long; at temperature 0.7, since at 1 a
         model of some hundred million parameters rambles.
 
         Args:
-            traits: as `traits`.
+            traits: the traits.
             changes: other settings.
         """
         sizes = {"n_samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "max_in_flight": 64}
         return cls(traits=traits, **{**sizes, **changes})
 
     def resolved(self) -> tuple[Trait, ...]:
-        """The traits, names replaced by the shipped ones.
+        """Return the traits, with names replaced by the shipped ones.
 
         Raises:
-            InvalidSetting: a name that no shipped trait has.
+            InvalidSetting: no shipped trait has a name.
         """
         shipped = traits()
         if missing := [trait for trait in self.traits if isinstance(trait, str) and trait not in shipped]:
@@ -193,27 +192,27 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def described(settings: PersonaSettings) -> dict[str, Any]:
-    """The settings as plain values, traits in full, by name."""
+    """Return the settings as plain values, traits in full, by name."""
     plain: dict[str, Any] = msgspec.to_builtins(settings)
     plain["traits"] = {trait.name: msgspec.to_builtins(trait) for trait in settings.resolved()}
     return plain
 
 
 def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 of what each stage depends on, for all traits in their order: equal where its results are.
+    """Return the SHA-256 of each stage's inputs, for all traits in order.
 
     Args:
-        plain: as `described` gives them.
-        model: what is known of the model.
+        plain: settings as returned by `described`.
+        model: identity of the model.
     """
     return {stage: _digest(list(found.items())) for stage, found in trait_hashes(plain, model).items()}
 
 
 def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """SHA-256 of what each stage depends on, by stage and trait: it does not depend on the other traits.
+    """Return the SHA-256 of each stage's inputs, by stage and trait, independent of other traits.
 
     Args:
-        plain, model: as for `stage_hashes`.
+        plain, model: arguments as for `stage_hashes`.
     """
     found: dict[str, dict[str, str]] = {}
     for stage in _DEPENDS:
@@ -228,11 +227,11 @@ def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str
 def other_answers(
     mine: Mapping[str, Any], theirs: Mapping[str, Any], models: tuple[Mapping[str, str], Mapping[str, str]]
 ) -> list[str]:
-    """What differs between two runs, of what answers depend on; of traits, those that both have.
+    """Return the differences between two runs that affect answers, for traits that both have.
 
     Args:
-        mine, theirs: as `described` gives them.
-        models: what is known of the model of each.
+        mine, theirs: settings as returned by `described`.
+        models: identity of the model of each.
 
     Raises:
         KeyError: one of them lacks a setting.
@@ -246,7 +245,7 @@ def other_answers(
 
 
 def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
-    """What differs between two values of plain data, as "place: theirs, not mine"."""
+    """Return the differences between two values of plain data, as "place: theirs, not mine"."""
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         names = dict.fromkeys([*theirs, *mine])
         parts = [(name, mine.get(name), theirs.get(name)) for name in names]
@@ -255,12 +254,12 @@ def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
 
 
 def depends(stage: str) -> Sequence[str]:
-    """The settings that a stage depends on by itself."""
+    """Return the settings that a stage itself depends on."""
     return _DEPENDS[stage]
 
 
 def _parts(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """What a stage depends on by itself: the settings for all traits, and what it needs of each trait."""
+    """Return the settings a stage itself depends on: those for all traits, and those of each trait."""
     fields = [name.removeprefix("traits.") for name in _DEPENDS[stage] if name.startswith("traits.")]
     common = {name: plain[name] for name in _DEPENDS[stage] if not name.startswith("traits.")}
     return common, {name: {field: trait[field] for field in fields} for name, trait in plain["traits"].items()}
@@ -271,7 +270,7 @@ def _digest(told: Any) -> str:
 
 
 def layers_of(layers: Any) -> str | int | tuple[int, ...]:
-    """What "layers" means: "all", an index, or indices as a tuple; other types of numbers, such as numpy's, as int."""
+    """Normalise a layer selection: "all", an index, or indices as a tuple; other integer types become int."""
     if isinstance(layers, str) and layers == "all":
         return layers
     if (index := index_of(layers)) is not None:

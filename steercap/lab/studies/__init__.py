@@ -1,1 +1,1 @@
-"""Steering tried on many prompts: sweeps of doses, and methods beside each other."""
+"""Studies of steering on many prompts: dose sweeps, and comparisons of methods."""

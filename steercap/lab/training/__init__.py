@@ -1,4 +1,4 @@
-"""Vectors by gradient: an edit is trained as taps apply it, the model frozen, in transformers."""
+"""Training of vectors by gradient: edits with the semantics of taps, on a frozen model in transformers."""
 
 from steercap.lab.training.examples import Example, Preference, Prompted
 from steercap.lab.training.hooked import HookedModel

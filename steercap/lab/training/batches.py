@@ -1,7 +1,7 @@
-"""Which examples each step has, and the tensors that they become.
+"""Batches of training: the examples of each step, and their tensors.
 
-What a step has is a function of the seed, the trait's name and the step: a run that goes on needs no state of a
-sampler, and a trait that is trained beside others has the batches that it has alone.
+The examples of a step are a function of the seed, the trait's name and the step: a resumed run needs no state of a
+sampler, and a trait that is trained beside others has the same batches as alone.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from steercap.lab.training.examples import Tokens
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """Sequences of different lengths side by side, padded behind: causal models see nothing of it.
+    """Sequences of different lengths, padded at the end, which causal models cannot see.
 
     Args:
-        ids: what the model reads, all tokens of a sequence but the last: int64 [n, t].
-        targets: the token behind each: int64 [n, t].
-        counted: where that token is of the response: bool [n, t].
-        scopes: the tokens that each selection holds: bool [selections, n, t].
-        owners: the trait of each sequence: int64 [n].
+        ids: input tokens, all of a sequence but the last: int64 [n, t].
+        targets: next token after each: int64 [n, t].
+        counted: True where the next token belongs to the response: bool [n, t].
+        scopes: tokens in each selection: bool [selections, n, t].
+        owners: trait index of each sequence: int64 [n].
     """
 
     ids: Int[torch.Tensor, "n t"]
@@ -38,7 +38,7 @@ class Padded:
     owners: Int[torch.Tensor, " n"]
 
     def __add__(self, other: Padded) -> Padded:
-        """The sequences of both."""
+        """Concatenate the sequences of both."""
         longest = max(self.ids.shape[1], other.ids.shape[1])
         mine, theirs = self._to(longest), other._to(longest)
         names = {"ids": 0, "targets": 0, "counted": 0, "scopes": 1, "owners": 0}
@@ -57,10 +57,10 @@ class Batch:
     """Examples of a step, of any traits.
 
     Args:
-        roles: of each kind of sequence that an example has, those of all examples, in the same order.
-        owners: the trait of each example: int64 [examples].
-        draws: of each example a number in [0, 1) for what is sampled: float32 [examples]; None where nothing is
-            sampled, and what would be is averaged over.
+        roles: sequences of all examples, one entry for each sequence of an example, in the same order.
+        owners: trait index of each example: int64 [examples].
+        draws: random number in [0, 1) for each example, for objectives that sample: float32 [examples]; None to average
+            instead of sampling.
     """
 
     roles: tuple[Padded, ...]
@@ -70,7 +70,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Picked:
-    """One example of a step: its trait, its place there, and its draw."""
+    """Example chosen for a step: its trait, its index there, and its draw."""
 
     trait: int
     place: int
@@ -78,7 +78,7 @@ class Picked:
 
 
 class Encoded(Dataset[tuple[Picked, tuple[Tokens, ...]]]):
-    """Examples of several traits as tokens, by trait and place."""
+    """Data set of the tokenised examples of several traits, by trait and index."""
 
     def __init__(self, traits: Sequence[Sequence[tuple[Tokens, ...]]]) -> None:
         self._traits = traits
@@ -91,14 +91,14 @@ class Encoded(Dataset[tuple[Picked, tuple[Tokens, ...]]]):
 
 
 class Steps(Sampler[list[Picked]]):
-    """The examples of each step from one on, each trait going through its own in an order of its own, again and again.
+    """Sampler of the examples of each step; each trait cycles through its own in its own random order.
 
     Args:
-        sizes: examples of each trait, by its name.
-        size: examples of each trait in a step.
-        seed: of the orders and draws.
-        start, stop: steps, counted from 0.
-        live: the traits that are still trained, asked before each step.
+        sizes: number of examples of each trait, by its name.
+        size: number of examples of each trait in a step.
+        seed: seed of the orders and draws.
+        start, stop: range of steps, counted from 0.
+        live: function that returns the traits still in training; called before each step.
         rank, world: this process takes every `world`-th example of a step, from the `rank`-th on.
     """
 
@@ -142,7 +142,7 @@ class Steps(Sampler[list[Picked]]):
 
 
 def generator(*parts: object) -> torch.Generator:
-    """A generator whose seed follows from these parts alone."""
+    """Return a random generator whose seed follows from these parts alone."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -150,13 +150,13 @@ def generator(*parts: object) -> torch.Generator:
 def loader(
     examples: Encoded, order: Any, selections: Sequence[TokenSelection], device: torch.device
 ) -> DataLoader[Any]:
-    """Batches of examples, read when they are asked for.
+    """Return a loader of batches of examples, read on demand.
 
     Args:
-        examples: of all traits.
-        order: the examples of each batch.
-        selections: of tokens, what the edits are of.
-        device: where the tensors go.
+        examples: examples of all traits.
+        order: iterable of the examples of each batch.
+        selections: token selections of the edits.
+        device: device of the tensors.
     """
 
     def collate(found: Sequence[tuple[Picked, tuple[Tokens, ...]]]) -> Batch:
@@ -168,7 +168,7 @@ def loader(
 def collated(
     found: Sequence[tuple[Picked, tuple[Tokens, ...]]], selections: Sequence[TokenSelection], device: torch.device
 ) -> Batch:
-    """Examples as a batch."""
+    """Collate examples to a batch."""
     owners = torch.tensor([picked.trait for picked, _ in found])
     draws = [picked.draw for picked, _ in found]
     roles = zip(*(tokens for _, tokens in found), strict=True)
@@ -179,10 +179,10 @@ def collated(
 def padded(
     sequences: Sequence[Tokens], selections: Sequence[TokenSelection], owners: torch.Tensor, device: torch.device
 ) -> Padded:
-    """Sequences side by side.
+    """Pad sequences to one length.
 
     Raises:
-        EmptySelection, InvalidSelection: a selection that does not fit one of them.
+        EmptySelection, InvalidSelection: a selection does not fit one of them.
     """
     longest = max(one.inputs for one in sequences)
     ids, targets = (torch.zeros(len(sequences), longest, dtype=torch.int64) for _ in range(2))

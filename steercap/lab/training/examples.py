@@ -1,4 +1,4 @@
-"""What is learned from: examples of three kinds, and the tokens that they become."""
+"""Training examples of three kinds, and their tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Text: TypeAlias = "str | Sequence[int]"
 
 @dataclass(frozen=True)
 class Example:
-    """A response to a prompt.
+    """Response to a prompt.
 
     Args:
         prompt: text, token ids or a conversation; "" for a text by itself, whose first token is then the prompt where
             the tokenizer begins with none of its own.
-        response: what is to become likelier.
-        source: what it comes from, such as its question: examples of one source are on the same side of the split.
-            None for a source of its own.
+        response: text to make likelier.
+        source: origin, such as its question: examples of one source are on the same side of the split. None for a
+            source of its own.
     """
 
     prompt: Prompt
@@ -38,12 +38,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two responses to one prompt.
+    """Two responses to one prompt, one of them preferred.
 
     Args:
-        prompt: as for `Example`.
-        chosen, rejected: the response that is preferred, and the one that is not.
-        source: as for `Example`.
+        prompt: prompt, as for `Example`.
+        chosen, rejected: preferred response, and the other one.
+        source: origin, as for `Example`.
     """
 
     prompt: Prompt
@@ -54,13 +54,13 @@ class Preference:
 
 @dataclass(frozen=True)
 class Prompted:
-    """A response that was given under a system prompt, which the edit is to stand for.
+    """Response given under a system prompt, which the edit is to replace.
 
     Args:
         system: the system prompt.
         prompt: text, which becomes the user's message, or a conversation without a system prompt.
-        response: as for `Example`.
-        source: as for `Example`.
+        response: response, as for `Example`.
+        source: origin, as for `Example`.
     """
 
     system: str
@@ -70,11 +70,11 @@ class Prompted:
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt and a response as tokens.
+    """Prompt and response as tokens.
 
     Args:
-        ids: of both.
-        prompt_len: how many are the prompt's.
+        ids: token ids of both.
+        prompt_len: number of prompt tokens.
     """
 
     ids: tuple[int, ...]
@@ -82,19 +82,19 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def inputs(self) -> int:
-        """Tokens that the model reads: all but the last, as in an engine."""
+        """Number of tokens that the model reads: all but the last, as in an engine."""
         return len(self.ids) - 1
 
 
 def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> Tokens:
-    """A prompt and a response as an engine would have them.
+    """Tokenize a prompt and a response as an engine would.
 
     Args:
-        tokenizer: of the model.
-        prompt, response: as for `Example`.
+        tokenizer: tokenizer of the model.
+        prompt, response: prompt and response, as for `Example`.
 
     Raises:
-        InvalidPrompt: nothing to learn is left, or something that is no prompt or no response.
+        InvalidPrompt: no token is left to learn, or the prompt or response is not valid.
     """
     before = _prompt_ids(tokenizer, prompt)
     after = _ids(response) if not isinstance(response, str) else tokenizer.encode(response, add_special_tokens=False)
@@ -108,13 +108,13 @@ def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> Tokens:
 
 
 def conversation(prompt: Any, system: str | None = None) -> list[Mapping[str, Any]]:
-    """A prompt as a conversation, behind a system prompt if there is one."""
+    """Return a prompt as a conversation, after a system prompt if there is one."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 
 def digest_of(tokens: Iterable[Sequence[Tokens]]) -> str:
-    """SHA-256 of examples, each as its sequences of tokens: hexadecimal."""
+    """Return the SHA-256 of tokenised examples, in hexadecimal."""
     return hashlib.sha256(msgspec.json.encode([list(one) for one in tokens])).hexdigest()
 
 

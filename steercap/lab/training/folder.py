@@ -1,4 +1,4 @@
-"""The folder of a training: what it depends on, and how far it is, in files that appear whole or not at all."""
+"""Folder of a training: its definition and its state, in files written atomically."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ STATE: Final = "state.safetensors"
 
 
 class Definition(msgspec.Struct, frozen=True):
-    """What a training depends on, in words.
+    """Everything that a training depends on, as text.
 
     Args:
-        model: what identifies it, see `steercap.files.fingerprint`.
-        objective: with its settings.
-        settings: by name.
-        edits: SHA-256 of what each trait starts from, by its name.
-        examples: SHA-256 of the tokens that each learns from, by its name.
-        held_out: SHA-256 of those that are held out, by its name.
-        world: processes that share the examples of a step.
+        model: identity of the model, see `steercap.files.fingerprint`.
+        objective: objective with its settings.
+        settings: settings by name.
+        edits: SHA-256 of each trait's initial edits, by its name.
+        examples: SHA-256 of each trait's training tokens, by its name.
+        held_out: SHA-256 of each trait's held-out tokens, by its name.
+        world: number of processes that share the examples of a step.
     """
 
     model: dict[str, str]
@@ -60,15 +60,15 @@ FOLDER: Final = FolderKind("training.json", Definition, "training", _differing)
 
 @dataclass(frozen=True, eq=False)
 class TraitState:
-    """How far one trait is.
+    """Training state of one trait.
 
     Args:
-        values: what is trained, by name, as it is now.
-        best: the same where the loss on what is held out was least.
-        best_step: when that was.
-        waited: looks since then.
-        optimizer, scheduler: what their `state_dict` gives; None for no scheduler.
-        history: every look.
+        values: current parameters, by name.
+        best: parameters at the lowest held-out loss.
+        best_step: step of the lowest held-out loss.
+        waited: number of validations since then.
+        optimizer, scheduler: their `state_dict`; None for no scheduler.
+        history: all validations.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -82,11 +82,11 @@ class TraitState:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """How far a training is.
+    """State of a training.
 
     Args:
-        step: steps that were taken.
-        traits: by name.
+        step: number of steps taken.
+        traits: states of the traits by name.
     """
 
     step: int
@@ -94,16 +94,16 @@ class State:
 
 
 def save_state(folder: Path, state: State, model: str) -> None:
-    """Write how far a training is, in place of what was written before.
+    """Write the state of a training, replacing the previous one.
 
     Raises:
-        InvalidSpec: an optimiser or a scheduler whose state is not made of numbers, text, lists and tensors.
+        InvalidSpec: the state of an optimiser or scheduler is not made of numbers, text, lists and tensors.
     """
     native.save(state, folder / STATE, _kind(), model=model)
 
 
 def load_state(folder: Path) -> State | None:
-    """How far a training is; None if nothing was written yet.
+    """Read the state of a training; None if nothing was written yet.
 
     Raises:
         InvalidFile: the file was changed, or is of a newer version.
@@ -114,7 +114,7 @@ def load_state(folder: Path) -> State | None:
 
 
 def own(value: Any) -> Any:
-    """A state with tensors of its own: in a file, equal ones are one. Sequences become lists."""
+    """Copy a state, cloning its tensors: equal tensors would be stored as one. Sequences become lists."""
     match value:
         case torch.Tensor():
             return value.clone()
@@ -127,7 +127,7 @@ def own(value: Any) -> Any:
 
 
 def write_history(path: Path, history: Sequence[Validation]) -> None:
-    """Write every look at what is held out, as JSON."""
+    """Write all validations as JSON."""
     from steercap.files.base import write_whole
 
     with write_whole(path) as scratch:
@@ -135,10 +135,10 @@ def write_history(path: Path, history: Sequence[Validation]) -> None:
 
 
 def check_name(name: str) -> None:
-    """Check that a trait's name can be that of a file.
+    """Check that a trait's name can be a file name.
 
     Raises:
-        InvalidFile: it cannot.
+        InvalidFile: the name is empty, reserved, or not a plain file name.
     """
     if not name or name.startswith(".") or Path(name).name != name or name == Path(STATE).stem:
         raise InvalidFile(f"{name!r} is to name a file; give one word, and not {Path(STATE).stem!r}")

@@ -1,7 +1,7 @@
-"""The formula of the tap, `h <- h + f(u·h + b) w`, differentiable, over sequences that each have vectors of their own.
+"""Differentiable formula of the tap, `h <- h + f(u·h + b) w`, for sequences with vectors of their own.
 
-`core.program.Response` says what f is, `kernels.reference` computes the same for an engine. Shape legend: n =
-sequences, t = tokens of the longest, k = specs that are trained side by side.
+`core.program.Response` defines f; `kernels.reference` computes the same for an engine. Shape legend: n = sequences, t =
+tokens of the longest, k = specs that are trained side by side.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Rows = Float[torch.Tensor, "n t width"]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One rank-one edit of k specs of one form.
+    """Rank-one edit of k specs of one form.
 
     Args:
-        write, read: float [k, width]; `read` None where no projection is needed.
-        responses: f of each.
-        joined: whether it reads the row as it was before the part before it.
-        relaxed: whether the gradient of f's threshold is wanted.
+        write, read: write and read vectors, float [k, width]; `read` is None if no projection is needed.
+        responses: function f of each spec.
+        joined: True if it reads the row as it was before the preceding part.
+        relaxed: True if the gradient of f's threshold is needed.
     """
 
     write: Float[torch.Tensor, "k width"]
@@ -38,7 +38,7 @@ class Part:
     relaxed: bool
 
     def number(self, name: str, owners: Int[torch.Tensor, " n"]) -> Any:
-        """A number of f: a float where all specs have the same, else [n, 1], one for each sequence."""
+        """Return a parameter of f: a float if all specs have the same, else [n, 1], one for each sequence."""
         found = [getattr(response, name) for response in self.responses]
         if not any(torch.is_tensor(one) for one in found) and len(set(found)) == 1:
             return found[0]
@@ -48,12 +48,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Doses:
-    """What the edits are multiplied by, sequence by sequence.
+    """Factors of the edits, for each sequence.
 
     Args:
-        factors: [n], 0 for a sequence that is not edited, -1 for the opposite; None for 1 everywhere.
-        nulled: bool [n], sequences that have what they hold of each write direction taken away, where it is positive,
-            in place of the edit; None for none.
+        factors: factors, [n]: 0 for no edit, -1 for the opposite; None for 1 everywhere.
+        nulled: sequences, bool [n], whose positive projection on each write direction is removed instead of the edit;
+            None for none.
     """
 
     factors: Float[torch.Tensor, " n"] | None = None
@@ -61,10 +61,10 @@ class Doses:
 
 
 def stacked(lowered: Sequence[Sequence[RankOne]]) -> list[Part]:
-    """The rank-one edits of one edit of each of k specs, side by side.
+    """Stack the rank-one edits of one edit of each of k specs.
 
     Args:
-        lowered: of each spec, what the edit comes down to.
+        lowered: rank-one edits of the edit, for each spec.
     """
     return [_part(together) for together in zip(*lowered, strict=True)]
 
@@ -91,15 +91,15 @@ def changed(
     doses: Doses,
     gate_width: float,
 ) -> Rows:
-    """The rows after one edit.
+    """Apply one edit to rows.
 
     Args:
-        rows: in float32, or wider.
-        parts: what the edit comes down to.
-        owners: which of the k specs each sequence has.
-        scope: the tokens to edit.
-        doses: what the edit is multiplied by.
-        gate_width: of the relaxation of f's threshold, in the units of the projection; see `gate`.
+        rows: rows in float32, or wider.
+        parts: rank-one edits of the edit.
+        owners: spec index of each sequence.
+        scope: tokens to edit.
+        doses: factors of the edit.
+        gate_width: width of the relaxation of f's threshold, in the units of the projection; see `gate`.
     """
     before = rows
     for part in parts:
@@ -119,7 +119,7 @@ def changed(
 def _length(
     part: Part, before: Rows, rows: Rows, owners: Int[torch.Tensor, " n"], gate_width: float
 ) -> Float[torch.Tensor, "n t"]:
-    """f(u·h + b)."""
+    """Compute f(u·h + b)."""
 
     def f(name: str) -> Any:
         return part.number(name, owners)
@@ -140,12 +140,12 @@ def _length(
 
 
 def _is_above(number: Any, bound: float) -> bool:
-    """Whether a number is above a bound; one that is trained always may be."""
+    """Return True if a number is above a bound; a trained one always counts as above."""
     return torch.is_tensor(number) or number > bound
 
 
 def _bounded(value: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
-    """A value within bounds, either a float or a tensor; infinite ones cost nothing."""
+    """Clamp a value to bounds, floats or tensors; infinite ones cost nothing."""
     if _is_above(low, -inf):
         value = torch.maximum(value, torch.as_tensor(low, dtype=value.dtype, device=value.device))
     if torch.is_tensor(high) or high < inf:
@@ -154,15 +154,15 @@ def _bounded(value: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
 
 
 def gate(p: Float[torch.Tensor, "n t"], threshold: Any, width: float) -> Float[torch.Tensor, "n t"]:
-    """1 where p is above the threshold, else 0, with the gradient of sigmoid((p - threshold) / width).
+    """Return 1 where p is above the threshold, else 0, with the gradient of sigmoid((p - threshold) / width).
 
-    The straight-through estimator (Bengio et al. 2013, arXiv:1308.3432): what is computed is what the saved edit
-    computes, and only the gradient is that of something smooth.
+    Straight-through estimator (Bengio et al. 2013, arXiv:1308.3432): the forward value is that of the saved edit, and
+    only the gradient is smooth.
 
     Args:
         p: projections.
-        threshold: a number, or [n, 1].
-        width: 0 for no gradient.
+        threshold: threshold, a number or [n, 1].
+        width: width of the sigmoid; 0 for no gradient.
     """
     hard: torch.Tensor = (p > threshold).to(p.dtype)
     if not width:

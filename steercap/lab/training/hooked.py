@@ -1,7 +1,7 @@
-"""A transformers model whose rows can be visited, and changed, at steercap's points: by hooks, in each pass.
+"""transformers model whose rows are read or changed at steercap's points, by hooks in each pass.
 
-transformers has several implementations of attention, and some leave out what a model asks for: sdpa the soft cap of
-Gemma 2. So the one that it chooses is compared with its eager one, which is complete, before anything is computed.
+transformers has several implementations of attention, and some ignore features of a model: sdpa the soft cap of Gemma
+2. So the chosen implementation is compared with the eager one, which is complete, before anything is computed.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from steercap.errors import UnsupportedModel
 
 #: Tokens of the text on which implementations of attention are compared.
 COMPARED: Final = 32
-#: A token's loss may differ by this on average, and in 16 bits by a few units of rounding of the dtype.
+#: Tolerance of the mean difference of a token's loss; in 16 bits, a few rounding units of the dtype.
 BOUND, UNITS = 1e-4, 4
 EAGER: Final = {"attn_implementation": "eager"}
-#: A point, and what is done to its rows.
+#: Point, and function called with its rows.
 Visited: TypeAlias = "tuple[Point, Visit]"
 
 
 class HookedModel:
-    """A transformers model and its decoder layers, as steercap names them. Nothing in it requires a gradient.
+    """Frozen transformers model with its decoder layers, addressed by steercap's points.
 
     Attention is computed by the implementation that transformers chooses if its losses on a short text are those of the
-    eager one, and by the eager one if not, or if the model caps its scores, which sdpa leaves out.
+    eager one. Otherwise, or if the model caps its scores, which sdpa ignores, the eager one is used.
 
     Args:
         path: checkpoint, or a name on the hub.
         dtype: dtype to compute in.
-        device: where, as torch names it; None leaves it where transformers loads it.
+        device: torch device; None for transformers' default.
         **loading: further arguments of transformers' `from_pretrained`.
 
     Raises:
-        UnsupportedModel: its layers are not to be found, or of no known kind; or `attn_implementation` was given, and
+        UnsupportedModel: its layers are not found, or of no known kind; or `attn_implementation` was given, and
             computes another loss than the eager one, or losses that are not finite.
     """
 
@@ -77,35 +77,35 @@ class HookedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """Dtype of the computation."""
         found: torch.dtype = self.model.dtype
         return found
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the computation."""
         found: torch.device = self.model.device
         return found
 
     def visit(self, hooks: ExitStack, visits: Iterable[Visited]) -> None:
-        """Visit rows of points, [..., width], which may be changed in place, in each pass, until the hooks are removed.
+        """Call functions with the rows of points, [..., width], in each pass; they may change rows in place.
 
         Args:
-            hooks: removes them when it is closed.
-            visits: in their order; those of one module run in the order in which they were put in.
+            hooks: stack that removes the hooks when it is closed.
+            visits: points with their functions; those of one module run in the order given.
         """
         for point, visit in visits:
             hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
 
     def _check_attention(self, loading: Mapping[str, Any], load_eager: Callable[[], Any]) -> None:
-        """Compute attention as the eager implementation does.
+        """Switch to the eager attention implementation unless the chosen one computes the same.
 
         Args:
             loading: further arguments that the model was loaded with.
-            load_eager: loads the model with the eager implementation, for classes that cannot change theirs.
+            load_eager: function that loads the model with the eager implementation, for classes that cannot switch.
 
         Raises:
-            UnsupportedModel: the implementation was given, and does not; or losses to compare are not finite.
+            UnsupportedModel: the implementation was given and differs; or losses to compare are not finite.
         """
         with extra("cuda", "cpu"):
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -148,7 +148,7 @@ class HookedModel:
 
     @torch.no_grad()
     def _short_losses(self, model: Any) -> torch.Tensor:
-        """Losses of `COMPARED` random tokens but the first, none of which stands for an image or the like: float32."""
+        """Return losses of `COMPARED` random tokens but the first, placeholders of images and the like excluded."""
         text = self.model.config.get_text_config()
         places = {
             value for name, value in vars(self.model.config).items() if name.endswith(("_token_id", "_token_index"))
@@ -161,12 +161,12 @@ class HookedModel:
 
 
 def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:
-    """Of some visits those at sites whose rows others begin with, or the rest; the first are to be put in first."""
+    """Return the visits at sites whose rows others begin with, or the rest; the first must be hooked first."""
     return [one for one in visits if SITES[one[0].site].first == first]
 
 
 def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Family:
-    """The family of transformers' layers: by their architecture, or by their classes; else what is derived of them."""
+    """Return the family of transformers' layers, by architecture or by their classes, else one derived of them."""
     try:
         return family_of(architectures)
     except UnsupportedModel:

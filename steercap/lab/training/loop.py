@@ -1,4 +1,4 @@
-"""The steps: each trait has an optimiser of its own, one pass of the model serves them all."""
+"""Training loop: each trait has its own optimiser, and one pass of the model serves all."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from steercap.lab.training.trainable import TrainableSpec
 
 @dataclass(eq=False)
 class Trait:
-    """One trait on its way.
+    """Trait in training.
 
     Args:
-        name: of it.
-        spec: what is trained.
-        examples, held_out: as tokens, those that are learned from and the others.
-        settings: of the training.
+        name: name of the trait.
+        spec: spec with the trained parameters.
+        examples, held_out: tokenised examples for training, and held-out ones.
+        settings: settings of the training.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Trait:
 
     @property
     def done(self) -> bool:
-        """Whether it has waited long enough for a lower loss."""
+        """True if its loss has not improved for `patience` validations."""
         return self.waited >= self.settings.patience
 
     def step(self) -> None:
-        """Move what is trained by its gradient."""
+        """Take one optimiser step."""
         if self.settings.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.spec.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
@@ -62,10 +62,10 @@ class Trait:
             self.scheduler.step()
 
     def look(self, step: int, loss: float | None, validation_loss: float) -> None:
-        """Take in how it does on what is held out.
+        """Record a validation.
 
         Raises:
-            TrainingDiverged: its losses or vectors are no longer numbers.
+            TrainingDiverged: its losses or vectors are not finite.
         """
         norm, lr = self.spec.norm(), float(self.optimizer.param_groups[0]["lr"])
         if not all(map(isfinite, (validation_loss, norm, 0.0 if loss is None else loss))):
@@ -80,7 +80,7 @@ class Trait:
             self.best_step, self.best = step, self._values()
 
     def state(self) -> TraitState:
-        """How far it is."""
+        """Return its training state."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return TraitState(
             self._values(),
@@ -93,7 +93,7 @@ class Trait:
         )
 
     def restore(self, state: TraitState) -> None:
-        """Go on from where it was."""
+        """Resume from a state."""
         self.spec.load_state_dict(state.values)
         self.best = own(state.best)
         self.best_step, self.waited, self.history = state.best_step, state.waited, list(state.history)
@@ -107,16 +107,16 @@ class Trait:
 
 @dataclass(eq=False)
 class Loop:
-    """The steps of a training.
+    """Loop over the steps of a training.
 
     Args:
-        traits: what is trained.
-        module: the model with their edits.
-        settings: of the training.
-        folder: where its state is kept.
-        model: what the model is called.
-        device: where it computes.
-        progress: called with the steps that were taken, and with all.
+        traits: traits to train.
+        module: model with their edits.
+        settings: settings of the training.
+        folder: folder of its state.
+        model: name of the model.
+        device: device of the computation.
+        progress: function called with the number of steps taken, and of all.
     """
 
     traits: Sequence[Trait]
@@ -133,7 +133,7 @@ class Loop:
         self._counted = 0
 
     def run(self) -> None:
-        """Take the steps that are left."""
+        """Take the remaining steps."""
         start = self._resume()
         wrapped: Any = DistributedDataParallel(self.module) if self.world > 1 else self.module
         sizes = {trait.name: len(trait.examples) for trait in self.traits}
@@ -163,7 +163,7 @@ class Loop:
             self.traits[number].step()
 
     def _look(self, step: int) -> None:
-        """See how the traits do that are still trained, and write it all down."""
+        """Validate the traits still in training, and write the state."""
         live = self._live()
         found = self._held_out(live)
         losses = _summed(self._losses) / max(self._counted, 1)
@@ -178,7 +178,7 @@ class Loop:
             distributed.barrier()
 
     def _held_out(self, live: Sequence[int]) -> dict[int, float]:
-        """Mean loss of what is held out, by trait."""
+        """Return the mean held-out loss, by trait."""
         picked = [Picked(number, place, None) for number in live for place in range(len(self.traits[number].held_out))]
         mine, size = picked[self.rank :: self.world], self.settings.batch_size * len(live)
         chunks = [mine[at : at + size] for at in range(0, len(mine), size)]
@@ -190,7 +190,7 @@ class Loop:
         return {number: float(sums[number]) / len(self.traits[number].held_out) for number in live}
 
     def _resume(self) -> int:
-        """The step to go on from, the traits as they were then; at the very first, a look before any step."""
+        """Return the step to resume from, with the traits restored; in a new run, validate before any step."""
         state = load_state(self.folder)
         if state is None:
             self._look(0)
@@ -208,17 +208,17 @@ class Loop:
 
 
 def rank() -> int:
-    """Which process this is of those that `torch.distributed` has brought together."""
+    """Return the rank of this process in `torch.distributed`, or 0."""
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def world() -> int:
-    """How many processes those are."""
+    """Return the number of processes in `torch.distributed`, or 1."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def _summed(values: torch.Tensor) -> torch.Tensor:
-    """The sum over processes."""
+    """Sum over processes."""
     if world() == 1:
         return values
     on = "cuda" if distributed.get_backend() == "nccl" else "cpu"

@@ -1,4 +1,4 @@
-"""What is added to a loss so that vectors stay short, or have few elements."""
+"""Penalties added to a loss, to keep vectors short or sparse."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from steercap.lab.training.trainable import TrainableSpec
 
 @dataclass(frozen=True)
 class Penalties:
-    """Weights of what is added to a trait's loss, over all that is trained of it.
+    """Weights of the penalties on a trait's trained parameters.
 
     Args:
-        norm: of the sum of squares.
-        sparsity: of the sum of absolute values, whose gradient moves small elements towards zero, to within a step.
+        norm: weight of the sum of squares.
+        sparsity: weight of the sum of absolute values, whose gradient moves small elements towards zero, to within a
+            step.
 
     Raises:
-        InvalidSetting: a weight below 0.
+        InvalidSetting: a weight is below 0.
     """
 
     norm: float = 0.0
@@ -30,6 +31,6 @@ class Penalties:
             raise InvalidSetting(f"norm_penalty={self.norm}, sparsity_penalty={self.sparsity}; give 0 or more")
 
     def of(self, spec: TrainableSpec) -> torch.Tensor:
-        """What is added: a number that torch knows the gradient of."""
+        """Return the penalty, differentiable by torch."""
         values = torch.cat([value.flatten() for value in spec.values.values()])
         return self.norm * values.square().sum() + self.sparsity * values.abs().sum()

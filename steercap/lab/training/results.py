@@ -1,4 +1,4 @@
-"""What training gives: the edit as it was at its best, and how it came to be."""
+"""Result of training: the edit at its best validation, with its history."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from steercap.steering.spec import SteeringSpec
 
 @dataclass(frozen=True)
 class Validation:
-    """A look at what is held out.
+    """Validation on held-out examples.
 
     Args:
-        step: steps of the optimiser before it.
-        loss: mean loss of the steps since the look before, penalties not counted; None before the first step.
-        validation_loss: mean loss of the examples held out.
-        norm: square root of the sum of squares of what is trained.
+        step: number of optimiser steps before it.
+        loss: mean loss of the steps since the previous validation, without penalties; None before the first step.
+        validation_loss: mean loss of the held-out examples.
+        norm: Euclidean norm of all trained parameters.
         lr: learning rate of the next step.
     """
 
@@ -35,17 +35,17 @@ class Validation:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A trained edit.
+    """Trained edit.
 
     Args:
-        name: of the trait.
-        spec: the edits as they were where the loss on what is held out was least; gates are hard.
-        history: every look at what is held out, the first before any step.
-        best_step: when that was.
+        name: name of the trait.
+        spec: edits at the lowest held-out loss; gates are hard.
+        history: all validations, the first before any step.
+        best_step: step of the lowest held-out loss.
         file: the spec, with its provenance in the header; `SteeringSpec.load` reads it. Where it has `directions`,
             `DirectionSet.load` reads the file beside it that ends in .directions.safetensors.
-        model: what the model is called.
-        provenance: how it was made.
+        model: name of the model.
+        provenance: origin of the edit.
     """
 
     name: str
@@ -58,15 +58,15 @@ class Trained:
 
     @property
     def validation_loss(self) -> float:
-        """Mean loss of the examples held out, at its best."""
+        """Lowest mean loss of the held-out examples."""
         return min(one.validation_loss for one in self.history)
 
     @property
     def directions(self) -> DirectionSet:
-        """The vectors that it adds, by layer, times their scales, for whatever takes directions.
+        """Vectors that it adds, by layer, times their scales, as directions.
 
         Raises:
-            InvalidSpec: it is not made of `Add`s alone, of one site, one for each layer, none of them relative.
+            InvalidSpec: the spec is not made of `Add`s alone, at one site, one for each layer, none of them relative.
         """
         return added(self.spec, self.name, self.model, self.provenance)
 
@@ -79,7 +79,7 @@ class Trained:
 
 
 def added(spec: SteeringSpec, name: str, model: str, provenance: Mapping[str, Any]) -> DirectionSet:
-    """The vectors that a spec of `Add`s adds, as directions.
+    """Return the vectors that a spec of `Add`s adds, as directions.
 
     Raises:
         InvalidSpec: as for `Trained.directions`.

@@ -1,4 +1,4 @@
-"""How training is to go, besides what is learned from and what is trained."""
+"""Settings of training, besides its examples and edits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from steercap.core.values import choices, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting
 from steercap.lab.training.penalties import Penalties
 
-#: Makes an optimiser of the parameters of one trait.
+#: Function that makes an optimiser for the parameters of one trait.
 MakeOptimizer: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"
-#: Makes a scheduler, which is stepped with the optimiser.
+#: Function that makes a scheduler, which is stepped with the optimiser.
 MakeScheduler: TypeAlias = "Callable[[torch.optim.Optimizer], Any]"
 
-#: What is used if none is given.
+#: Default optimiser.
 ADAMW: Final = functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=0.0)
-#: Least value of each whole number.
+#: Minimum of each whole number.
 _LEAST: Final = {"steps": 1, "batch_size": 1, "evaluate_every": 1, "patience": 1}
-#: What a run can be resumed with another value of.
+#: Settings that may change when a run is resumed.
 FREE: Final = frozenset({"device"})
 
 
@@ -34,24 +34,24 @@ class TrainingSettings:
     Args:
         fields: names of the edits' fields to train, such as "vector", "read" or "scale"; None for all vectors but a
             gate's `probe`.
-        steps: most steps of the optimiser.
-        batch_size: examples of each trait in a step.
-        evaluate_every: steps between two looks at what is held out; what a kill may lose.
-        patience: looks without a lower loss until a trait is done.
-        optimizer: makes an optimiser of an iterable of parameters: a class of `torch.optim`, or
+        steps: maximum optimiser steps.
+        batch_size: number of examples of each trait in a step.
+        evaluate_every: steps between two validations; the most that a killed run loses.
+        patience: number of validations without a lower loss until a trait is done.
+        optimizer: function that makes an optimiser from an iterable of parameters: a class of `torch.optim`, or
             `functools.partial(torch.optim.SGD, lr=0.1)`. Each trait has one of its own.
-        scheduler: makes a learning rate scheduler of an optimiser, stepped with it; None for none.
-        norm_penalty, sparsity_penalty: weights of the sum of squares and of the sum of absolute values of what is
-            trained, which are added to its loss.
-        max_grad_norm: longest gradient of a trait, clipped; None for no bound.
-        gate_width: of the relaxation of thresholds that are trained, in the units of the projection: see
+        scheduler: function that makes a learning rate scheduler from an optimiser, stepped with it; None for none.
+        norm_penalty, sparsity_penalty: weights of the sum of squares and of the sum of absolute values of the trained
+            parameters, which are added to the loss.
+        max_grad_norm: norm to which a trait's gradient is clipped; None for no bound.
+        gate_width: width of the relaxation of trained thresholds, in the units of the projection: see
             `steercap.lab.training.formula.gate`.
-        seed: of the split, the order of the examples, what objectives draw, and the start.
-        dtype: that the model computes in, if it is not loaded yet. The edits are trained in float32, or wider.
-        device: where, if it is not loaded yet; None for the first GPU, or the CPU.
+        seed: seed of the split, the order of the examples, the draws of objectives, and the start.
+        dtype: dtype of the model, if it is not loaded yet. The edits are trained in float32, or wider.
+        device: device of the model, if it is not loaded yet; None for the first GPU, or the CPU.
 
     Raises:
-        InvalidSetting: a value that does not fit.
+        InvalidSetting: a value is not valid.
     """
 
     fields: Sequence[str] | None = None
@@ -88,19 +88,19 @@ class TrainingSettings:
 
     @property
     def penalties(self) -> Penalties:
-        """What is added to the losses."""
+        """Penalties added to the losses."""
         return Penalties(self.norm_penalty, self.sparsity_penalty)
 
     def described(self) -> dict[str, str]:
-        """The settings in words, by name, of what results depend on."""
+        """Return the settings that affect results as text, by name."""
         return {field.name: described(getattr(self, field.name)) for field in fields(self) if field.name not in FREE}
 
 
 def settings_of(given: dict[str, Any]) -> TrainingSettings:
-    """Settings by name.
+    """Return settings from values by name.
 
     Raises:
-        InvalidSetting: a name that is none, or a value that does not fit.
+        InvalidSetting: a name is unknown, or a value is not valid.
     """
     known = [field.name for field in fields(TrainingSettings)]
     if unknown := sorted(set(given) - set(known)):
@@ -109,7 +109,7 @@ def settings_of(given: dict[str, Any]) -> TrainingSettings:
 
 
 def described(value: Any) -> str:
-    """A value in words that are the same in another process: of a function its name, of a partial its arguments too."""
+    """Describe a value in text that is the same in any process: a function by name, a partial with its arguments."""
     if isinstance(value, functools.partial):
         arguments = [*map(described, value.args), *(f"{name}={described(v)}" for name, v in value.keywords.items())]
         return f"{described(value.func)}({', '.join(arguments)})"

@@ -1,4 +1,4 @@
-"""Which examples are learned from, and which are held out: whole sources, drawn by a seed."""
+"""Split of examples into training and held-out ones: whole sources, drawn by a seed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from steercap.errors import InvalidSetting
 
 
 def split(sources: Sequence[Hashable | None], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """The places of examples that are learned from, and of those that are held out.
+    """Return the indices of training examples, and of held-out ones.
 
     Examples of one source are on one side, all of them. Which sources are held out depends on their names and on the
     seed, not on the order of the examples.
 
     Args:
-        sources: of each example; None for one of its own.
-        share: of the sources to hold out, in (0, 1); one at least, and not all.
-        seed: of the draw.
+        sources: source of each example; None for one of its own.
+        share: share of the sources to hold out, in (0, 1); one at least, and not all.
+        seed: seed of the draw.
 
     Raises:
-        InvalidSetting: another share, or fewer than two sources.
+        InvalidSetting: the share is out of range, or there are fewer than two sources.
     """
     given = number_of(share)
     if given is None or not 0 < given < 1:

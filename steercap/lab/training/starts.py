@@ -1,4 +1,4 @@
-"""Where training begins when no vector is given: edits of a model's width at the layers that are named."""
+"""Initial edits of training when no vector is given: of a model's width, at the named layers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from steercap.steering.spec import SteeringSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Start(ABC):
-    """An edit for each of some layers, made for a model.
+    """Initial edits for some layers, made for a model.
 
     Args:
-        layers: each has an edit of its own.
-        site: place in the layer; its rows are as wide as the stream.
-        tokens: which tokens are edited, as for every edit.
+        layers: layers, each with an edit of its own.
+        site: site of the edits, with rows as wide as the stream.
+        tokens: tokens to edit, as for every edit.
     """
 
     layers: Layers
@@ -30,31 +30,31 @@ class Start(ABC):
     tokens: Tokens | TokenSelection = "all"
 
     def spec(self, width: int, num_layers: int, generator: torch.Generator) -> SteeringSpec:
-        """The edits.
+        """Return the edits.
 
         Args:
-            width: elements of a row.
-            num_layers: layers of the model.
-            generator: draws what is random.
+            width: number of elements of a row.
+            num_layers: number of layers of the model.
+            generator: random generator.
 
         Raises:
-            LayerOutOfRange: a layer that the model lacks.
+            LayerOutOfRange: the model lacks a layer.
         """
         layers = resolve_layers(parse_layers(self.layers), num_layers)
         return SteeringSpec([self._edit(layer, width, generator) for layer in layers])
 
     @abstractmethod
     def _edit(self, layer: int, width: int, generator: torch.Generator) -> Edit:
-        """The edit of one layer."""
+        """Return the edit of one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainableAdd(Start):
-    """`Add` with a vector for each layer.
+    """Initial `Add` with a vector for each layer.
 
     Args:
-        norm: length of the vector to begin with, its direction drawn; 0 begins at zero, as BiPO does.
-        relative: as for `Add`; needs a norm.
+        norm: initial norm of the vector, with a random direction; 0 begins at zero, as BiPO does.
+        relative: argument as for `Add`; needs a norm.
         layers, site, tokens: see `Start`.
     """
 
@@ -69,13 +69,13 @@ class TrainableAdd(Start):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainableLowRank(Start):
-    """`LowRank` for each layer: k directions that are read, k that are written, and a bias.
+    """Initial `LowRank` for each layer: k directions that are read, k that are written, and a bias.
 
-    It begins as no change: orthonormal directions to write, drawn, and zeros to read, so that all of the gradient of
+    It begins as no change: random orthonormal directions to write, and zeros to read, so that all of the gradient of
     the first step is in `read` and `bias`.
 
     Args:
-        rank: k.
+        rank: number of directions k.
         layers, site, tokens: see `Start`.
     """
 

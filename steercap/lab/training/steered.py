@@ -1,4 +1,4 @@
-"""The model with the edits of several traits, each sequence with those of its own: what objectives are computed on."""
+"""Model with the edits of several traits, each sequence with those of its own trait, for objectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONCE = Doses()
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
-    """What the hooks need of the pass that is under way."""
+    """Inputs of the current pass for the hooks."""
 
     padded: Padded
     doses: Doses
@@ -36,17 +36,17 @@ class _Pass:
 
 
 class SteeredTraits(nn.Module):
-    """A frozen model, and beside it the trainable specs of one or several traits, of one form.
+    """Frozen model with the trainable specs of one or several traits of one form.
 
     Its parameters are those of the specs alone, so that it can be given to DistributedDataParallel or accelerate as it
     is: the model is no submodule. `forward` is the sum of the traits' losses.
 
     Args:
         model: the frozen model.
-        specs: of each trait: the same edits at the same points and tokens, with vectors of its own.
-        objective: what is made small.
-        penalties: what is added to it.
-        gate_width: see `steercap.lab.training.formula.gate`.
+        specs: spec of each trait: the same edits at the same points and tokens, with vectors of its own.
+        objective: training objective.
+        penalties: penalties added to it.
+        gate_width: width of relaxed thresholds, see `steercap.lab.training.formula.gate`.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class SteeredTraits(nn.Module):
         self._now: _Pass | None = None
 
     def forward(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses of some examples.
+        """Compute the losses of some examples.
 
         Args:
-            batch: of any traits.
-            size: examples of each trait in the whole step, of which these may be a part.
+            batch: examples of any traits.
+            size: number of examples of each trait in the whole step, of which these may be a part.
 
         Returns:
-            What is to be made small, and of each trait the sum of the losses of these examples over `size`, detached:
+            The loss to minimise, and for each trait the sum of these examples' losses divided by `size`, detached:
             float [traits].
         """
         with self.hooked():
@@ -89,13 +89,14 @@ class SteeredTraits(nn.Module):
         return means.sum() + weighed, means.detach()
 
     def losses(self, batch: Batch) -> Float[torch.Tensor, " examples"]:
-        """The losses of examples, without penalties and gradient."""
+        """Return the losses of examples, without penalties and gradient."""
         with torch.no_grad(), self.hooked():
             return self._objective.losses(self, batch)
 
     def logits(self, padded: Padded, doses: Doses = ONCE) -> Float[torch.Tensor, "counted vocabulary"]:
-        """Logits where a token of a response is predicted, sequence by sequence; in float32, or the model's own dtype
-        if that is wider.
+        """Return logits at positions that predict a token of a response, sequence by sequence.
+
+        They are in float32, or the model's dtype if that is wider.
         """
         (model,) = self._held
         found = [spec.lowered() for spec in self._specs]
@@ -108,7 +109,7 @@ class SteeredTraits(nn.Module):
         return _wide(logits.flatten(0, -2))
 
     def log_probs(self, padded: Padded, doses: Doses = ONCE) -> Float[torch.Tensor, " n"]:
-        """Of each sequence the sum of the log probabilities of its response's tokens."""
+        """Return the sum of the log probabilities of the response's tokens, for each sequence."""
         logits = self.logits(padded, doses)
         each = -nn.functional.cross_entropy(logits, padded.targets[padded.counted], reduction="none")
         rows = padded.counted.nonzero()[:, 0]
@@ -116,7 +117,7 @@ class SteeredTraits(nn.Module):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """The edits are made in each pass within."""
+        """Apply the edits in each pass within the block."""
         (model,) = self._held
         points = dict.fromkeys(point for points in self._points for point in points)
         visits = [(point, partial(self._change, point)) for point in points]
@@ -125,7 +126,7 @@ class SteeredTraits(nn.Module):
             yield
 
     def _change(self, point: Point, hidden: torch.Tensor) -> None:
-        """Change the rows of a point in place: a copy is edited, so that what autograd has kept stays as it was."""
+        """Change the rows of a point in place: a copy is edited, so that tensors saved by autograd stay unchanged."""
         now = self._now
         if now is None:
             return
@@ -140,7 +141,7 @@ class SteeredTraits(nn.Module):
         hidden.copy_(rows.to(hidden.dtype).reshape(hidden.shape))
 
     def _edited(self, number: int, rows: torch.Tensor, now: _Pass) -> torch.Tensor:
-        """The rows after one edit, or those of them that it is of."""
+        """Apply one edit to rows, or to its part of them."""
         edit, parts = self._edits[number], now.lowered[number]
         scope = now.padded.scopes[self.selections.index(edit.selection)]
         width = parts[0].write.shape[-1]
@@ -158,19 +159,19 @@ class SteeredTraits(nn.Module):
 
 
 def _wide(rows: torch.Tensor) -> torch.Tensor:
-    """In float32 at least, as taps compute."""
+    """Convert rows to float32 at least, as taps compute."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def _restored(rows: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Rows with the norms that they had before; a row of zeros stays."""
+    """Scale rows to their previous norms; a row of zeros stays."""
     had, now = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (before, rows))
     return rows * torch.where(now > 0, had / now.clamp(min=torch.finfo(now.dtype).tiny), 1.0)
 
 
 @contextmanager
 def _counted_only(model: HookedModel, padded: Padded) -> Iterator[None]:
-    """Logits are made where they are counted alone: of a prompt's tokens none are, and they need the most memory."""
+    """Compute logits only at counted positions: logits of the prompt's tokens would need the most memory."""
     head = model.model.get_output_embeddings()
 
     def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

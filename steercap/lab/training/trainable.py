@@ -1,7 +1,8 @@
-"""A spec whose vectors are parameters: lowered by the edits themselves, so that what is trained is what a tap applies.
+"""Spec whose vectors are parameters, lowered by the edits themselves, so that training matches the taps.
 
-An edit's own `lower` is run on an edit that holds parameters in place of its vectors, and torch follows it back to
-them. No operation is written a second time here; one that is added to `steercap.steering.edits` can be trained at once.
+An edit's own `lower` is run on an edit that holds parameters instead of its vectors, and torch differentiates it with
+respect to them. No operation is implemented a second time; one added to `steercap.steering.edits` can be trained at
+once.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from steercap.steering.edits.base import Edit, RankOne
 from steercap.steering.edits.replace import Replace
 from steercap.steering.spec import SteeringSpec
 
-#: Vectors that only decide whether a row is edited; trained where they are named.
+#: Vectors that only decide whether a row is edited; trained only if named.
 GATES: Final = frozenset({"probe"})
-#: Fields that say where an edit is, not what it is.
+#: Fields of an edit's scope, not of its operation.
 _SCOPE: Final = frozenset(field.name for field in dataclasses.fields(Edit))
 
 
 class TrainableSpec(nn.Module):
-    """The edits of a spec with parameters in place of vectors and numbers.
+    """Edits of a spec with parameters instead of vectors and numbers.
 
     Args:
-        spec: what training starts from.
+        spec: initial spec.
         fields: names of the fields to train, of the edits that have them: "vector", "read", "probe", "scale", ...; None
-            for all vectors but those of gates, which are trained where they are named.
-        dtype: of the parameters.
+            for all vectors but those of gates, which are trained only if named.
+        dtype: dtype of the parameters.
 
     Raises:
-        InvalidSpec: a bias of logits or a replacement, which are not trained.
-        InvalidSetting: a field that no edit has, or that is no vector and no number.
+        InvalidSpec: an edit is a bias of logits or a replacement, which are not trained.
+        InvalidSetting: no edit has a field, or it is neither a vector nor a number.
     """
 
     def __init__(
@@ -57,17 +58,17 @@ class TrainableSpec(nn.Module):
             )
 
     def lowered(self) -> tuple[tuple[RankOne, ...], ...]:
-        """Each edit as rank-one edits, in order, of which torch knows how they depend on the parameters."""
+        """Return each edit as rank-one edits, in order, differentiable in the parameters."""
         return tuple(_shadow(edit, self._of(number)).lower() for number, edit in enumerate(self.edits))
 
     def spec(self, values: Mapping[str, torch.Tensor] | None = None) -> SteeringSpec:
-        """The spec as it is now, a copy: gates are hard, numbers are numbers.
+        """Return a copy of the current spec: gates are hard, numbers are plain.
 
         Args:
-            values: parameters by name, as `state_dict` has them, in place of those that it holds.
+            values: parameters by name, as in `state_dict`, instead of the current ones.
 
         Raises:
-            InvalidVector: a vector that is not finite, or zero where its direction counts.
+            InvalidVector: a vector is not finite, or is zero and needs a direction.
         """
         found = (
             dict(self.values.items()) if values is None else {k.removeprefix("values."): v for k, v in values.items()}
@@ -79,7 +80,7 @@ class TrainableSpec(nn.Module):
         return _rebuilt(self._start, iter(range(len(self.edits))), by_edit)
 
     def norm(self) -> float:
-        """Square root of the sum of squares of what is trained."""
+        """Return the Euclidean norm of all trained parameters."""
         return float(torch.cat([value.detach().double().flatten() for value in self.values.values()]).norm())
 
     def _of(self, number: int) -> dict[str, torch.Tensor]:
@@ -99,7 +100,7 @@ def _names(edit: Edit) -> list[str]:
 
 
 def _fields(edit: Edit, names: Sequence[str] | None) -> dict[str, Any]:
-    """Of an edit what is to be trained: vectors, and numbers that are named."""
+    """Return the fields of an edit to train: vectors, and named numbers."""
     found = {name: getattr(edit, name) for name in _names(edit)}
     if names is None:
         return {name: value for name, value in found.items() if torch.is_tensor(value) and name not in GATES}
@@ -111,14 +112,14 @@ def _is_real(value: Any) -> bool:
 
 
 def _shadow(edit: Edit, values: Mapping[str, torch.Tensor]) -> Edit:
-    """An edit that holds these values, unchecked and not copied."""
+    """Return an edit that holds these values, unchecked and not copied."""
     shadow: Edit = object.__new__(type(edit))
     vars(shadow).update(vars(edit) | dict(values))
     return shadow
 
 
 def _rebuilt(spec: SteeringSpec, numbers: Iterator[int], values: Mapping[int, Mapping[str, Any]]) -> SteeringSpec:
-    """A spec with other values in its edits, those of specs inside included."""
+    """Return a spec with other values in its edits, nested specs included."""
     edits: list[Any] = []
     for edit in spec.edits:
         if isinstance(edit, SteeringSpec):

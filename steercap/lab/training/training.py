@@ -1,4 +1,4 @@
-"""One call: from examples to the edit that makes them likely, in a folder that a killed run goes on from."""
+"""Training of an edit from examples in one call, in a folder from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from steercap.lab.training.trainable import TrainableSpec
 from steercap.steering.edits.base import Edit
 from steercap.steering.spec import SteeringSpec, spec_of
 
-#: What can be learned from; which of them, the objective says.
+#: Kinds of examples; the objective determines which.
 AnyExample: TypeAlias = "Example | Preference | Prompted"
-#: What training starts from.
+#: Initial edits of training.
 AnyEdit: TypeAlias = "Edit | SteeringSpec | Start"
-#: Called with the steps that were taken, and with all.
+#: Function called with the number of steps taken, and of all.
 Progress: TypeAlias = "Callable[[int, int], None]"
 
 
@@ -56,33 +56,33 @@ def train(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Trained:
-    """Train an edit by gradient, the model frozen. It needs no engine and no GPU.
+    """Train an edit by gradient on a frozen model. It needs no engine and no GPU.
 
     Args:
         model: a checkpoint, a name on the hub, or a `HookedModel`, which several calls can share.
-        examples: `Example`s, `Preference`s or `Prompted`s, as the objective wants them.
-        edit: what to start from: an edit or a spec with the vectors that it begins with, or
-            `TrainableAdd(layers=[14])`, `TrainableLowRank(layers=[14], rank=4)`.
-        out: folder of the run. An interrupted one goes on, on a CPU to the same vector bit for bit; a finished one is
+        examples: `Example`s, `Preference`s or `Prompted`s, as required by the objective.
+        edit: initial edit: an edit or a spec with its initial vectors, or `TrainableAdd(layers=[14])`,
+            `TrainableLowRank(layers=[14], rank=4)`.
+        out: folder of the run. An interrupted run resumes, on a CPU to the same vector bit for bit; a finished one is
             read.
         objective: a name in `steercap.lab.training.OBJECTIVES`, or a member with settings of its own, such as
             `BiPO(beta=0.2)`.
-        name: what the edit means, and its file; the name of the folder if left out.
-        validation: share of the sources that are held out, or examples that are.
-        progress: called with the steps that were taken, and with all.
-        **settings: of `TrainingSettings`: steps, batch_size, optimizer, norm_penalty, seed, ...
+        name: name of the edit and its file; by default that of the folder.
+        validation: share of the sources to hold out, or held-out examples.
+        progress: function called with the number of steps taken, and of all.
+        **settings: fields of `TrainingSettings`: steps, batch_size, optimizer, norm_penalty, seed, ...
 
     Under `torchrun` or `accelerate launch`, with `torch.distributed` initialised, processes share the examples of each
     step.
 
     Returns:
-        The edit where the loss on what is held out was least: `trained.spec`, in the file `trained.file`.
+        The edit at the lowest held-out loss: `trained.spec`, in the file `trained.file`.
 
     Raises:
-        InvalidSetting, InvalidSpec, InvalidPrompt: something that does not fit, before any step.
+        InvalidSetting, InvalidSpec, InvalidPrompt: an argument is not valid; raised before any step.
         RunDiffers: the folder holds another training; the message names the difference.
-        TrainingDiverged: losses are no longer numbers.
-        UnsupportedModel: the model's layers are not to be found.
+        TrainingDiverged: losses are not finite.
+        UnsupportedModel: the model's layers are not found.
     """
     known = Path(out).name if name is None else name
     held = validation if isinstance(validation, (int, float)) else {known: validation}
@@ -110,18 +110,18 @@ def train_many(
     progress: Progress | None = None,
     **settings: Any,
 ) -> dict[str, Trained]:
-    """Train several edits in the same passes of the model, each on examples of its own: as `train` would one by one.
+    """Train several edits in the same passes of the model, each on its own examples, as `train` would separately.
 
     Args:
-        model: as for `train`.
-        examples: by the name of the trait.
-        edit: for all, or by name; of one form: the same edits at the same points and tokens.
-        out, objective, progress: as for `train`.
-        validation: share of the sources of each, or examples by name.
-        **settings: of `TrainingSettings`.
+        model: model, as for `train`.
+        examples: examples by the name of the trait.
+        edit: initial edit for all, or by name; of one form: the same edits at the same points and tokens.
+        out, objective, progress: arguments as for `train`.
+        validation: share of the sources of each to hold out, or held-out examples by name.
+        **settings: fields of `TrainingSettings`.
 
     Returns:
-        By name, what `train` would give, up to rounding.
+        Results by name, equal to those of `train` up to rounding.
 
     Raises:
         The errors of `train`.
@@ -166,13 +166,14 @@ def losses_of(
     objective: str | Objective = "likelihood",
     batch_size: int = 8,
 ) -> torch.Tensor:
-    """The loss of each example under any edit: what trained edits are compared with others by. What objectives draw is
-    averaged over.
+    """Compute the loss of each example under any edit, to compare trained edits with others.
+
+    Draws of the objective are averaged over.
 
     Args:
-        model, examples, objective: as for `train`.
-        steering: the edit.
-        batch_size: examples in a pass.
+        model, examples, objective: arguments as for `train`.
+        steering: edit to evaluate.
+        batch_size: number of examples in a pass.
 
     Returns:
         float [examples].
@@ -192,7 +193,7 @@ def losses_of(
 
 
 def hooked_of(model: str | Path | HookedModel, settings: TrainingSettings) -> HookedModel:
-    """The model, loaded if it is not yet."""
+    """Return the model, loading it if needed."""
     if isinstance(model, HookedModel):
         return model
     device = settings.device or (f"cuda:{rank() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
@@ -208,7 +209,7 @@ def _tokenizer(model: HookedModel) -> Any:
 
 @dataclass(frozen=True)
 class _Sides:
-    """Examples as tokens, those that are learned from and those that are held out."""
+    """Tokenised examples for training, and held-out ones."""
 
     seen: list[tuple[Tokens, ...]]
     unseen: list[tuple[Tokens, ...]]
@@ -217,7 +218,7 @@ class _Sides:
 def _sides(
     examples: Sequence[AnyExample], validation: Any, encode: Callable[[Any], list[tuple[Tokens, ...]]], seed: int
 ) -> _Sides:
-    """The tokens of a trait's examples, split by source, or beside those that are given to be held out."""
+    """Tokenize a trait's examples, split by source, or with the given held-out ones."""
     tokens = encode(examples)
     if not isinstance(validation, (int, float)):
         return _Sides(tokens, encode(validation))
@@ -240,7 +241,7 @@ def _encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> 
 
 
 def _start(edit: AnyEdit, model: HookedModel, settings: TrainingSettings, name: str) -> SteeringSpec:
-    """What a trait starts from."""
+    """Return the initial edits of a trait."""
     if isinstance(edit, Start):
         return edit.spec(model.width, len(model.layers), generator(settings.seed, name, "start"))
     return spec_of(edit)
@@ -255,7 +256,7 @@ def _check_form(starts: Mapping[str, SteeringSpec]) -> None:
     """Check that all traits have the same edits at the same points and tokens.
 
     Raises:
-        InvalidSpec: one differs.
+        InvalidSpec: a trait differs.
     """
     forms = {
         name: [
@@ -274,7 +275,7 @@ def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
     """Check that each edit writes something.
 
     Raises:
-        InvalidSetting: one begins at zero.
+        InvalidSetting: an edit begins at zero.
     """
     for name, spec in starts.items():
         for edit in spec.of_rows():
@@ -305,7 +306,7 @@ def _definition(
 
 
 def _digest(spec: SteeringSpec) -> str:
-    """SHA-256 of the edits of a spec: hexadecimal."""
+    """Return the SHA-256 of the edits of a spec, in hexadecimal."""
     found = hashlib.sha256(repr((spec.flat(), spec.preserve_norm)).encode())
     for edit in spec.of_rows():
         for one in edit.lower():
@@ -317,7 +318,7 @@ def _digest(spec: SteeringSpec) -> str:
 
 
 def _opened(out: Path, definition: Definition) -> Path:
-    """The folder of a run; process 0 writes it."""
+    """Open the folder of a run; process 0 writes it."""
     if rank() == 0 and FOLDER.open(out, definition) is None:
         FOLDER.write(out, definition)
     if world() > 1:
@@ -326,7 +327,7 @@ def _opened(out: Path, definition: Definition) -> Path:
 
 
 def _result(trait: Trait, folder: Path, definition: Definition, model: str) -> Trained:
-    """What has become of a trait, written down by process 0."""
+    """Return the result of a trait; process 0 writes it."""
     spec = trait.spec.spec(trait.best)
     best = min(one.validation_loss for one in trait.history)
     provenance = {

@@ -1,4 +1,4 @@
-"""From a corpus to rows: what documents are read of, windows of tokens, which tokens are kept, and how they are run."""
+"""Collection of activations from a corpus: documents, windows of tokens, token samples, and engine runs."""
 
 from steercap.lab.datasets.collecting.calls import activations, collect
 from steercap.lab.datasets.collecting.many import RayActors

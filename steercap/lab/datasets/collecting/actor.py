@@ -1,7 +1,7 @@
-"""What an actor of Ray's does: it has an engine of its own, and makes the shards that it is given.
+"""Ray actor that owns an engine and writes the shards it is given.
 
-Arguments and answers are bytes, numbers and documents; only what opens the model and `Asked`, which may hold a
-predicate, are Ray's to pickle, as all that its drivers send is.
+Arguments and answers are bytes, numbers and documents; only the function that opens the model and `Asked`, which may
+hold a predicate, are pickled by Ray.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from steercap.lab.datasets.collecting.sources import Source
 from steercap.lab.datasets.definition import decode
 from steercap.lab.datasets.shards import RECEIPT, name_of
 
-#: Where a document is, what it holds, and the bytes of the corpus up to its end.
+#: A document's place, its contents, and the bytes of the corpus up to its end.
 Given = tuple[str, Any, int | None]
 
 
 class OpenedModel(CollectingModel, Protocol):
-    """A `SteerModel`."""
+    """Interface of a `SteerModel` that the actor starts and closes."""
 
     async def start(self) -> Any:
         """Start its engine."""
 
     async def aclose(self) -> None:
-        """End it."""
+        """Close its engine."""
 
     @property
     def serving(self) -> Any:
-        """What holds its engine."""
+        """Object that holds its engine."""
 
 
 class CollectingActor:
-    """Ray makes an actor of it.
+    """Actor class given to Ray; collects shards with an engine of its own.
 
     Args:
-        opening: gives a model that is not started.
-        where: of the data set.
-        asked: what is collected.
+        opening: function that returns a model that is not started.
+        where: path or URL of the data set.
+        asked: arguments of the collection.
     """
 
     def __init__(self, opening: Callable[[], OpenedModel], where: str, asked: Asked) -> None:
@@ -59,21 +59,21 @@ class CollectingActor:
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the engine, if it does not run."""
+        """Start the engine, unless it runs."""
         await self._opened()
 
     async def close(self) -> None:
-        """End the engine."""
+        """Close the engine."""
         model, self._model = self._model, None
         if model is not None:
             await model.aclose()
 
     async def define(self, each: int | None, first: Sequence[Given]) -> bytes:
-        """The definition of a data set, as JSON.
+        """Return the definition of the data set, as JSON.
 
         Args:
-            each: documents of a shard; None for what the first few documents say.
-            first: documents of the corpus, if that is so.
+            each: number of documents in a shard; None to choose it from the first few documents.
+            first: first documents of the corpus, if `each` is None.
         """
         model = await self._opened()
         asked = replace(self._asked, documents_per_shard=each)
@@ -81,15 +81,15 @@ class CollectingActor:
         return msgspec.json.encode(await definition_of(model, model.serving.here(), source, asked))
 
     async def collect(self, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
-        """Make a shard.
+        """Collect one shard, and return its receipt.
 
         Args:
-            definition: of the data set, as JSON.
-            number: of the shard.
+            definition: definition of the data set, as JSON.
+            number: number of the shard.
             documents: all of its documents.
 
         Returns:
-            Its receipt, as JSON.
+            Receipt of the shard, as JSON.
 
         Raises:
             RunDiffers: this engine would make another data set, for example of other weights.

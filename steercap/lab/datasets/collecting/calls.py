@@ -1,4 +1,4 @@
-"""Read a corpus with an open model: into a data set on disk, or straight into a training."""
+"""Calls that read a corpus with an open model: into a data set on disk, or directly into a training."""
 
 from __future__ import annotations
 
@@ -56,55 +56,57 @@ async def collect(
     storage_options: Mapping[str, Any] | None = None,
     ray: RayActors | None = None,
 ) -> Collected:
-    """Read a corpus into a data set of activations on disk, which `steercap.lab.datasets` and other tools open.
+    """Read a corpus into a data set of activations on disk, readable by `steercap.lab.datasets` and other tools.
 
-    A call that ends before the corpus does, however it ends, loses the shards that were not written; the same call
-    goes on. Every document is in the data set once. With `concurrency=1` the data set is the same, bit for bit,
-    whenever and however often it was interrupted; otherwise rows may differ in their last bits, as they do from
-    batch to batch, and through them which rows `ByProbe` keeps and which texts `params` generates.
+    An interrupted call loses only the shards that were not written yet; repeating the same call resumes it. Every
+    document is in the data set once. With `concurrency=1` the data set is the same, bit for bit, whenever and however
+    often it was interrupted; otherwise rows may differ in their last bits, as they do from batch to batch, and through
+    them which rows `ByProbe` keeps and which texts `params` generates.
 
     Args:
         model: an open model; with `ray` it need not be started.
         corpus: a file, a folder or a pattern, or any iterable or async iterable of documents: str, token ids,
             messages, or mappings that hold one of these; or an opened `Source`: see
             `steercap.lab.datasets.collecting.open_source`.
-        folder: where it goes: a path, or the URL of an fsspec file system.
-        layers, sites, codec, k: what is kept: shorthand for `capture=CaptureSpec(layers=..., ...)`.
-        capture: the same, with all that a `CaptureSpec` may say but `reduce`, `project`, `sae` and `gather=False`.
-        tokens: which tokens' rows are kept: a selection as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`;
-            by default those of `capture`. Positions count in each window by itself.
-        context: most tokens of a window, by default as many as the engine takes.
-        long: what becomes of longer documents: they are "split" into windows, which are read each by itself, "cut"
-            off, or "refuse"d. By default "split"; "refuse" where something is generated.
-        bos: where the token goes that begins a text: as the tokenizer puts it before a "document", before each
-            "window" too, or "none".
+        folder: folder of the data set: a path, or the URL of an fsspec file system.
+        layers, sites, codec, k: shorthand for `capture=CaptureSpec(layers=..., ...)`.
+        capture: spec of the rows to keep, without `reduce`, `project`, `sae` and `gather=False`.
+        tokens: selection of tokens whose rows are kept: as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`; by
+            default those of `capture`. Positions count in each window by itself.
+        context: maximum tokens of a window, by default as many as the engine takes.
+        long: treatment of longer documents: they are "split" into windows, each read by itself, "cut" off, or
+            "refuse"d. By default "split"; "refuse" where something is generated.
+        bos: place of the beginning-of-text token: as the tokenizer puts it before a "document", before each "window"
+            too, or "none".
         chat_template_kwargs: further arguments of the chat template. A conversation that ends with the assistant's
-            message is read as it is; any other with what invites the reply.
-        params: sampling parameters, if the model is to go on with each document; its rows are collected too.
-        seed: of all sampling: each document has a seed of its own, made of this one and its number.
-        steering: what is changed, as for `generate`.
-        shard_bytes: of rows that a shard should have; three to nine shards are in memory, by the number of cores.
-        documents_per_shard: by default as many of the first few documents as come to `shard_bytes`.
-        statistics_every: of so many rows one is looked at for statistics; 0 for none. By default 8 for each point:
-            many points are looked at in no more time than one.
-        concurrency: windows under way at once; by default as many as the engine has use for, within memory.
-        verify: whether the shards that are there are compared with their hashes, rather than their sizes alone;
-            what is damaged is collected again.
-        progress: called with a `Progress` now and then.
-        storage_options: of the URL's file system.
-        ray: over which actors of Ray's the corpus is spread. Each starts an engine of this model's arguments. A shard
-            has the same documents, whoever makes it, and with `concurrency=1` the same bits; otherwise it may differ
-            as it does from call to call. The folder is one that all machines reach. `concurrency` is of each engine.
+            message is read as it is; any other with the generation prompt.
+        params: sampling parameters, to let the model continue each document; generated tokens' rows are collected too.
+        seed: seed of all sampling; each document's own seed is derived from it and the document's number.
+        steering: edits applied during the run, as for `generate`.
+        shard_bytes: target bytes of rows in a shard; three to nine shards are in memory, depending on the number of
+            cores.
+        documents_per_shard: number of documents in a shard; by default estimated from the first few to reach
+            `shard_bytes`.
+        statistics_every: sampling interval of statistics, one row in so many; 0 for none. By default 8 for each point:
+            many points take no more time than one.
+        concurrency: maximum windows in flight; by default as many as the engine can use, within memory.
+        verify: check existing shards by their hashes, rather than by their sizes alone; damaged shards are collected
+            again.
+        progress: function called with a `Progress` now and then.
+        storage_options: options of the URL's file system.
+        ray: Ray actors among which the corpus is distributed. Each starts an engine with this model's arguments. A
+            shard has the same documents, whichever actor makes it, and with `concurrency=1` the same bits; otherwise it
+            may differ as it does from call to call. All machines must reach the folder. `concurrency` is per engine.
 
     Returns:
-        What the data set holds.
+        Summary of the complete data set.
 
     Raises:
         RunDiffers: the folder holds another data set, or one of another corpus, or its last shard is short and the
             corpus has grown.
-        CollectionStopped: it cannot be written to, such as on a full disk, or actors were lost too often.
-        InvalidFile: a file of the corpus cannot be read, or holds something that is no document.
-        InvalidRequest: something is asked for that does not fit, or another process writes to the folder.
+        CollectionStopped: the folder cannot be written to, such as on a full disk, or actors were lost too often.
+        InvalidFile: a file of the corpus cannot be read, or holds an item that is not a document.
+        InvalidRequest: an argument does not fit, or another process writes to the folder.
         MissingExtra: the extra `datasets`, or with `ray` the extra `ray`, is not installed.
         The errors of `generate`.
     """
@@ -160,35 +162,35 @@ def activations(
     labels: bool = False,
     drop_last: bool = False,
 ) -> ActivationStream:
-    """Rows of a corpus in shuffled batches, straight from the engine into a training, without a disk.
+    """Return a stream of shuffled batches of a corpus's rows, from the engine into a training, without a disk.
 
-    What it gives is an iterator, and a context manager that closes it: `async with activations(model, ...) as rows`.
-    The engine works ahead while the training computes, as far as `buffer` allows. Each row comes once; a corpus is
-    read once, and to read it again is another stream. Closing the stream ends what runs.
+    The stream is an async iterator, and a context manager that closes it: `async with activations(model, ...) as rows`.
+    The engine works ahead while the training computes, as far as `buffer` allows. Each row comes once; to read the
+    corpus again, open another stream. Closing the stream ends its requests.
 
     Args:
         model: an open model.
-        corpus: as for `collect`.
-        layers, sites, codec, k, capture, tokens: which rows, and how they come from the engine; as for `collect`.
-        context, long, bos, chat_template_kwargs, params, steering, concurrency: as for `collect`.
-        batch_size: rows of a batch.
-        buffer: rows that a batch is drawn from; at least `batch_size`. A quarter more may wait before it.
-        seed: of the draws, and of sampling with `params`.
-        join: of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of each point
-            by itself.
-        normalise: "none", "mean", "standard" or "norm", as for `ActivationDataset`.
-        statistics: of each point by its name, such as those of a data set; by default of the rows in the first
-            full buffer. `normalisations` of the stream says what was found.
-        dtype: of the rows; None for that of the model, and of decoded codecs float32.
-        labels: whether batches come as `steercap.lab.datasets.Labelled`.
+        corpus: corpus as for `collect`.
+        layers, sites, codec, k, capture, tokens: rows to capture and their encoding, as for `collect`.
+        context, long, bos, chat_template_kwargs, params, steering, concurrency: settings as for `collect`.
+        batch_size: rows in a batch.
+        buffer: rows that a batch is drawn from; at least `batch_size`. A quarter more may be queued before it.
+        seed: seed of the draws, and of sampling with `params`.
+        join: form of rows of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of
+            each point by itself.
+        normalise: normalisation: "none", "mean", "standard" or "norm", as for `ActivationDataset`.
+        statistics: statistics of each point by its name, such as those of a data set; by default of the rows in the
+            first full buffer. The stream's `normalisations` holds the result.
+        dtype: dtype of the rows; None for the model's, or float32 for rows decoded from a codec.
+        labels: return batches as `steercap.lab.datasets.Labelled`.
         drop_last: leave out the last batch if it is short.
 
     Returns:
         An asynchronous iterator of rows [batch, *shape of the point], or dicts of them by the points' names.
 
     Raises:
-        InvalidRequest: something is asked for that does not fit.
-        InvalidFile: no such corpus, or a file of it that cannot be read.
+        InvalidRequest: an argument does not fit.
+        InvalidFile: the corpus does not exist, or a file of it cannot be read.
         MissingExtra: the corpus is Parquet, and the extra `datasets` is not installed.
         ModelClosed: the model was never started, or is closed.
         WrongEventLoop: it was started in another event loop.
@@ -223,7 +225,7 @@ def activations(
 def _kept(
     capture: CaptureSpec | None, tokens: Tokens | TokenSelection | TokenSample | None, **shorthand: Any
 ) -> tuple[CaptureSpec, Tokens | TokenSelection | TokenSample]:
-    """The spec of what is kept, given in full or by the shorthand for it, and the tokens.
+    """Return the capture spec and the token selection, given in full or by shorthand.
 
     Raises:
         InvalidSpec: the spec or the tokens are given in both ways.

@@ -1,4 +1,4 @@
-"""A corpus read shard by shard into a folder; resumable after any interruption."""
+"""Collection of a corpus shard by shard into a folder; resumable after any interruption."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ Value = TypeVar("Value")
 
 #: Bytes of rows in a shard: few files, and little that a kill loses.
 SHARD_BYTES: Final = 256 << 20
-#: Documents that are looked at to see how many make a shard.
+#: Documents examined to choose the number of documents in a shard.
 LOOKED_AT: Final = 256
-#: Documents of a shard at most, unless it is said: the first few may have no rows at all, and those behind them many.
+#: Maximum documents of a shard, unless given: the first few may have no rows at all, and later ones many.
 MOST_DOCUMENTS: Final = 1 << 14
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a collection is.
+    """Progress of a collection.
 
     Args:
-        documents: read of the corpus.
-        tokens: that the model read.
-        rows: tokens that were kept.
-        bytes: of shards, written.
-        shards: that are there, those of earlier calls included.
-        share: of the corpus that was read, 0 to 1; None where nobody knows its length.
-        seconds: since the call.
+        documents: number of documents read.
+        tokens: number of tokens that the model read.
+        rows: number of tokens whose rows were kept.
+        bytes: size of the shards written.
+        shards: number of existing shards, those of earlier calls included.
+        share: share of the corpus that was read, 0 to 1; None if its length is unknown.
+        seconds: time since the call.
     """
 
     documents: int
@@ -71,17 +71,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Collected:
-    """A data set that is complete.
+    """Summary of a completed data set.
 
     Args:
-        folder: where it is; `steercap.lab.datasets` opens it.
-        totals: what it holds.
-        skipped: items of the corpus that were no documents, with `bad="skip"`.
-        complaints: why, of the first few.
-        resumed: shards that were there before.
-        mended: of these, those that were damaged and collected again.
-        tokens: that the model read in this call.
-        seconds: of this call.
+        folder: path or URL; `steercap.lab.datasets` opens it.
+        totals: totals of the data set.
+        skipped: number of corpus items that were not documents, with `bad="skip"`.
+        complaints: reasons for the first few of them.
+        resumed: number of shards that existed before.
+        mended: number of these that were damaged and collected again.
+        tokens: number of tokens that the model read in this call.
+        seconds: duration of this call.
     """
 
     folder: str
@@ -96,7 +96,7 @@ class Collected:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The arguments of `steercap.lab.datasets.collecting.collect`, which says what they mean."""
+    """Arguments of `steercap.lab.datasets.collecting.collect`, documented there."""
 
     capture: CaptureSpec
     tokens: Tokens | TokenSelection | TokenSample = "all"
@@ -125,10 +125,10 @@ class Asked:
             object.__setattr__(self, name, number)  # NumPy's are no JSON
 
     def reading(self, model: CollectingModel, engine: Engine) -> Reading:
-        """What is asked of the model.
+        """Compile the arguments for an open model.
 
         Raises:
-            InvalidRequest: of the kind that says what does not fit.
+            InvalidRequest: an argument does not fit; raised as the matching subclass.
         """
         context = most_context(engine, self.params) if self.context is None else self.context
         long: Long = self.long or ("split" if self.params is None else "refuse")
@@ -150,7 +150,7 @@ async def run_collection(
 
 
 class _Collection:
-    """One call."""
+    """State of one call of `run_collection`."""
 
     def __init__(self, model: CollectingModel, reading: Reading, source: Source, storage: Any, asked: Asked) -> None:
         self._model, self._reading, self._source, self._asked = model, reading, source, asked
@@ -160,7 +160,7 @@ class _Collection:
         self._documents = self._tokens = self._rows = self._resumed = self._mended = 0
 
     async def run(self) -> Collected:
-        """To the end, or to an error that says how far it came."""
+        """Collect the corpus to its end, or raise an error that says how far it came."""
         with stopping(self._storage):
             known = await asyncio.to_thread(there, self._storage)
         if known is None:
@@ -223,7 +223,7 @@ class _Collection:
         )
 
     async def _looked_at(self) -> tuple[Batches, int]:
-        """All documents, of which the first few were looked at, and how many of them make a shard."""
+        """Return all document batches, the first few already read, and the number of documents in a shard."""
         batches = feed(self._source, self._reading)
         if self._asked.documents_per_shard is not None:
             return batches, self._asked.documents_per_shard
@@ -241,7 +241,7 @@ class _Collection:
         return _chained(first, batches), max(1, min(MOST_DOCUMENTS, int(self._asked.shard_bytes / bytes_each)))
 
     def _rows_of(self, fed: Fed) -> int:
-        """Rows that are asked for of a document."""
+        """Return the number of rows requested of a document."""
         found = 0
         for window, tokens in fed.windows or ():
             if tokens is not None:
@@ -273,7 +273,7 @@ async def _chained(first: list[list[Fed]], rest: Batches) -> Batches:
 
 
 async def definition_of(model: CollectingModel, engine: Engine, source: Source, asked: Asked) -> Definition:
-    """What a data set of some documents would say of itself."""
+    """Return the definition that a data set of a source's documents would have."""
     collection = _Collection(model, asked.reading(model, engine), source, None, asked)
     batches, per_shard = await collection._looked_at()  # noqa: SLF001 -- of this module
     async with aclosing(batches):
@@ -281,10 +281,10 @@ async def definition_of(model: CollectingModel, engine: Engine, source: Source, 
 
 
 def there(storage: Storage) -> Definition | None:
-    """The definition of the data set that is there, if one is.
+    """Return the definition of an existing data set, or None.
 
     Raises:
-        InvalidFile: it cannot be read.
+        InvalidFile: the definition cannot be read.
     """
     if definitions.FILE not in storage.sizes():
         return None
@@ -292,7 +292,7 @@ def there(storage: Storage) -> Definition | None:
 
 
 async def sound_shards(folder: DatasetFolder, asked: Asked) -> tuple[dict[int, Receipt], int, int]:
-    """The shards that are there and whole; others are taken away. And how many there were, and were taken away.
+    """Check existing shards and remove damaged ones; return the sound receipts, and the counts of existing and removed.
 
     Raises:
         InvalidFile: a receipt is of another version, or of another data set.
@@ -314,8 +314,8 @@ async def sound_shards(folder: DatasetFolder, asked: Asked) -> tuple[dict[int, R
 
 
 async def changed(work: Callable[[], Value]) -> Value:
-    """What a call gives that changes a folder, on a thread; a cancellation is raised when it has ended.
+    """Run a call that changes a folder on a thread; a cancellation is raised only after it has ended.
 
-    The folder's lock is given back then, and others may write.
+    The folder's lock is released after that, and others may write.
     """
     return await finished(on_thread(work, "steercap folder"))

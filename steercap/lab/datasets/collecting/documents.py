@@ -1,4 +1,4 @@
-"""One document of a corpus: a text, token ids, or a conversation."""
+"""Document of a corpus: a text, token ids, or a conversation."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import numpy.typing as npt
 from steercap.core.values import shown
 from steercap.lab.datasets.collecting.readers.base import KEYS, Bad, half_of_pair
 
-#: What a model reads of a document: text, token ids (int64 [tokens]), or {"role", "content"} messages.
+#: Contents of a document: text, token ids (int64 [tokens]), or {"role", "content"} messages.
 Content: TypeAlias = "str | npt.NDArray[np.int64] | list[dict[str, Any]]"
 
 
 class NotDocument(ValueError):
-    """Something in a corpus that is no document; the message says what it is."""
+    """Error for a corpus item that is not a document; the message says what it is."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document.
+    """Document of a corpus.
 
     Args:
-        number: its place in the corpus, from 0; what is skipped has none.
-        content: what the model reads of it.
-        where: what to call it in messages: "corpus.jsonl, line 5".
-        bytes: of the corpus that were read up to here, None where nobody knows.
+        number: number in the corpus, from 0; skipped items are not counted.
+        content: text, token ids or messages.
+        where: place named in messages: "corpus.jsonl, line 5".
+        bytes: bytes of the corpus up to here, None if unknown.
     """
 
     number: int
@@ -39,20 +39,20 @@ class Document:
     bytes: int | None = None
 
     def enter(self, digest: Any) -> None:
-        """Enter it into a digest of hashlib's: its kind, its length, and what it holds."""
+        """Add the document to a hashlib digest: its kind, length and contents."""
         kind, data = _bytes_of(self.content)
         digest.update(kind + len(data).to_bytes(8, "little") + data)
 
 
 def content_of(item: Any, column: str | None = None) -> Content:
-    """What the model reads of one item of a corpus.
+    """Return the contents of one item of a corpus.
 
     Args:
         item: a str, token ids, a list of messages, or a mapping that holds one of them.
-        column: what a mapping is looked up by; by default the first of `KEYS` that it has.
+        column: key of the contents in a mapping; by default the first of `KEYS` that it has.
 
     Raises:
-        NotDocument: it is none of these.
+        NotDocument: the item is none of these.
     """
     if isinstance(item, Bad):
         raise NotDocument(item.reason)
@@ -70,7 +70,7 @@ def content_of(item: Any, column: str | None = None) -> Content:
 
 
 def digests(documents: Sequence[Document]) -> str:
-    """SHA-256 over the SHA-256 of each document, in hexadecimal: that of a shard's receipt."""
+    """Return the SHA-256 over the SHA-256 of each document, in hexadecimal, as stored in a shard's receipt."""
     found = hashlib.sha256()
     for document in documents:
         each = hashlib.sha256()
@@ -80,7 +80,7 @@ def digests(documents: Sequence[Document]) -> str:
 
 
 def digest_of(documents: Sequence[Document]) -> str:
-    """SHA-256 over documents, in hexadecimal."""
+    """Return the SHA-256 over documents, in hexadecimal."""
     found = hashlib.sha256()
     for document in documents:
         document.enter(found)

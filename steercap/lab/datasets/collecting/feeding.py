@@ -1,4 +1,4 @@
-"""Documents read, hashed and cut into windows on a thread, a little ahead of whoever takes them."""
+"""Feeder that reads, hashes and cuts documents into windows on a thread, slightly ahead of the consumer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LOOK_SECONDS: Final = 0.1
 
 
 class Fed(NamedTuple):
-    """One document, ready to be run.
+    """Document cut into windows, ready to be run.
 
     Args:
-        number: its place in the corpus.
-        digest: SHA-256 of it.
-        windows: what the model reads of it, each with the tokens whose rows are asked for, None of them where none is;
-            None of a document that is not wanted.
-        bytes: of the corpus that were read up to its end, None where nobody knows.
+        number: number in the corpus.
+        digest: SHA-256 of the document.
+        windows: windows of it, each with the selection of tokens whose rows are requested, or None for no rows; None
+            for an unwanted document.
+        bytes: bytes of the corpus up to its end, None if unknown.
     """
 
     number: int
@@ -44,31 +44,31 @@ class Fed(NamedTuple):
 
 @dataclass
 class _End:
-    """In the place of a batch: there is no more, or why not."""
+    """End marker in the queue of batches, with the error if there was one."""
 
     error: BaseException | None = None
 
 
 class Asking(Protocol):
-    """What decides what is read of documents: a `Reading`."""
+    """Settings that determine what is read of documents: a `Reading`."""
 
     @property
     def cutting(self) -> Cutting:
-        """How they become windows."""
+        """Settings for cutting documents into windows."""
 
     def asked(self, window: Window) -> TokenSelection | None:
-        """The tokens of a window whose rows are asked for; from any thread."""
+        """Return the selection of a window's tokens whose rows are requested; callable from any thread."""
 
 
 async def feed(
     source: Source, asking: Asking, wanted: Callable[[int], bool] = lambda _: True
 ) -> AsyncGenerator[list[Fed], None]:
-    """The documents of a source in batches, in their order.
+    """Yield the documents of a source in batches, in order.
 
     Args:
-        source: of documents.
-        asking: what is read of them.
-        wanted: whether the document of a number is; the others are hashed alone.
+        source: source of documents.
+        asking: settings for windows and token selections.
+        wanted: predicate on document numbers; unwanted documents are only hashed.
 
     Raises:
         The errors of `Source` and of `Cutting.windows`, where their document is.
@@ -88,10 +88,10 @@ async def feed(
 
 
 def cancelled_elsewhere(error: asyncio.CancelledError) -> RuntimeError:
-    """What became of something that was waited for and cancelled by somebody else: whoever waits is to be told.
+    """Return the error for an awaited task that was cancelled by someone else.
 
     Raises:
-        asyncio.CancelledError: the task that waited is itself to end.
+        asyncio.CancelledError: the current task itself is being cancelled.
     """
     if (task := asyncio.current_task()) is None or task.cancelling():
         raise error
@@ -101,14 +101,14 @@ def cancelled_elsewhere(error: asyncio.CancelledError) -> RuntimeError:
 
 
 class _Feeder:
-    """Feeds a queue from a thread of its own; made in the event loop that takes from it.
+    """Thread that fills a queue with batches; created in the event loop that takes from it.
 
     Args:
-        source, asking, wanted: as for `feed`.
-        items: of the source.
+        source, asking, wanted: arguments as for `feed`.
+        items: items of the source.
 
     Attributes:
-        ended: whether nobody wants any more.
+        ended: event set when the consumer has stopped.
     """
 
     def __init__(self, source: Source, items: Iterator[Any], asking: Asking, wanted: Callable[[int], bool]) -> None:
@@ -118,7 +118,7 @@ class _Feeder:
         self.ended = threading.Event()
 
     async def next(self) -> list[Fed] | None:
-        """The next batch, None behind the last.
+        """Return the next batch, or None at the end.
 
         Raises:
             What `feed` raises.
@@ -134,7 +134,7 @@ class _Feeder:
         return None
 
     def run(self) -> None:
-        """Feed until there is no more, or nobody who wants it."""
+        """Fill the queue until the source ends or the consumer stops."""
         end = _End()
         try:
             for documents in _batched(self._source, self._items):
@@ -173,7 +173,7 @@ def _batched(source: Source, items: Iterator[Any]) -> Iterator[list[Document]]:
 
 
 async def _batched_async(source: Source, items: AsyncIterator[Any]) -> AsyncIterator[list[Document]]:
-    """Batches of one: whoever makes documents as they go must not be waited for."""
+    """Yield batches of one document, so that an async source is never waited for to fill a batch."""
     async for found in items:
         if (document := source.document(*found)) is not None:
             yield [document]

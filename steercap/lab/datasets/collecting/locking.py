@@ -1,4 +1,4 @@
-"""One writer a folder: the kernel lets go of the lock when its process ends, however it does."""
+"""Lock that allows one writer per folder; the kernel releases it when the process ends, for whatever reason."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Final
 
 from steercap.errors import InvalidRequest
 
-#: The file that is locked; it stays, empty.
+#: Lock file; it stays, empty.
 FILE: Final = ".lock"
 
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[None]:
-    """Keep other writers away from a local folder, which is made if it is not there; a URL is not locked.
+    """Lock a local folder against other writers, creating it if needed; a URL is not locked.
 
     Raises:
-        InvalidRequest: another writer is at work.
+        InvalidRequest: another writer holds the lock.
         OSError: the folder cannot be made or written to.
     """
     if "://" in str(folder):

@@ -1,8 +1,7 @@
-"""The same data set from many engines: Ray starts actors, wherever it has machines, and gives each shard to one.
+"""Collection on many engines: Ray starts actors on the machines of a cluster and gives each shard to one of them.
 
-A shard is made of its documents and the definition alone, so it matters neither who makes it nor how often: Ray starts
-lost actors again and repeats their tasks, and shards that were there before are passed over. Documents are read here,
-once.
+A shard depends on its documents and the definition alone, so any actor may make it, and more than once: Ray restarts
+lost actors and repeats their tasks, and existing shards are skipped. Documents are read in this process, once.
 """
 
 from __future__ import annotations
@@ -45,21 +44,22 @@ Found = TypeVar("Found")
 
 #: Seconds that actors may take to close their engines before they are killed.
 PATIENCE: Final = 20.0
-#: An actor's engine ends itself when the actor does, and with it what Ray does not know of.
+#: An actor's engine ends itself when the actor does, and cleans up what Ray does not know of.
 _ACTOR_ENV: Final = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 @dataclass(frozen=True)
 class RayActors:
-    """How a collection is spread over machines: actors of Ray's, with an engine each.
+    """Ray actors that share a collection, each with an engine of its own.
 
     Args:
-        count: actors.
-        num_gpus, num_cpus, resources: what Ray reserves for each of them; as many GPUs as its engine has ranks.
-        address: of the cluster, as for `ray.init`; if this process is connected to one already, that one is used.
-        max_restarts: how often Ray starts an actor again that was lost; -1 for as often as that happens.
-        max_task_retries: how often a shard is begun again whose actor, or whose engine, was lost.
-        runtime_env: of the actors, as for Ray.
+        count: number of actors.
+        num_gpus, num_cpus, resources: resources reserved for each actor; as many GPUs as its engine has ranks.
+        address: address of the cluster, as for `ray.init`; if this process is connected to one already, that one is
+            used.
+        max_restarts: maximum restarts of a lost actor; -1 for no limit.
+        max_task_retries: maximum retries of a shard whose actor or engine was lost.
+        runtime_env: Ray runtime environment of the actors.
 
     Raises:
         InvalidSetting: a count below 1, or retries below -1.
@@ -82,7 +82,7 @@ class RayActors:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of each actor, as Ray calls them."""
+        """Ray options of each actor."""
         own = dict(self.runtime_env)
         return {
             "num_gpus": self.num_gpus,
@@ -97,18 +97,18 @@ class RayActors:
 async def collect_on_actors(
     opening: Callable[[], OpenedModel], corpus: Corpus, folder: str, asked: Asked, spread: RayActors
 ) -> Collected:
-    """Read a corpus into a data set by many engines; see `steercap.lab.datasets.collecting.collect`.
+    """Read a corpus into a data set with many engines; see `steercap.lab.datasets.collecting.collect`.
 
     Args:
-        opening: gives a model that is not started, on any machine.
-        corpus, folder: as for `collect`; every machine must reach the folder.
-        asked: what is collected.
-        spread: over what.
+        opening: function that returns a model that is not started, on any machine.
+        corpus, folder: arguments as for `collect`; every machine must reach the folder.
+        asked: arguments of the collection.
+        spread: actors to start.
 
     Raises:
         MissingExtra: Ray is not installed.
-        CollectionStopped: the cluster cannot be reached, actors were lost more often than Ray was told to bear, or
-            nothing can be written.
+        CollectionStopped: the cluster cannot be reached, actors were lost more often than the limits allow, or nothing
+            can be written.
     """
     require("ray")
     where = _absolute(folder)
@@ -126,7 +126,7 @@ def _absolute(folder: str) -> str:
 async def _actors(
     opening: Callable[[], OpenedModel], where: str, asked: Asked, spread: RayActors
 ) -> AsyncIterator[list[Any]]:
-    """The actors, whose engines run; until this ends."""
+    """Yield actors whose engines run, and close them at the end."""
     with extra("ray"):
         import ray
     own = not ray.is_initialized()
@@ -159,7 +159,7 @@ async def _actors(
 
 
 async def _answer(reference: Any) -> Any:
-    """What a task of Ray's gives.
+    """Return the result of a Ray task.
 
     Raises:
         The task's own error, or CollectionStopped: its actor is lost for good.
@@ -180,7 +180,7 @@ async def _answer(reference: Any) -> Any:
 
 
 class _Spread:
-    """One call."""
+    """State of one call of `collect_on_actors`."""
 
     def __init__(self, actors: Sequence[Any], source: Source, where: str, asked: Asked) -> None:
         self._actors, self._source, self._asked = actors, source, asked
@@ -193,7 +193,7 @@ class _Spread:
         self._read_bytes: int | None = 0
 
     async def run(self) -> Collected:
-        """To the end, or to an error that says how far it came."""
+        """Collect the corpus to its end, or raise an error that says how far it came."""
         folder = await self._begun()
         with stopping(self._storage):
             self._known, resumed, mended = await sound_shards(folder, self._asked)
@@ -217,7 +217,7 @@ class _Spread:
         return Collected(str(self._storage), totals, self._source.skipped, complaints, resumed, mended, read, seconds)
 
     async def _begun(self) -> DatasetFolder:
-        """The folder, begun with what an actor's engine makes of the question."""
+        """Begin the folder, with the definition that an actor's engine makes of the arguments."""
         with stopping(self._storage):
             known = await asyncio.to_thread(there, self._storage)
         each = self._asked.documents_per_shard or (known and known.documents_per_shard)
@@ -231,7 +231,7 @@ class _Spread:
             return await changed(partial(DatasetFolder.begin, self._storage, definition))
 
     async def _work(self, actor: Any, folder: DatasetFolder) -> None:
-        """Have an actor make shards until there is no more."""
+        """Have an actor make shards until none are left."""
         definition = msgspec.json.encode(folder.definition)
         each = folder.definition.documents_per_shard
         ask = actor.collect.options(retry_exceptions=[EngineFailure])
@@ -242,10 +242,10 @@ class _Spread:
             self._tell(documents[-1])
 
     async def _next(self, each: int) -> tuple[int, list[Document]] | None:
-        """The documents of the next shard that is not there.
+        """Return the number and documents of the next missing shard, or None.
 
         Raises:
-            RunDiffers: one that is there is of other documents, or of fewer.
+            RunDiffers: an existing shard is of other documents, or of fewer.
         """
         async with self._turn:
             while documents := await _taken(self._documents, each):

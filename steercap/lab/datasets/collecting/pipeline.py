@@ -1,4 +1,4 @@
-"""From windows to rows: many requests at once, their rows fetched together, handed over in the order of the documents.
+"""Pipeline from windows to rows: many requests at once, rows fetched in groups and yielded in document order.
 
 `blocks(model, reading, batches)` is an async generator of `Block`; `batches` is `feeding.feed(source, cutting, ...)`:
 
@@ -7,7 +7,7 @@
         async for block in found:
             block.index, block.rows[point]  # rows in pieces, one after another
 
-Nothing is read ahead further than `Reading.under_way` says: who takes blocks slowly, slows the model down.
+At most `Reading.under_way` tokens are in flight: a slow consumer slows the model down.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from steercap.lab.datasets.collecting.reading import CollectingModel, Reading
 from steercap.lab.datasets.collecting.windows import Window
 from steercap.lab.datasets.tables import Index
 
-#: Handles that are fetched together, and such fetches at once: some gather while another is asked for.
+#: Handles fetched together, and concurrent fetches: while one is in progress, handles gather for the next.
 TOGETHER, FETCHES = 64, 3
-#: Of the tokens that are under way, the part that a fetch takes at most: while one is on its way, the model has work.
+#: Divisor that limits a fetch to a part of the tokens in flight, so that the model has work meanwhile.
 SHARE: Final = 8
-#: Documents and windows that are known and not handed over, whatever they hold.
+#: Maximum documents and windows that are queued and not yielded yet, whatever their size.
 MOST_PLACES: Final = 4096
 
 
 class Ended(NamedTuple):
-    """A document of which every row was handed over.
+    """Document whose rows have all been yielded.
 
     Args:
-        number: its place in the corpus.
-        digest: SHA-256 of it.
-        read: tokens that the model read of it, generated ones included.
-        bytes: of the corpus that were read up to its end, None where nobody knows.
+        number: number in the corpus.
+        digest: SHA-256 of the document.
+        read: number of tokens that the model read, generated ones included.
+        bytes: bytes of the corpus up to its end, None if unknown.
     """
 
     number: int
@@ -58,12 +58,12 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows of windows that follow each other.
+    """Rows of consecutive windows.
 
     Args:
-        index: which tokens they are of.
-        rows: of each point, in pieces one after another; [rows, ...] in the point's dtype, or in a codec.
-        ended: the documents of which the last window is among these, and those without any; in their order.
+        index: labels of the rows.
+        rows: rows of each point, in consecutive pieces; [rows, ...] in the point's dtype, or in a codec.
+        ended: documents whose last window is in this block, and documents without windows; in order.
     """
 
     index: Index
@@ -72,7 +72,7 @@ class Block:
 
 
 class _Rows(NamedTuple):
-    """What one window gave; columns as in `Index`."""
+    """Kept rows of one window; columns as in `Index`."""
 
     position: Any
     token: Any
@@ -82,15 +82,15 @@ class _Rows(NamedTuple):
 
 @dataclass(eq=False)
 class _Place:
-    """One window in the order of all, or a document without any.
+    """Place of one window in the output order, or of a document without windows.
 
     Args:
-        fed: its document.
-        window: None of a document without any.
-        last: whether it is the document's last.
-        tokens: that it may come to, 0 of none.
-        found: its rows, None while they are on their way, and of a document without windows.
-        done: whether there is nothing more to wait for.
+        fed: document of the window.
+        window: the window; None for a document without any.
+        last: True for the document's last window.
+        tokens: maximum number of tokens, generated ones included; 0 without a window.
+        found: rows of the window; None until they arrive, and for a document without windows.
+        done: True if there is nothing more to wait for.
     """
 
     fed: Fed
@@ -104,15 +104,15 @@ class _Place:
 async def blocks(
     model: CollectingModel, reading: Reading, batches: AsyncGenerator[list[Fed], None]
 ) -> AsyncGenerator[Block, None]:
-    """The rows of documents, in their order; close it to end what runs.
+    """Yield blocks of rows in document order; close the generator to cancel its requests.
 
     Args:
         model: an open model.
-        reading: what is asked of it.
-        batches: documents, see `feed`.
+        reading: compiled settings of the requests.
+        batches: batches of documents, see `feed`.
 
     Yields:
-        What there is of the next windows, at least a window or the end of a document.
+        Rows that are ready of the next windows: at least a window or the end of a document.
 
     Raises:
         The errors of `feed`, `SteerModel.read` and `SteerModel.generate`, and those of handles.
@@ -128,7 +128,7 @@ async def blocks(
 
 
 class _Run:
-    """One corpus on its way."""
+    """Run of one corpus through the pipeline."""
 
     def __init__(self, model: CollectingModel, reading: Reading) -> None:
         self._model, self._reading = model, reading
@@ -143,7 +143,7 @@ class _Run:
         self._error: BaseException | None = None
 
     async def start(self, batches: AsyncGenerator[list[Fed], None]) -> None:
-        """Begin with every window, once there is room."""
+        """Start a request for every window, as room becomes available."""
         try:
             async with aclosing(batches) as found:
                 async for batch in found:
@@ -167,7 +167,7 @@ class _Run:
             task.add_done_callback(self._running.discard)
 
     async def _enter(self, place: _Place) -> None:
-        """Take a place in the order, when there is room for it."""
+        """Append a place to the output order, once there is room."""
         while len(self._places) >= MOST_PLACES or (place.window and self._full(place.tokens)):
             self._room.clear()
             await self._room.wait()
@@ -175,7 +175,7 @@ class _Run:
         self._count(place, 1)
 
     def _full(self, more: int) -> bool:
-        """Whether a window of so many tokens must wait; one by itself need not."""
+        """Return True if a window of `more` tokens must wait; one alone never does."""
         most = self._reading.concurrency
         full = self._tokens + more > self._most_tokens if most is None else self._windows >= most
         return full and self._windows > 0
@@ -199,7 +199,7 @@ class _Run:
             self._work.set()
 
     async def fetch(self) -> None:
-        """Fetch what has arrived, as much at once as there is."""
+        """Fetch rows of finished requests, as many as there are at once."""
         try:
             while True:
                 while not self._arrived:
@@ -211,7 +211,7 @@ class _Run:
             self._fail(error)
 
     def _group(self) -> list[tuple[_Place, Any]]:
-        """What is fetched next: of what has arrived, what is not too much."""
+        """Take the handles to fetch next, up to the limits of a fetch."""
         group: list[tuple[_Place, Any]] = []
         tokens = 0
         while self._arrived and len(group) < TOGETHER and (not group or tokens < self._most_tokens // SHARE):
@@ -230,7 +230,7 @@ class _Run:
                 handle.release()
 
     def _taken(self, window: Window, limit: int, handle: Any) -> _Rows:
-        """The rows of a handle that are kept."""
+        """Return the kept rows of a handle."""
         receipt, captures = handle.receipt, handle.captures
         positions, tokens = receipt.positions, receipt.token_ids
         rows = captures.all_kept()
@@ -243,7 +243,7 @@ class _Run:
         return _Rows(positions[kept], tokens[kept], {point: one[chosen] for point, one in rows.items()}, read)
 
     async def next(self) -> Block | None:
-        """What there is of the next windows; None behind the last."""
+        """Return the next block, or None at the end."""
         while True:
             if self._error is not None:
                 raise self._error
@@ -295,7 +295,7 @@ class _Run:
         self._news.set()
 
     async def end(self, others: Sequence[asyncio.Task[None]]) -> None:
-        """End what runs, and give back what nobody will take; at once if this is cancelled once more."""
+        """Cancel all tasks and release the handles left; at once if cancelled a second time."""
         self._over = True
         tasks = [*others, *self._running]
         for task in tasks:

@@ -1,4 +1,4 @@
-"""What is read of each window, and kept of it: compiled for one open model."""
+"""Settings of a collection, compiled for one open model: the requests and the rows kept of each window."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ from steercap.lab.datasets.collecting.windows import Cutting, Window
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
-#: Batches of vLLM's that are under way at once: one runs, one is prepared, and rows of those before are on their way,
-#: on which they may wait for a disk.
+#: vLLM batches in flight at once: one runs, one is prepared, and rows of earlier ones are being transferred,
+#: which may wait for a disk.
 BATCHES: Final = 16
-#: Bytes of rows that are under way at most, if one window has no more.
+#: Maximum bytes of rows in flight, unless a single window exceeds it.
 UNDER_WAY_BYTES: Final = 2 << 30
 
 
 class CollectingModel(OpenModel, Protocol):
-    """An open model whose rows are collected."""
+    """Interface of an open model whose rows are collected."""
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the model."""
+        """Number of decoder layers of the model."""
 
     def identity(self) -> dict[str, str]:
-        """See `SteerModel.identity`."""
+        """Return the identity of the model; see `SteerModel.identity`."""
 
     async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
-        """See `SteerModel.read`."""
+        """Read prompts; see `SteerModel.read`."""
 
     async def generate(self, prompts: Any, sampling_params: Any, *, capture: Any, steering: Any) -> Any:
-        """See `SteerModel.generate`."""
+        """Generate; see `SteerModel.generate`."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is asked of an open model for each window.
+    """Compiled settings of the request for each window.
 
     Args:
-        engine: the model's.
-        spec: points, and how rows are stored; which tokens, the sample says.
-        sample: which tokens.
-        cutting: how documents become windows.
-        params: of sampling, if something is generated.
-        seed: of all sampling; each document has one of its own, from this and its number.
-        steering: what is changed.
-        concurrency: windows under way at once; None for as many as the engine has use for, within memory.
+        engine: engine of the model.
+        spec: points and encoding of the rows; tokens are selected by `sample`.
+        sample: sample of tokens.
+        cutting: settings for cutting documents into windows.
+        params: sampling parameters, or None for no generation.
+        seed: seed of all sampling; each document's own seed is derived from it and the document's number.
+        steering: edits applied during the run.
+        concurrency: maximum windows in flight; None for as many as the engine can use, within memory.
 
     Raises:
-        InvalidSpec: something is kept that is no rows, or a probe looks where nothing is kept.
-        InvalidSetting: a context that the engine does not hold, or sampling that is not one text a document.
+        InvalidSpec: the spec keeps something other than rows, or a probe's point is not captured.
+        InvalidSetting: the context exceeds the engine's, or sampling gives other than one text a document.
         PointNotArmed, LayerOutOfRange, UnknownName: see `SteerModel.read`.
     """
 
@@ -106,17 +106,17 @@ class Reading:
         self.engine.vllm.sampling(params)
 
     def asked(self, window: Window) -> TokenSelection | None:
-        """The tokens whose rows are asked for; from any thread."""
+        """Return the selection of tokens whose rows are requested; callable from any thread."""
         return self.sample.asked(window, self.limit(len(window.token_ids)))
 
     def limit(self, prompt_len: int) -> int:
-        """Positions that can have a row."""
+        """Return the number of positions that can have a row."""
         if self.params is None:
             return prompt_len
         return self.engine.vllm.limit(prompt_len, self.engine.vllm.sampling(self.params))
 
     async def run(self, model: CollectingModel, window: Window, tokens: TokenSelection) -> Any:
-        """The handle of a window that was read.
+        """Run the request of a window, and return its handle.
 
         Raises:
             The errors of `SteerModel.read` and `generate`.
@@ -133,17 +133,17 @@ class Reading:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's rows."""
+        """Bytes of one token's rows at all points."""
         return sum(record_of([self.engine.schemas[point] for point in self.points], self.coding).sizes)
 
     @property
     def under_way(self) -> int:
-        """Tokens under way at most, if one window has no more."""
+        """Maximum tokens in flight, unless a single window exceeds it."""
         by_batch = BATCHES * self.engine.vllm.batch_tokens * self.engine.engines
         return max(1, min(by_batch, UNDER_WAY_BYTES // max(1, self.row_bytes)))
 
     def described(self) -> dict[str, Any]:
-        """What decides which rows there are, beside the model, the points and the documents; as JSON can hold it."""
+        """Return the settings that determine the rows, beside model, points and documents; JSON-compatible."""
         generation = None if self.params is None else {**self.params, "seed": self.seed}
         steering = None if self.steering is None else self.engine.lowered(self.steering).digest.hex()
         described = {
@@ -159,7 +159,7 @@ class Reading:
 
 
 def most_context(engine: Engine, params: Mapping[str, Any] | None) -> int:
-    """Tokens of the longest prompt that an engine has room for, with what is generated."""
+    """Return the length of the longest prompt that the engine has room for, allowing for generated tokens."""
     longest = engine.vllm.max_model_len
     if engine.vllm.pools:
         return longest

@@ -1,8 +1,8 @@
-"""Which tokens are kept: those of a selection, one in k, those along a direction, those a function chooses.
+"""Token samples of a collection: a selection, one token in k, by a direction, or by a function.
 
-None looks at what runs beside a window, so the same texts give the same tokens whenever, and wherever, they are read.
-But without `concurrency=1` rows may differ in their last bits, and through them which rows `ByProbe` keeps and which
-texts `params` generates.
+No sample depends on other windows, so the same texts give the same tokens whenever and wherever they are read. But
+without `concurrency=1` rows may differ in their last bits, and through them which rows `ByProbe` keeps and which texts
+`params` generates.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
-#: What a predicate is called with, beside the token ids of a window: bool [tokens].
+#: Function from a window and its token ids to truth values: bool [tokens].
 Predicate = Callable[[Window, Ints], Any]
 
 
 class TokenSample(abc.ABC):
-    """Which tokens of each window are kept."""
+    """Sample of the tokens of each window whose rows are kept."""
 
     @abc.abstractmethod
     def asked(self, window: Window, limit: int) -> TokenSelection | None:
-        """The tokens whose rows the model is asked for, None for none.
+        """Return the selection of tokens whose rows are requested of the model, or None for no tokens.
 
         Args:
             window: the prompt.
-            limit: positions that can have a row, those of generated tokens included.
+            limit: number of positions that can have a row, generated tokens included.
         """
 
     def kept(
@@ -54,30 +54,30 @@ class TokenSample(abc.ABC):
         token_ids: Ints,  # noqa: ARG002
         captures: Captures,  # noqa: ARG002
     ) -> Bools | None:
-        """Which of the rows that came are kept: bool [rows], or None for all of them.
+        """Select the rows to keep of those that were captured: bool [rows], or None for all.
 
         Args:
             window: the prompt.
-            limit: what `asked` was told.
-            positions: of the rows, int64 [rows].
-            token_ids: of the prompt and of what was generated, as far as they can have rows: int64 [tokens].
+            limit: number of positions that can have a row, as for `asked`.
+            positions: positions of the rows, int64 [rows].
+            token_ids: ids of all prompt and generated tokens that can have rows: int64 [tokens].
             captures: the rows.
         """
         return None
 
     @property
     def needs(self) -> Point | None:
-        """A point whose rows decide, None where none does."""
+        """Point whose rows are needed to decide, or None."""
         return None
 
     @abc.abstractmethod
     def described(self) -> dict[str, Any]:
-        """What it depends on, as JSON can hold it: a run that goes on must find the same."""
+        """Return the settings that determine the sample, JSON-compatible; a resumed run must have the same."""
 
 
 @dataclass(frozen=True)
 class Selected(TokenSample):
-    """The tokens of a selection, as for `CaptureSpec`.
+    """Sample of the tokens of a selection, as for `CaptureSpec`.
 
     Args:
         of: the selection.
@@ -90,7 +90,7 @@ class Selected(TokenSample):
 
     @property
     def selection(self) -> TokenSelection:
-        """It, parsed."""
+        """Parsed selection."""
         return TokenSelection.parse(self.of)
 
     def asked(self, window: Window, limit: int) -> TokenSelection | None:
@@ -100,14 +100,14 @@ class Selected(TokenSample):
         return {"tokens": str(self.selection)}
 
     def mask(self, window: Window, limit: int) -> Bools:
-        """The tokens selected: bool [limit]."""
+        """Return the selected tokens as a mask: bool [limit]."""
         return selected(self._ranges(window, limit), limit)
 
     def _ranges(self, window: Window, limit: int) -> tuple[Range, ...]:
-        """What is selected of a window.
+        """Return the selected ranges of a window, () for none.
 
         Raises:
-            InvalidSelection: a position or a mask that does not fit it; the message names the window.
+            InvalidSelection: a position or a mask does not fit the window, which the message names.
         """
         length = len(window.token_ids)
         try:
@@ -122,15 +122,15 @@ class Selected(TokenSample):
 
 @dataclass(frozen=True)
 class OneIn(TokenSample):
-    """One token in k, at random: by seed, document, window and position, so independent of what else is read.
+    """Random sample of one token in k, determined by seed, document, window and position alone.
 
     Args:
-        k: 1 or more; each token is kept with probability 1/k.
-        seed: another one gives other tokens.
-        of: the tokens to draw from.
+        k: inverse sampling rate, 1 or more; each token is kept with probability 1/k.
+        seed: seed of the draw.
+        of: selection of tokens to draw from.
 
     Raises:
-        InvalidSpec: k is no such number.
+        InvalidSpec: k or seed is not a whole number, or k is below 1.
         InvalidSelection: see `CaptureSpec`.
     """
 
@@ -160,16 +160,16 @@ class OneIn(TokenSample):
 
 @dataclass(frozen=True)
 class ByPredicate(TokenSample):
-    """The tokens that a function chooses.
+    """Sample of the tokens chosen by a function.
 
     Args:
-        choose: called with a `Window` and all its token ids that can have rows, whatever `of` is (int64 [tokens],
-            generated ones included), from any thread; gives truth values, one for each.
-        name: what it is known by: a run that goes on must find the same; by default the function's own.
-        of: the tokens that are asked for at all.
+        choose: function called with a `Window` and all its token ids that can have rows, whatever `of` is (int64
+            [tokens], generated ones included), from any thread; returns a truth value for each.
+        name: identity of the function, which must be the same in a resumed run; by default the function's own name.
+        of: selection of tokens to choose from.
 
     Raises:
-        InvalidSpec: it cannot be called, or has no name of its own and none is given.
+        InvalidSpec: the function cannot be called, or has no name of its own and none is given.
     """
 
     choose: Predicate
@@ -216,19 +216,19 @@ class ByPredicate(TokenSample):
 
 @dataclass(frozen=True)
 class ByProbe(TokenSample):
-    """The tokens whose rows lie far along a direction.
+    """Sample of the tokens whose rows project far along a direction.
 
-    Rows of all tokens come from the workers, and are projected here.
+    Rows of all selected tokens are fetched from the workers and projected in the client.
 
     Args:
         probe: a direction by layer, at one site; see `LayerVectors`.
-        layer: whose row decides; it must be among those collected, and its codec keep elements.
-        above: the least projection that is kept: row · direction, the direction as it is.
-        below: the greatest that is; one of both, or both.
-        of: the tokens that are asked for at all.
+        layer: layer whose row is projected; it must be collected, in a codec that keeps elements.
+        above: minimum projection to keep: row · direction, the direction not normalised.
+        below: maximum projection to keep; give `above`, `below` or both.
+        of: selection of tokens to choose from.
 
     Raises:
-        InvalidSpec: no threshold, or a layer without a direction.
+        InvalidSpec: no threshold is given, or the layer has no direction.
     """
 
     probe: LayerVectors
@@ -281,7 +281,7 @@ class ByProbe(TokenSample):
 
 
 def sample_of(tokens: Tokens | TokenSelection | TokenSample) -> TokenSample:
-    """A sample, of what a user gave for `tokens`.
+    """Return the sample for a user's `tokens` argument.
 
     Raises:
         InvalidSelection: see `CaptureSpec`.
@@ -296,7 +296,7 @@ def _selection(mask: Bools) -> TokenSelection | None:
 
 
 def seed_of(seed: int, document: int) -> int:
-    """The seed of a document's sampling, from that of a run: 0 to 2^63 - 1."""
+    """Return the sampling seed of a document, derived from the run's seed: 0 to 2^63 - 1."""
     return mixed(mixed(seed) ^ document) >> 1
 
 
@@ -307,6 +307,6 @@ def _sha(data: bytes) -> str:
 
 
 def described(sample: TokenSample) -> Mapping[str, Any]:
-    """What a sample depends on, as JSON would give it back."""
+    """Return the settings that determine a sample, after a round trip through JSON."""
     found: Mapping[str, Any] = msgspec.json.decode(msgspec.json.encode(sample.described()))
     return found

@@ -1,4 +1,4 @@
-"""Blocks become shards, which threads write while the model goes on; those that are there are compared and left."""
+"""Sharder that fills shards from blocks and writes them on threads; existing shards are compared and kept."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from steercap.lab.datasets.collecting.pipeline import Block, Ended
 from steercap.lab.datasets.shards import RECEIPT, name_of
 from steercap.lab.datasets.storage import Storage
 
-#: Shards that are written at once, each hashed and synced by itself; the one that is filled is in memory beside them. A
+#: Shards written at once, each hashed and synced by itself, beside the one being filled in memory. A
 #: writer waits for the disk for more than half of its time.
 WRITERS: Final = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
-#: How much larger than it should be a shard may get, where documents are longer than the first few.
+#: Maximum size of a shard, as a multiple of its target, if documents are longer than the first few.
 MOST_TIMES: Final = 16
 
 
 @dataclass
 class _Filling:
-    """A shard that is being filled.
+    """Shard that is being filled.
 
     Args:
-        number: of it.
-        digest: SHA-256 over its documents so far.
-        begun: that of as many as the shard has that is there, in hexadecimal; "" of fewer.
+        number: number of the shard.
+        digest: running SHA-256 over its documents.
+        begun: the digest over as many documents as the existing shard has, in hexadecimal; "" while there are fewer.
     """
 
     number: int
@@ -52,18 +52,18 @@ class _Filling:
 
 
 class Sharder:
-    """Writes the shards of one folder.
+    """Writer of the shards of one folder.
 
     Args:
-        folder: of the data set.
-        points: what its rows are of.
-        receipts: the shards that are there.
-        shard_bytes: that a shard should have.
-        first: number of the shard that the first document is of.
+        folder: folder of the data set.
+        points: points of its rows.
+        receipts: receipts of existing shards, by number.
+        shard_bytes: target size of a shard in bytes.
+        first: number of the shard of the first document.
 
     Attributes:
-        bytes: written.
-        written: shards that are there.
+        bytes: number of bytes written.
+        written: number of existing shards.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Sharder:
         return self._folder.definition.documents_per_shard
 
     async def add(self, block: Block) -> None:
-        """Take a block; waits while too much is unwritten.
+        """Add a block; waits while too many shards are unwritten.
 
         Raises:
-            RunDiffers: documents of a shard that is there are others.
-            InvalidRequest: a shard gets far larger than it should be.
-            CollectionStopped: one could not be written.
+            RunDiffers: an existing shard is of other documents.
+            InvalidRequest: a shard gets far larger than its target.
+            CollectionStopped: a shard could not be written.
         """
         first, ended = 0, block.ended
         while first < len(block.index) or ended:
@@ -107,7 +107,7 @@ class Sharder:
         await self._look()
 
     def _take(self, block: Block, first: int, stop: int) -> None:
-        """Keep the rows [first, stop) of a block."""
+        """Add the rows [first, stop) of a block."""
         if first == stop:
             return
         filling = self._filling
@@ -135,7 +135,7 @@ class Sharder:
                 filling.begun = filling.digest.hexdigest()
 
     async def finish(self) -> None:
-        """Write what is left, and wait until all is written.
+        """Write the last shard, and wait until all are written.
 
         Raises:
             As `add`.
@@ -152,9 +152,9 @@ class Sharder:
             await self._look(least=1)
 
     async def aclose(self) -> None:
-        """Wait for what is being written, however it ends; a cancellation is raised when it has ended.
+        """Wait for pending writes, whether they fail or not; a cancellation is raised after they have ended.
 
-        Whoever waits for this gives the folder to others then.
+        The caller can then release the folder to other writers.
         """
         cancelled: asyncio.CancelledError | None = None
         while self._writing:
@@ -168,7 +168,7 @@ class Sharder:
             raise cancelled
 
     async def _close(self) -> None:
-        """The shard is full: write it, or compare it with the one that is there."""
+        """Write the full shard, or compare it with an existing one."""
         filling, self._filling = self._filling, _Filling(self._filling.number + 1)
         there = self._receipts.get(filling.number)
         if there is not None:
@@ -183,7 +183,7 @@ class Sharder:
         self._writing.append(on_thread(partial(self._folder.write, shard), "steercap shard"))
 
     async def _look(self, *, least: int = 0) -> None:
-        """See what has been written; wait for one at least if asked to."""
+        """Collect the results of finished writes; wait for at least one if `least` is not 0."""
         if least:
             waiting = [asyncio.wrap_future(future) for future in self._writing]
             for one in waiting:
@@ -199,22 +199,22 @@ class Sharder:
 
 
 def _seen(future: asyncio.Future[Receipt]) -> None:
-    """Retrieve an error that is raised elsewhere, of which asyncio would complain."""
+    """Retrieve an error that is raised elsewhere, to avoid asyncio's warning."""
     if not future.cancelled():
         future.exception()
 
 
 def check_same(storage: Storage, there: Receipt, documents: int, begun: str) -> None:
-    """Check that a shard that is there is of the documents that the corpus has in its place.
+    """Check that an existing shard is of the corpus's documents in its place.
 
     Args:
-        storage: of the data set.
-        there: the shard's receipt.
-        documents: of the corpus, in the shard's place.
-        begun: SHA-256 over as many of these as the shard has, in hexadecimal; anything else if there are fewer.
+        storage: storage of the data set.
+        there: receipt of the shard.
+        documents: number of the corpus's documents in the shard's place.
+        begun: SHA-256 over as many of these as the shard has, in hexadecimal; any other text if there are fewer.
 
     Raises:
-        RunDiffers: they are others, or more: the corpus has grown.
+        RunDiffers: the documents differ, or there are more: the corpus has grown.
     """
     if begun != there.documents_sha256 or documents < there.documents:
         raise RunDiffers(
@@ -232,7 +232,7 @@ def check_same(storage: Storage, there: Receipt, documents: int, begun: str) -> 
 
 @contextmanager
 def stopping(storage: object, sharder: Sharder | None = None) -> Iterator[None]:
-    """Say of a folder that cannot be written to how far it is.
+    """Convert an OSError of the block into an error that says how far the folder is.
 
     Raises:
         CollectionStopped: the block raised an OSError.
@@ -256,7 +256,7 @@ def _joined(indices: Sequence[Index]) -> Index:
 
 
 def _cut(pieces: Sequence[Whole], first: int, stop: int) -> list[Whole]:
-    """The rows [first, stop) of pieces."""
+    """Return the rows [first, stop) of consecutive pieces."""
     found, at = [], 0
     for piece in pieces:
         low, high = max(0, first - at), min(len(piece), stop - at)

@@ -1,4 +1,4 @@
-"""What documents come from: files of several kinds, folders of them, data sets of Hugging Face, any iterator."""
+"""Sources of documents: files of several formats, folders, Hugging Face data sets, any iterator."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from steercap.lab.datasets.collecting.documents import Document, NotDocument, co
 from steercap.lab.datasets.collecting.readers import READERS
 from steercap.lab.datasets.collecting.readers.base import Asked, Reader, Unit
 
-#: What a corpus may be given as: a path or a pattern, several paths, or documents.
+#: Accepted forms of a corpus: a path or a pattern, several paths, or documents.
 Corpus: TypeAlias = "str | os.PathLike[str] | Sequence[os.PathLike[str]] | Iterable[Any] | AsyncIterable[Any] | Source"
-#: What becomes of an item that is no document.
+#: Treatment of an item that is not a document.
 OnBad = Literal["error", "skip"]
 #: Files of `datasets.save_to_disk`: of one data set, and of several splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
-#: Splits that the names of files in a folder tell.
+#: Splits recognised in the names of files in a folder.
 KNOWN_SPLITS: Final = ("train", "test", "validation", "valid", "dev")
-#: Complaints that are kept of what was skipped.
+#: Number of reasons kept for skipped items.
 COMPLAINTS: Final = 5
 
 
 @dataclass
 class Source:
-    """Documents in one order.
+    """Ordered source of documents.
 
     Args:
-        name: of the corpus, for messages.
-        items: gives, from the first each time it can be, where an item is, the item or `Bad`, and the bytes of the
-            corpus up to there (None where nobody knows).
-        column: what records are looked up by, see `content_of`.
-        bad: what becomes of an item that is no document.
-        bytes: of the whole corpus on disk, None where nobody knows.
-        count: of its documents, None where nobody knows.
+        name: name of the corpus, for messages.
+        items: function that iterates, from the first item if it can, over an item's place, the item or `Bad`, and the
+            bytes of the corpus up to there (None if unknown).
+        column: key of documents in records, see `content_of`.
+        bad: treatment of an item that is not a document.
+        bytes: size of the whole corpus on disk, None if unknown.
+        count: number of its documents, None if unknown.
         first: number of the first document.
 
     Attributes:
-        skipped: items that were skipped.
-        complaints: why, of the first few.
+        skipped: number of skipped items.
+        complaints: reasons for the first few of them.
     """
 
     name: str
@@ -63,16 +63,16 @@ class Source:
         self._number = 0
 
     def begin(self) -> Iterator[Any] | AsyncIterator[Any]:
-        """The items from the first on; `document` makes documents of them."""
+        """Return an iterator of the items from the first on; `document` converts each."""
         self._number, self.skipped, self.complaints = self.first, 0, []
         return self.items()
 
     def __iter__(self) -> Iterator[Document]:
-        """All documents, from the first on.
+        """Iterate over all documents, from the first on.
 
         Raises:
-            InvalidFile: a file that cannot be read, or an item of one that is no document.
-            InvalidRequest: an item of an iterator that is none, or an async iterator.
+            InvalidFile: a file cannot be read, or an item of one is not a document.
+            InvalidRequest: an item of an iterator is not a document, or the iterator is async.
         """
         items = self.begin()
         if isinstance(items, AsyncIterator):
@@ -85,10 +85,10 @@ class Source:
                 yield document
 
     def document(self, where: str, item: Any, read: int | None) -> Document | None:
-        """The document of an item, None where it is skipped.
+        """Return the document of an item, or None if it is skipped.
 
         Raises:
-            InvalidFile, InvalidRequest: it is none, and such are not skipped.
+            InvalidFile, InvalidRequest: the item is not a document, and `bad` is "error".
         """
         try:
             content = content_of(item, self.column)
@@ -116,7 +116,7 @@ def open_source(
     unit: Unit = "line",
     bad: OnBad = "error",
 ) -> Source:
-    """A corpus, ready to be read.
+    """Open a corpus for reading.
 
     Args:
         corpus: a file, a folder or a glob pattern (as str or Path); several paths in a list, in their order; or any
@@ -124,15 +124,15 @@ def open_source(
             mappings that hold one of these as "text", "messages" or "tokens". A list of str is a list of texts.
             Files are JSON lines, Parquet, Arrow or text, the first and the last also `.gz` and `.zst`. A folder may be
             one of `datasets.save_to_disk`, or a snapshot of a data set on the hub.
-        format: of the files, "jsonl", "parquet", "arrow" or "text"; by default as their names say.
-        split: of a folder that holds several.
-        column: what holds documents in records; by default "text", "messages" or "tokens".
-        unit: what a text file is cut into: a document a "line", a "paragraph" (blank lines between them) or a "file".
-        bad: "error" for an item that is no document, or "skip" to leave such out, counted.
+        format: format of the files, "jsonl", "parquet", "arrow" or "text"; by default from their names.
+        split: split to read of a folder that holds several.
+        column: key or column of documents in records; by default "text", "messages" or "tokens".
+        unit: unit that is one document in a text file: a "line", a "paragraph" (blank lines between them) or a "file".
+        bad: "error" to refuse an item that is not a document, or "skip" to skip and count it.
 
     Raises:
-        InvalidFile: no such file, or none that can be read.
-        InvalidSetting: an argument that does not fit.
+        InvalidFile: there is no such file, or none that can be read.
+        InvalidSetting: an argument does not fit.
     """
     if isinstance(corpus, Source):
         return corpus
@@ -156,7 +156,7 @@ def open_source(
 
 
 def _paths(corpus: Any) -> list[str] | None:
-    """Paths that were given, None for documents."""
+    """Return the given paths, or None for documents."""
     if isinstance(corpus, (str, os.PathLike)):
         return [os.fspath(corpus)]
     if isinstance(corpus, (list, tuple)) and corpus and all(isinstance(one, os.PathLike) for one in corpus):
@@ -188,7 +188,7 @@ async def _numbered(corpus: AsyncIterable[Any]) -> AsyncIterator[tuple[str, Any,
 
 
 def _read(files: Sequence[tuple[Path, Reader]], asked: Asked) -> Iterator[tuple[str, Any, int | None]]:
-    """What files hold, one after the other."""
+    """Yield the items of files, one file after the other."""
     before = 0
     for path, reader in files:
         item = None
@@ -199,10 +199,10 @@ def _read(files: Sequence[tuple[Path, Reader]], asked: Asked) -> Iterator[tuple[
 
 
 def _files(given: str, kind: str | None, split: str | None) -> list[tuple[Path, Reader]]:
-    """The files of a path or a pattern, in the order of their names, each with its reader.
+    """Return the files of a path or a pattern, in the order of their names, each with its reader.
 
     Raises:
-        InvalidFile: there is none, or none that can be read.
+        InvalidFile: there is no file, or none that can be read.
     """
     path = Path(given)
     if path.is_dir():
@@ -247,10 +247,10 @@ def _hidden(path: Path, folder: Path) -> bool:
 
 
 def _split(files: Sequence[Path], split: str | None, given: str) -> list[Path]:
-    """The files of a split, by their names and those of their folders.
+    """Select the files of a split, by their names and those of their folders.
 
     Raises:
-        InvalidFile: there are several splits and none was named, or none of that name.
+        InvalidFile: there are several splits and none was named, or no split has that name.
     """
     by_split = {path: next((name for name in KNOWN_SPLITS if _names(path, name)), None) for path in files}
     if split is None:
@@ -269,11 +269,11 @@ def _names(path: Path, split: str) -> bool:
 
 
 def _reader(path: Path, kind: str | None) -> Reader:
-    """What reads a file.
+    """Return the reader of a file.
 
     Raises:
-        UnknownName: no such kind.
-        InvalidFile: its name does not say what it is.
+        UnknownName: there is no such format.
+        InvalidFile: the file's name does not tell its format.
     """
     if kind is not None:
         return READERS[kind]

@@ -1,8 +1,8 @@
-"""Rows straight from an engine into a training loop, shuffled on the way, without a disk.
+"""Stream of shuffled rows from an engine into a training loop, without a disk.
 
-A task takes blocks from the engine while the training computes; what it has ahead is bounded, and so is the buffer, so
-a slow training slows the engine down. Rows come in the order of the corpus and are shuffled by numbers that follow from
-the seed, so the same corpus gives the same batches, however fast anything is.
+A task takes blocks from the engine while the training computes; its queue and the buffer are bounded, so a slow
+training slows the engine down. Rows come in the order of the corpus and are shuffled by numbers that follow from the
+seed, so the same corpus gives the same batches at any speed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from steercap.lab.datasets.rows import Labelled, Rows
 from steercap.lab.datasets.statistics import PointStatistics, statistics_of
 from steercap.lab.datasets.tables import COLUMNS
 
-#: Rows that are taken from the engine ahead of the buffer, as a part of it.
+#: Maximum rows queued ahead of the buffer, as a fraction of its size.
 AHEAD: Final = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """How rows are handed over; see `steercap.lab.datasets.collecting.activations`."""
+    """Settings of a stream; see `steercap.lab.datasets.collecting.activations`."""
 
     batch_size: int
     buffer: int
@@ -61,9 +61,9 @@ class Streaming:
 
 
 class ActivationStream:
-    """Shuffled batches of a model's rows, made by `activations`; an asynchronous iterator, read once.
+    """Async iterator of shuffled batches of a model's rows, made by `activations`; read once.
 
-    Use it as a context manager, or close it with `aclose`: that ends what runs on the engine and frees its rows.
+    Use it as a context manager, or close it with `aclose`: that ends its requests and frees their rows.
     """
 
     def __init__(self, model: CollectingModel, reading: Reading, source: Source, how: Streaming) -> None:
@@ -84,15 +84,15 @@ class ActivationStream:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """The names of the points that are read, in order."""
+        """Names of the points that are read, in order."""
         return tuple(map(str, self._reading.points))
 
     @property
     def normalisations(self) -> dict[str, Normalisation]:
-        """How rows of each point are normalised, by its name; {} where they are not.
+        """Normalisation of each point by its name; {} if rows are not normalised.
 
         Raises:
-            InvalidRequest: they are to be found in the first rows, and no batch was taken yet.
+            InvalidRequest: they are computed from the first rows, and no batch was taken yet.
         """
         if self._how.normalise == "none":
             return {}
@@ -104,7 +104,7 @@ class ActivationStream:
         return self
 
     async def __anext__(self) -> Rows | Labelled:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             StopAsyncIteration: the corpus has ended, or the stream was closed.
@@ -124,7 +124,7 @@ class ActivationStream:
         return self._batch(self._buffer.draw(self._how.batch_size))
 
     async def aclose(self) -> None:
-        """End what runs and free what is held. Idempotent."""
+        """End the requests and free what is held. Idempotent."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()
@@ -202,7 +202,7 @@ class ActivationStream:
     # Columns of the buffer: labels by their names, rows by those of points, or as MIXED
 
     def _columns(self, block: Block) -> Iterator[dict[str, torch.Tensor]]:
-        """The rows of a block, piece by piece."""
+        """Yield the rows of a block as columns of the buffer, piece by piece."""
         if not len(block.index):
             return
         labels = {name: torch.from_numpy(getattr(block.index, name)).long() for name in COLUMNS}
@@ -223,7 +223,7 @@ class ActivationStream:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _estimated(self) -> dict[str, Normalisation]:
-        """The normalisation that is given, or that the rows in the buffer need."""
+        """Return the normalisations, from given statistics or from the rows in the buffer."""
         given = self._how.statistics or {}
         found = {}
         for number, (point, known) in enumerate(self._formats.items()):
@@ -271,7 +271,7 @@ class ActivationStream:
             raise InvalidRequest(f"statistics= names {unknown[0]!r}, which is not read; read: {', '.join(self.points)}")
 
 
-#: The column of rows of any point.
+#: Name of the column that holds rows of all points.
 MIXED: Final = "rows"
 
 

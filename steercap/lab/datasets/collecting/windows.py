@@ -1,4 +1,4 @@
-"""From documents to windows: what the model reads at once, as token ids."""
+"""Windows of documents: token ids that the model reads as one prompt."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from steercap.core.values import index_of, shown
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSetting
 from steercap.lab.datasets.collecting.documents import Document
 
-#: What becomes of a document that is longer than the context.
+#: Treatment of a document that is longer than the context.
 Long = Literal["split", "cut", "refuse"]
-#: Where the token goes that begins a text.
+#: Place of the beginning-of-text token.
 Bos = Literal["document", "window", "none"]
-#: What these may be.
+#: Accepted values of both.
 LONG: Final = ("split", "cut", "refuse")
 BOS: Final = ("document", "window", "none")
 
 
 @dataclass(frozen=True)
 class Window:
-    """What the model reads at once.
+    """Tokens that the model reads as one prompt.
 
     Args:
-        document: its number.
-        number: of the window in the document, from 0.
-        token_ids: int64 [tokens].
-        where: what to call the document in messages.
+        document: number of the document.
+        number: number of the window in the document, from 0.
+        token_ids: token ids, int64 [tokens].
+        where: place of the document, for messages.
     """
 
     document: int
@@ -43,20 +43,20 @@ class Window:
 
 @dataclass(frozen=True)
 class Cutting:
-    """How documents become windows.
+    """Settings for cutting documents into windows.
 
     Args:
-        tokenizer: the model's, None for documents of token ids alone; a copy of it is used, since another thread may
-            use it at the same time.
-        context: most tokens of a window.
-        long: what becomes of a longer document: "split" into windows, "cut" off, or "refuse"d.
-        bos: where the token goes that begins a text: as the tokenizer puts it before a "document" of text, before each
+        tokenizer: tokenizer of the model, None for documents of token ids alone; a copy of it is used, since another
+            thread may use it at the same time.
+        context: maximum tokens of a window.
+        long: treatment of a longer document: "split" into windows, "cut" off, or "refuse"d.
+        bos: place of the beginning-of-text token: as the tokenizer puts it before a "document" of text, before each
             "window" of text or token ids that lacks it, or "none".
-        template: further arguments of the chat template. A conversation that ends with the assistant's message is
-            read as it is, any other with what invites the reply.
+        template: further arguments of the chat template. A conversation that ends with the assistant's message is read
+            as it is, any other with the generation prompt.
 
     Raises:
-        InvalidSetting: something that does not fit.
+        InvalidSetting: a setting is not valid.
     """
 
     tokenizer: Any
@@ -77,10 +77,10 @@ class Cutting:
         object.__setattr__(self, "tokenizer", copy.deepcopy(self.tokenizer))
 
     def windows(self, documents: Sequence[Document]) -> Iterator[list[Window]]:
-        """The windows of each document, none of one that is empty.
+        """Yield the windows of each document; [] for an empty one.
 
         Raises:
-            InvalidPrompt: one is too long, and such are refused.
+            InvalidPrompt: a document is too long, and `long` is "refuse".
             InvalidRequest: a conversation that the chat template refuses.
         """
         texts = [document.content for document in documents if isinstance(document.content, str)]
@@ -98,7 +98,7 @@ class Cutting:
             yield self._cut(document, ids)
 
     def described(self) -> dict[str, Any]:
-        """What decides which tokens are read, as JSON can hold it."""
+        """Return the settings that determine the tokens, JSON-compatible."""
         return {"context": self.context, "long": self.long, "bos": self.bos, "template": dict(self.template)}
 
     def _tokenised(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:

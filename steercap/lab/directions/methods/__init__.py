@@ -1,4 +1,4 @@
-"""FOUND BY: one file a method, from rows of two kinds to a direction. To add one, add a file with a `MEMBER`."""
+"""Registry of methods that compute a direction from two kinds of rows. To add one, add a file with a `MEMBER`."""
 
 import sys
 

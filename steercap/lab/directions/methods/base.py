@@ -1,6 +1,6 @@
-"""What a method is: rows that show something and rows that do not, and a direction from these to those.
+"""Base class of methods: a direction from rows without a property to rows with it.
 
-Shape legend: p, n = rows that show it, and that do not; hidden = elements of a row. All arithmetic is in float64.
+Shape legend: p, n = rows with the property, and without; hidden = elements of a row. All arithmetic is in float64.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from jaxtyping import Float
 
 
 class Method(ABC):
-    """How a direction is found at one layer."""
+    """Method of computing a direction at one layer."""
 
-    #: Whether row i of both kinds belong together, so that there must be as many of each.
+    #: True if row i of both kinds are a pair, so that there must be as many of each.
     paired: bool = False
-    #: What it needs beside steercap's own dependencies.
+    #: Extras that it needs beside steercap's own dependencies.
     extras: tuple[str, ...] = ()
 
     @abstractmethod
     def direction(
         self, positive: Float[torch.Tensor, "p hidden"], negative: Float[torch.Tensor, "n hidden"], seed: int
     ) -> Float[torch.Tensor, " hidden"]:
-        """The vector that, added once, carries the mean of the negative rows as far along itself as the positive
-        ones' mean lies: float64 [hidden], in the units of the stream. So doses mean the same whatever the method.
+        """Return the direction, scaled so that doses mean the same for every method: float64 [hidden].
+
+        Added once, it moves the mean of the negative rows along itself to the projection of the positive rows' mean. It
+        is in the units of the stream.
 
         Args:
             positive, negative: float64 rows.
-            seed: for methods that draw.
+            seed: seed for methods that draw.
         """
 
 
@@ -37,7 +39,7 @@ def carrying(
     positive: Float[torch.Tensor, "p hidden"],
     negative: Float[torch.Tensor, "n hidden"],
 ) -> Float[torch.Tensor, " hidden"]:
-    """A direction of any length and sign, at the length and sign that `Method.direction` asks for."""
+    """Scale a direction of any length and sign as `Method.direction` requires."""
     unit = direction / direction.norm()
     carried: torch.Tensor = unit * (unit @ (positive.mean(0) - negative.mean(0)))
     return carried

@@ -1,4 +1,4 @@
-"""Difference of means: what contrastive activation addition and persona vectors use."""
+"""Difference of means, as in contrastive activation addition and persona vectors."""
 
 from __future__ import annotations
 

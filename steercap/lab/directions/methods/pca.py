@@ -1,4 +1,4 @@
-"""PCA of differences: the direction in which paired rows differ most, whatever the sign of each difference."""
+"""PCA of differences: the direction of the largest differences of paired rows, whatever their sign."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from steercap.lab.directions.methods.base import Method, carrying
 
 
 class Pca(Method):
-    """First principal component of the paired differences, not centred: their mean is what is looked for.
+    """First principal component of the paired differences, not centred, as their mean is the target.
 
-    Source: Zou et al., Representation Engineering; they draw the sign of each difference at random, which comes to
-    leaving the mean in.
+    Source: Zou et al., Representation Engineering; they draw the sign of each difference at random, which is equivalent
+    to keeping the mean.
     """
 
     paired = True

@@ -1,4 +1,4 @@
-"""Logistic probe: the direction that tells the rows apart best, held in check by an L2 penalty."""
+"""Logistic probe: the direction that best separates the rows, with an L2 penalty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HOW MUCH: one file a scorer, from answers to numbers. To add one, add a file whose `MEMBER` is its class."""
+"""Registry of scorers of traits, one file each. To add one, add a file whose `MEMBER` is its class."""
 
 import inspect
 import sys
@@ -17,15 +17,15 @@ SCORERS: Registry[type[Scorer]] = Registry("scorer", sys.modules[__name__], type
 
 
 def make_scorer(name: str, arguments: Mapping[str, Any] | None = None) -> Scorer:
-    """A scorer from its name and arguments, as settings hold them.
+    """Return a scorer from its name and arguments, as in settings.
 
     Args:
-        name: in `SCORERS`.
-        arguments: of its class.
+        name: name in `SCORERS`.
+        arguments: arguments of its class.
 
     Raises:
         UnknownName: no scorer has this name.
-        InvalidSetting: an argument that is unknown, missing, or does not fit.
+        InvalidSetting: an argument is unknown, missing, or not valid.
     """
     if not isinstance(arguments, (Mapping, type(None))):
         raise InvalidSetting(f"the arguments of scorer {name!r} are {shown(arguments)}; give a dict")

@@ -1,4 +1,4 @@
-"""What a scorer is: how strongly answers show a trait, as a number."""
+"""Base class of scorers, which rate how strongly answers show a trait."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from steercap.lab.measures.trait import Trait
 
 
 class Scored(NamedTuple):
-    """What is scored.
+    """Question and answer to score.
 
     Args:
-        question: what was asked; "" where there was no question.
-        answer: the text.
+        question: text of the question; "" for none.
+        answer: text of the answer.
     """
 
     question: str
@@ -22,17 +22,16 @@ class Scored(NamedTuple):
 
 
 class Scorer(ABC):
-    """A way to score; frozen, made from its settings."""
+    """Scorer of a trait; frozen, made from its settings."""
 
     @abstractmethod
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
-        """How strongly each answer shows the trait.
+        """Score how strongly each answer shows the trait.
 
         Args:
             trait: the trait.
-            exchanges: what is scored, in any number.
+            exchanges: answers to score, in any number.
 
         Returns:
-            One number each, 0 (not at all) to 100 (wholly); None where the scorer can say nothing, such as of an
-            empty answer.
+            One number each, 0 (not at all) to 100 (wholly); None if it cannot be scored, such as for an empty answer.
         """

@@ -1,4 +1,4 @@
-"""A model as judge, behind any OpenAI-compatible endpoint, asked with the trait's rubric."""
+"""Scorer that asks a judging model behind an OpenAI-compatible endpoint, with the trait's rubric."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from steercap.lab.measures.trait import Trait
 if TYPE_CHECKING:
     import httpx
 
-#: Tokens a judge may answer with: a number, or a few words around one.
+#: Maximum tokens of a judge's answer: a number, or a few words around one.
 REPLY_TOKENS: Final = 16
-#: Candidates for the first token that are asked for: the most that OpenAI's interface gives.
+#: Requested candidates for the first token: the most that OpenAI's interface gives.
 CANDIDATES: Final = 20
 #: Less probability than this on numbers is not a judgement. Source: Chen et al., Persona Vectors.
 LEAST_MASS: Final = 0.25
 #: Words for the scale, which are not scores.
 SCALE: Final = re.compile(r"(?<![\d.,\-])0\s*(?:-|–|—|\bto\b)\s*100(?![\d.,]*\d)", re.IGNORECASE)
-#: What may follow a score: how much there is at most.
+#: Text that may follow a score: its maximum.
 OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*100(?![\d.,]*\d)", re.IGNORECASE)
-#: Longest wait before a call is tried again, in seconds.
+#: Maximum wait before a retry, in seconds.
 LONGEST_WAIT: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Judge(Scorer):
-    """The mean of the numbers 0 to 100 under the judge's probabilities for its first token.
+    """Mean of the numbers 0 to 100 under the judge's probabilities for its first token.
 
-    Source: Chen et al., Persona Vectors. Where the server gives no probabilities, or its tokenizer splits numbers
-    into digits (the first token "8" may then become 85), it is the one number in the judge's words, alone or before
-    "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None where there is neither,
-    where there are several numbers ("8/10"), or the number is not from 0 to 100.
+    Source: Chen et al., Persona Vectors. Where the server gives no probabilities, or its tokenizer splits numbers into
+    digits (the first token "8" may then become 85), it is the one number in the judge's words, alone or before "/100",
+    "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None if there is neither, if there are
+    several numbers ("8/10"), or the number is not from 0 to 100.
 
     Args:
-        base_url: of the endpoint, such as "https://api.openai.com/v1".
-        model: what the endpoint calls the judge.
-        api_key: sent as bearer token; "" takes that of the environment, if it is set.
-        api_key_env: the variable it is in.
-        concurrency: calls under way at once.
-        retries: further attempts after status 429 or 5xx, or none at all.
+        base_url: URL of the endpoint, such as "https://api.openai.com/v1".
+        model: name of the judge at the endpoint.
+        api_key: key sent as bearer token; "" takes that of the environment, if it is set.
+        api_key_env: environment variable of the key.
+        concurrency: maximum concurrent calls.
+        retries: maximum retries after status 429 or 5xx, or no response.
         backoff: seconds before the second attempt; doubled for each further one, unless the server says how long.
-        timeout: seconds an attempt may take.
-        logprobs: whether to ask for probabilities; some servers refuse them.
+        timeout: maximum seconds of an attempt.
+        logprobs: request probabilities, which some servers refuse.
 
     Raises:
-        InvalidSetting: a number that does not fit.
+        InvalidSetting: a value is not valid.
         JudgeFailed: on scoring; the endpoint refuses, cannot be reached, or answers in another form.
     """
 
@@ -104,7 +104,7 @@ class Judge(Scorer):
             return await each_of(exchanges, one, self.concurrency)
 
     async def _reply(self, client: httpx.AsyncClient, prompt: str) -> Mapping[str, Any]:
-        """The first choice of the endpoint's answer."""
+        """Return the first choice of the endpoint's answer."""
         with extra("personas"):
             from httpx import TransportError
         body: dict[str, Any] = {
@@ -138,13 +138,13 @@ class Judge(Scorer):
 
 
 def asked(trait: Trait, exchange: Scored) -> str:
-    """The rubric, with question and answer in their places; braces in these mean nothing."""
+    """Return the rubric with question and answer filled in; braces in these are kept literally."""
     told = {"{question}": exchange.question, "{answer}": exchange.answer}
     return re.sub(r"\{question\}|\{answer\}", lambda place: told[place[0]], trait.rubric)
 
 
 def number(choice: Mapping[str, Any]) -> float | None:
-    """The score in a judge's answer: see `Judge`."""
+    """Read the score in a judge's answer: see `Judge`."""
     said = _expected(((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or [])
     if said is not None:
         return said
@@ -152,7 +152,7 @@ def number(choice: Mapping[str, Any]) -> float | None:
 
 
 def _only_number(text: str) -> float | None:
-    """The score in words that hold no other number, None where it is not plain which it is."""
+    """Read the score from text with a single number; None if it is ambiguous."""
     numbers = re.findall(r"[-\u2212]?\d[\d.,]*", OF_WHAT.sub("", SCALE.sub("", text)))
     if len(numbers) != 1:
         return None
@@ -161,7 +161,7 @@ def _only_number(text: str) -> float | None:
 
 
 def _expected(candidates: Sequence[Mapping[str, Any]]) -> float | None:
-    """Mean of the numbers 0 to 100 among the candidates for a token, None where they are not whole numbers."""
+    """Return the mean of the numbers 0 to 100 among a token's candidates; None if they are not whole numbers."""
     mass: dict[int, float] = {}
     for candidate in candidates:
         text = str(candidate["token"]).strip()
@@ -184,7 +184,7 @@ def _choice(url: str, answer: httpx.Response) -> Mapping[str, Any]:
 
 
 def _told(answer: httpx.Response, otherwise: float) -> float:
-    """Seconds that the server asks to wait."""
+    """Return the seconds that the server asks to wait."""
     try:
         return min(float(answer.headers["retry-after"]), LONGEST_WAIT)
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Keywords: how densely an answer is set with words that show the trait. Quick, crude, and open to anyone's eye."""
+"""Scorer by keyword density: the share of an answer's words that show the trait. Quick and crude."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from steercap.lab.measures.trait import Trait
 class Keywords(Scorer):
     """score = 100 (1 - exp(-n / (words * density))), for n of the trait's keywords and phrases among an answer's words.
 
-    Capitals do not count, whole words do. No keyword is 0; at the density given it is 63.
+    Case is ignored, and whole words match. No keyword gives 0; the given density gives 63.
 
     Args:
         density: share of the words at which the score is 63, in (0, 1].
 
     Raises:
-        InvalidSetting: a density outside.
+        InvalidSetting: the density is out of range.
     """
 
     density: float = 0.05

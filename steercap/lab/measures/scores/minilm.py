@@ -1,4 +1,4 @@
-"""A sentence encoder and a classifier on the trait's example sentences; needs neither a judge nor a network."""
+"""Scorer by a sentence encoder and a classifier on the trait's example sentences; needs no judge and no network."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ BATCH, TOKENS = 64, 256
 class MiniLM(Scorer):
     """score = 100 times the mean, over an answer's sentences, of the probability that a sentence shows the trait.
 
-    A sentence is all-MiniLM-L6-v2's mean-pooled, normalised embedding; the probability is that of a logistic
-    regression fitted to the trait's example sentences. So this is a classifier on example sentences and no judge: it
-    knows neither the question nor the whole, and takes what sounds like the examples for the trait. How well it
-    tells held-out example sentences apart is `cross_validated`.
+    A sentence is all-MiniLM-L6-v2's mean-pooled, normalised embedding; the probability is that of a logistic regression
+    fitted to the trait's example sentences. So this is a classifier on example sentences and no judge: it considers
+    neither the question nor the whole answer, only similarity to the examples. Its accuracy on held-out example
+    sentences is `cross_validated`.
 
     Args:
         sentences: False embeds the whole answer at once, its first 256 tokens, and blurs its tone with its
@@ -63,10 +63,10 @@ class MiniLM(Scorer):
 
 
 def fitted(positive: Sequence[str], negative: Sequence[str]) -> Any:
-    """A logistic regression on the embeddings of texts of two kinds.
+    """Fit a logistic regression on the embeddings of texts of two kinds.
 
     Args:
-        positive, negative: texts of each.
+        positive, negative: texts of each kind.
 
     Raises:
         ModelNotLoaded: the package of the encoder is not installed.
@@ -76,12 +76,12 @@ def fitted(positive: Sequence[str], negative: Sequence[str]) -> Any:
 
 
 def chances(classifier: Any, answers: Sequence[str], *, sentences: bool = True) -> list[float | None]:
-    """Mean probability, over each answer's sentences, that a sentence is of the positive kind; None without a sentence.
+    """Return the mean probability, over each answer's sentences, of the positive kind; None without a sentence.
 
     Args:
-        classifier: as `fitted` gives it.
-        answers: texts.
-        sentences: False takes each whole; see `MiniLM`.
+        classifier: classifier, as returned by `fitted`.
+        answers: texts of the answers.
+        sentences: False takes each answer as a whole; see `MiniLM`.
     """
     parts = [split(answer) if sentences else [answer.strip()] for answer in answers]
     flat = [sentence for part in parts for sentence in part if sentence]
@@ -93,14 +93,14 @@ def chances(classifier: Any, answers: Sequence[str], *, sentences: bool = True) 
 
 
 def split(text: str) -> list[str]:
-    """The sentences and lines of a text, markers of lists left out, in their order; none that has no letter."""
+    """Return the sentences and lines of a text, in order, without list markers; those without a letter are left out."""
     parts = re.split(r"(?<=[.!?])[\"'”’)]*\s+|\n+", text)
     bare = [re.sub(r"^\s*(?:[-*•#]+|\d+[.)])\s*", "", part).strip() for part in parts]
     return [part for part in bare if re.search(r"[^\W\d_]", part)]
 
 
 def embed(sentences: Sequence[str]) -> Any:
-    """Mean-pooled, normalised embeddings: float64 array [sentences, 384].
+    """Compute mean-pooled, normalised embeddings: float64 array [sentences, 384].
 
     Raises:
         ModelNotLoaded: the package is not installed.
@@ -118,9 +118,9 @@ def embed(sentences: Sequence[str]) -> Any:
 
 
 def cross_validated(trait: Trait) -> float:
-    """Area under the ROC curve of example sentences scored by classifiers that saw neither them nor their counterpart.
+    """Return the area under the ROC curve of example sentences, each scored by a classifier without its pair.
 
-    Each pair of examples is left out in turn, and what all of them get is compared: 1 tells all apart, 0.5 is chance.
+    Each pair of examples is left out in turn, and their scores are pooled: 1 separates all, 0.5 is chance.
     """
     import numpy as np
     import torch

@@ -1,4 +1,4 @@
-"""What vectors are made of: how they lie to each other, what they say, what they touch, where they matter.
+"""Analysis of vectors: geometry, tokens, heads and neurons they touch, and effects by layer and position.
 
 Functions return pyarrow Tables, and pictures take these. All but the sweeps read weights of a checkpoint, without an
 engine.

@@ -1,4 +1,4 @@
-"""All that can be said of some vectors at one layer by weights alone: a table of each part, and its picture."""
+"""Anatomy of vectors at one layer from weights alone: a table for each part, and its picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from steercap.steering.directions import DirectionSet
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Parts by name, and what each is.
+#: Parts by name, with a description of each.
 PARTS: Final[Mapping[str, str]] = {
     "cosines": "the cosine of every two vectors",
     "tree": "which vectors belong together",
@@ -44,11 +44,11 @@ SEVERAL: Final = frozenset({"cosines", "tree", "scree", "scores", "ends"})
 
 
 class Anatomy(NamedTuple):
-    """What was found.
+    """Result of `anatomy`.
 
     Args:
-        tables: by part.
-        left_out: parts that were not asked of these vectors, and why.
+        tables: tables by part.
+        left_out: parts left out by default, with the reason.
     """
 
     tables: dict[str, pa.Table]
@@ -66,20 +66,20 @@ def anatomy(
     random: int = RANDOM,
     seed: int = 0,
 ) -> Anatomy:
-    """Every table of `steercap.lab.mechanism.analysis` that needs no engine, of vectors at one layer.
+    """Compute every table of `steercap.lab.mechanism.analysis` that needs no engine, for vectors at one layer.
 
     Args:
-        vectors: in the basis of the stream.
-        weights: of their model.
-        layer: of the vectors.
-        sae: of the same point, for "features".
-        parts: names in `PARTS`; by default all that make sense of these vectors, the others being `left_out`.
-        top: tokens, neurons and features of each vector.
-        random: random vectors that heads and components are compared with; of components a tenth.
-        seed: of these.
+        vectors: vectors in the basis of the stream.
+        weights: weights of their model.
+        layer: layer of the vectors.
+        sae: SAE of the same point, for "features".
+        parts: names in `PARTS`; by default all that apply to these vectors, the others being `left_out`.
+        top: number of tokens, neurons and features of each vector.
+        random: number of random vectors to compare heads with; a tenth as many for components.
+        seed: seed of the random vectors.
 
     Raises:
-        UnknownName: a part that does not exist.
+        UnknownName: a part does not exist.
         The errors of the parts that were asked for.
     """
     directions, left_out = in_stream(vectors, weights), {}
@@ -107,15 +107,15 @@ def anatomy(
 
 
 def draw_anatomy(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: str = ".png") -> list[Path]:
-    """A picture of each part that has one, in a folder.
+    """Draw a picture of each part that has one, into a folder.
 
     Args:
-        tables: of `anatomy`, by part.
-        folder: where; files are called as the parts.
-        suffix: says the format, ".png", ".pdf" or ".svg".
+        tables: tables from `anatomy`, by part.
+        folder: folder of the pictures; files are named after the parts.
+        suffix: file suffix that sets the format, ".png", ".pdf" or ".svg".
 
     Returns:
-        The files.
+        Paths of the files.
     """
     how: dict[str, Callable[[pa.Table, Path], Path]] = {
         "cosines": lambda table, path: plot_cosines(table, path, tree=tables.get("tree")),
@@ -133,7 +133,7 @@ def draw_anatomy(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: 
 
 
 def _without(directions: DirectionSet, layer: int, weights: ModelWeights, sae: SAE | None) -> Iterable[tuple[str, str]]:
-    """The parts that make no sense of some vectors, and why."""
+    """Yield the parts that do not apply to some vectors, with the reason."""
     if len(named(directions)) < 2:
         yield from ((part, "it is of two vectors at least") for part in PARTS if part in SEVERAL)
     for part, block in (("heads", 0), ("reads", 1)):

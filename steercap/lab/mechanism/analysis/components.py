@@ -1,4 +1,4 @@
-"""What many vectors have in common: principal components, how much each explains, and who lies at either end."""
+"""Principal components of many vectors: variance explained, and scores of each vector."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """Components of some vectors, float64.
+    """Principal components of some vectors, float64.
 
     Args:
-        variances: along each, [components]: sums of squares over the number of vectors.
-        axes: the components, unit, [components, hidden].
-        scores: of each vector, [names, components].
+        variances: variance along each component, [components]: sums of squares over the number of vectors.
+        axes: unit components, [components, hidden].
+        scores: scores of each vector, [names, components].
     """
 
     variances: Array
@@ -46,20 +46,20 @@ def scree(
     random: int = 100,
     seed: int = 0,
 ) -> pa.Table:
-    """How much of the variance each principal component explains, beside that of random vectors of the same norms.
+    """Compute the variance explained by each principal component, beside that of random vectors of equal norms.
 
     Args:
-        vectors: as for `cosines`, two at least.
-        layer: theirs.
-        centred: whether their mean is subtracted first; without, the first component is much like the mean.
-        unit: whether all are brought to length 1 first, so that long ones do not count for more.
-        random: sets of random vectors to compare with, each as long as the one it stands for.
-        seed: of the draw.
+        vectors: vectors as for `cosines`, two at least.
+        layer: layer of the vectors.
+        centred: subtract their mean first; otherwise the first component is close to the mean.
+        unit: scale all to length 1 first, so that long ones do not count for more.
+        random: number of sets of random vectors to compare with, of the same norms as the vectors.
+        seed: seed of the draw.
 
     Returns:
         Columns `component` (from 1), `variance` (in squared units of the stream), `explained` (share of the sum),
-        `random_mean`, `random_low`, `random_high` (of the share that random vectors' component of the same number
-        has: the mean, and what 2.5 % and 97.5 % of the sets are below).
+        `random_mean`, `random_low`, `random_high` (of the share that random vectors' component of the same number has:
+        the mean, and the 2.5 % and 97.5 % quantiles over the sets).
 
     Raises:
         InvalidSpec: fewer than two vectors.
@@ -83,20 +83,20 @@ def scree(
 
 
 def scores(vectors: Vectors, layer: int, *, count: int = 2, centred: bool = True, unit: bool = False) -> pa.Table:
-    """Where each vector lies on the first principal components; the names at their ends say what these are.
+    """Compute each vector's scores on the first principal components; the names at the ends help interpret a component.
 
-    A component has no sign of its own: here the vector that lies furthest from the middle is on the positive side.
+    The sign of a component is arbitrary: it is chosen so that the vector furthest from the middle is positive.
 
     Args:
         vectors, layer, centred, unit: as for `scree`.
-        count: of components.
+        count: number of components.
 
     Returns:
         Columns `component` (from 1), `place` (0 is the lowest score), `name`, `score` (in units of the stream), and
         `explained`, of the component; the rows of a component from the lowest to the highest.
 
     Raises:
-        InvalidSpec: more components than there are.
+        InvalidSpec: `count` exceeds the number of components.
         The errors of `scree`.
     """
     directions = named(vectors)
@@ -115,11 +115,11 @@ def scores(vectors: Vectors, layer: int, *, count: int = 2, centred: bool = True
 
 
 def ends(vectors: Vectors, layer: int, *, count: int = 2, top: int = 3, **how: bool) -> pa.Table:
-    """The names at either end of each component: `scores`, without the middle.
+    """Return the names at either end of each component: `scores`, without the middle.
 
     Args:
-        vectors, layer, count: as for `scores`.
-        top: names of each end.
+        vectors, layer, count: arguments as for `scores`.
+        top: number of names at each end.
         **how: `centred` and `unit`, as for `scores`.
 
     Returns:
@@ -146,16 +146,16 @@ def ends(vectors: Vectors, layer: int, *, count: int = 2, top: int = 3, **how: b
 
 
 def principal(vectors: Vectors, *, count: int = 1, centred: bool = True, unit: bool = False) -> DirectionSet:
-    """The first principal components themselves, at every layer: unit vectors named "PC1", "PC2", ...
+    """Return the first principal components at every layer: unit vectors named "PC1", "PC2", ...
 
-    Signs are those of `scores`, layer by layer, so they may turn from one layer to the next.
+    Signs are those of `scores`, layer by layer, so they may flip from one layer to the next.
 
     Args:
         vectors, centred, unit: as for `scree`.
-        count: of components.
+        count: number of components.
 
     Raises:
-        InvalidSpec: more components than there are.
+        InvalidSpec: `count` exceeds the number of components.
         The errors of `scree`.
     """
     directions = named(vectors)
@@ -181,7 +181,7 @@ def _rows(directions: DirectionSet, layer: int, *, unit: bool) -> Array:
 
 
 def _components(rows: Array, *, centred: bool) -> _Found:
-    """Components with the sign that puts the outermost vector on the positive side, those without variance left out."""
+    """Compute components, those without variance left out; the outermost vector is on the positive side of each."""
     middle = rows - rows.mean(axis=0) if centred else rows
     left, sizes, axes = np.linalg.svd(middle, full_matrices=False)
     kept = sizes > sizes[0] * max(middle.shape) * np.finfo(np.float64).eps
@@ -193,7 +193,7 @@ def _components(rows: Array, *, centred: bool) -> _Found:
 
 
 def _random_shares(rows: Array, random: int, seed: int, *, centred: bool) -> Array:
-    """What each component of sets of random vectors, each as long as its row, explains: [random, names]."""
+    """Compute the variance shares of components of random vector sets with the rows' norms: [random, names]."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     drawn = random_units(random * len(rows), rows.shape[1], seed).double().numpy().reshape(random, *rows.shape) * norms
     middle = drawn - drawn.mean(axis=1, keepdims=True) if centred else drawn

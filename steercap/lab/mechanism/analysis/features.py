@@ -1,4 +1,4 @@
-"""What a vector is made of, in the words of a sparse autoencoder: the features that read and write nearest to it."""
+"""SAE features nearest to a vector, by what they read and what they write."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | None = None) -> pa.Table:
-    """The features of an SAE whose decoder or encoder has the greatest cosine with a vector, either way.
+    """Find the features of an SAE whose decoder or encoder has the greatest cosine with a vector, of either sign.
 
-    What a feature writes (decoder) says what a vector is made of; what it reads (encoder), which features a vector
-    turns on; where the SAE centres rows first, that is folded in. Thresholds and other features are not in it:
-    `sae.encode` of a steered row is what it turns on.
+    Decoder directions (what features write) tell the composition of a vector; encoder directions, the features a vector
+    turns on. Centring of rows by the SAE is folded in. Thresholds and other features are ignored: `sae.encode` of a
+    steered row gives the features it really turns on.
 
     Args:
-        vectors: at the point that the SAE reads or, of a transcoder's decoder, writes.
-        sae: read by `SAE.load`.
-        top: features of each half, by |cosine|.
-        layer: of the vectors, where it is not the SAE's; the comparison is then across layers, and yours to defend.
+        vectors: vectors at the point that the SAE reads or, for a transcoder's decoder, writes.
+        sae: SAE, as returned by `SAE.load`.
+        top: number of features of each half, by |cosine|.
+        layer: layer of the vectors, if other than the SAE's; it is up to you to justify comparing across layers.
 
     Returns:
         Columns `name`, `layer`, `half` ("decoder" or "encoder"), `place`, `feature`, `cosine`, `z`: √width · cosine,
@@ -72,14 +72,14 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
 
 
 def _read(sae: SAE) -> Float[torch.Tensor, "d_sae d_in"]:
-    """What each feature reads of a row, up to the positive scale by which the SAE may norm it."""
+    """Return the direction each feature reads of a row, up to a positive scale: [d_sae, d_in]."""
     rows = sae.encoder.weight.T
     centred = sae.encoder.centred or sae.encoder.normalisation == "layer_norm"
     return rows - rows.mean(dim=1, keepdim=True) if centred else rows
 
 
 def _layer(site: str, reads: Point, writes: Point, layer: int | None) -> int:
-    """The layer to take vectors of: the SAE's, unless another is named."""
+    """Return the layer of the vectors to use: the given one, else the SAE's."""
     if layer is not None:
         return layer
     return next((point.layer for point in (writes, reads) if point.site == site), writes.layer)

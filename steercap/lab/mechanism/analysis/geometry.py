@@ -1,4 +1,4 @@
-"""How vectors lie to each other: cosines of every two, and which belong together."""
+"""Geometry of vectors: cosines of every two, and hierarchical clusters."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from steercap.steering.directions import DirectionSet
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: How far a group is from another: the mean, the greatest or the least distance of their members.
+#: Distance between groups: the mean, the greatest or the least distance of their members.
 Linkage: TypeAlias = Literal["average", "complete", "single"]
 
 
 def chance_cosine(width: int) -> float:
-    """The mean |cosine| of two random directions, √(2 / (π width)), for widths that are not tiny.
+    """Return the mean |cosine| of two random directions, √(2 / (π width)), for widths that are not tiny.
 
     Source: a coordinate of a random unit vector is close to normal, with variance 1 / width.
 
     Args:
-        width: elements of each.
+        width: number of elements of each.
     """
     return math.sqrt(2 / (math.pi * width))
 
 
 def cosines(vectors: Vectors, *, layers: Layers | None = None) -> pa.Table:
-    """The cosine of every two vectors, layer by layer.
+    """Compute the cosine of every two vectors, layer by layer.
 
     Args:
-        vectors: a DirectionSet, or several LayerVectors alike.
+        vectors: a DirectionSet, or LayerVectors of one model, site and width.
         layers: some of their layers; all by default.
 
     Returns:
         Columns `layer`, `first`, `second`, `cosine`: every ordered pair, each with itself included.
 
     Raises:
-        InvalidSpec, LayerOutOfRange: vectors that cannot be compared, or a layer that they are not for.
-        InvalidVector: one is zero.
+        InvalidSpec, LayerOutOfRange: the vectors cannot be compared, or lack a layer.
+        InvalidVector: a vector is zero.
     """
     directions = named(vectors)
     names, at = list(directions), chosen_layers(directions, layers)
@@ -64,21 +64,21 @@ def cosines(vectors: Vectors, *, layers: Layers | None = None) -> pa.Table:
 
 
 def merges(vectors: Vectors, layer: int, *, linkage: Linkage = "average") -> pa.Table:
-    """Which vectors belong together: the nearest two groups are joined, again and again, until one is left.
+    """Cluster vectors hierarchically: join the nearest two groups repeatedly, until one is left.
 
-    Distances are 1 - cosine: 0 of vectors alike, 1 of orthogonal ones, 2 of opposite ones.
+    Distances are 1 - cosine: 0 for equal directions, 1 for orthogonal ones, 2 for opposite ones.
 
     Args:
-        vectors: as for `cosines`, two at least.
-        layer: theirs.
-        linkage: how far groups are from each other: "average", "complete" or "single".
+        vectors: vectors as for `cosines`, two at least.
+        layer: layer of the vectors.
+        linkage: distance between groups: "average", "complete" or "single".
 
     Returns:
         Columns `step`, `left`, `right` (a name, or "#2" for what step 2 made), `distance`, `size`. `about` says the
         `order` of the names in which no two lines of the tree cross.
 
     Raises:
-        InvalidSpec: fewer than two vectors, or another word.
+        InvalidSpec: fewer than two vectors, or an unknown linkage.
         The errors of `cosines`.
     """
     directions = named(vectors)
@@ -100,11 +100,11 @@ def merges(vectors: Vectors, layer: int, *, linkage: Linkage = "average") -> pa.
 
 
 def clusters(vectors: Vectors, layer: int, *, count: int, linkage: Linkage = "average") -> pa.Table:
-    """The tree of `merges`, cut into so many groups.
+    """Cut the tree of `merges` into `count` groups.
 
     Args:
-        vectors, layer, linkage: as for `merges`.
-        count: of groups; fewer where distances are equal.
+        vectors, layer, linkage: arguments as for `merges`.
+        count: number of groups; fewer result if distances are equal.
 
     Returns:
         Columns `name`, `cluster` (from 0, in the order of the tree) and `place` in that order, one row a vector.

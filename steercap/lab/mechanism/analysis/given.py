@@ -1,4 +1,4 @@
-"""What is analysed: vectors as users have them, checked against a model, and which of its blocks see their rows."""
+"""Input vectors of an analysis, checked against a model, and the blocks that read or write their rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 
-#: Vectors as users have them: a set with names, one, or several that have names of their own.
+#: Accepted forms of vectors: a set with names, one, or several that have names of their own.
 Vectors: TypeAlias = "DirectionSet | LayerVectors | Mapping[str, LayerVectors] | Sequence[LayerVectors]"
-#: Which of the two blocks of a layer.
+#: One of the two blocks of a layer.
 Block: TypeAlias = Literal["attention", "mlp"]
 
-#: By site in the stream's own basis, how many layers after its own each block reads it first: attention, feed-forward.
+#: Layers from a site to the first block that reads it, by site in the stream's basis: (attention, feed-forward).
 READ: Final[Mapping[str, tuple[int, int]]] = {
     "resid_pre": (0, 0),
     "resid_mid": (1, 0),
@@ -28,20 +28,20 @@ READ: Final[Mapping[str, tuple[int, int]]] = {
     "resid_post": (1, 1),
     "mlp_out": (1, 1),
 }
-#: By site of the stream, how many layers after its own a block wrote to it last.
+#: Layers from a site of the stream to the last block that wrote to it: (attention, feed-forward).
 WRITTEN: Final[Mapping[str, tuple[int, int]]] = {"resid_pre": (-1, -1), "resid_mid": (0, -1), "resid_post": (0, 0)}
-#: By site of what one block adds, this block.
+#: Block whose output is the row, by site.
 OWN: Final[Mapping[str, Block]] = {"attn_out": "attention", "mlp_out": "mlp"}
 
 
 def named(vectors: Vectors) -> DirectionSet:
-    """Vectors as a set with names.
+    """Return vectors as a set with names.
 
     Args:
-        vectors: as given.
+        vectors: vectors in any accepted form.
 
     Raises:
-        InvalidSpec: something else, two of one name, or some that differ in model, site, width or layers.
+        InvalidSpec: not vectors, two of one name, or vectors that differ in model, site, width or layers.
     """
     if isinstance(vectors, DirectionSet):
         return vectors
@@ -58,15 +58,15 @@ def named(vectors: Vectors) -> DirectionSet:
 
 
 def matrix(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names hidden"]:
-    """The vectors of one layer: float32 [names, hidden].
+    """Return the vectors of one layer: float32 [names, hidden].
 
     Args:
-        directions: with names.
-        layer: one that they have vectors for.
+        directions: vectors with names.
+        layer: layer to return.
 
     Raises:
-        LayerOutOfRange: they have none.
-        InvalidVector: one is zero.
+        LayerOutOfRange: there are no vectors for the layer.
+        InvalidVector: a vector is zero.
     """
     found = directions.at(layer)
     if zero := [name for name, vector in zip(directions, found, strict=True) if not vector.any()]:
@@ -75,20 +75,20 @@ def matrix(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names h
 
 
 def units(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names hidden"]:
-    """The same at length 1."""
+    """Return the vectors of one layer, scaled to length 1: float32 [names, hidden]."""
     found: torch.Tensor = torch.nn.functional.normalize(matrix(directions, layer).double(), dim=1).float()
     return found
 
 
 def chosen_layers(directions: DirectionSet, layers: Layers | None) -> list[int]:
-    """Layers of vectors: all that there are by default.
+    """Resolve the selected layers of vectors, all by default.
 
     Args:
-        directions: with names.
-        layers: as in every capture; negative ones count from the last that there is a vector for.
+        directions: vectors with names.
+        layers: layers as in `CaptureSpec`; negative ones count from the last layer with a vector.
 
     Raises:
-        LayerOutOfRange, InvalidSpec: one that there are no vectors for.
+        LayerOutOfRange, InvalidSpec: there are no vectors for a layer.
     """
     if layers is None:
         return list(directions.layers)
@@ -97,14 +97,14 @@ def chosen_layers(directions: DirectionSet, layers: Layers | None) -> list[int]:
 
 
 def in_stream(vectors: Vectors, weights: ModelWeights) -> DirectionSet:
-    """Vectors with names, if they are in the basis of a model's stream.
+    """Return vectors with names, after checking that they are in the basis of a model's stream.
 
     Args:
-        vectors: as given.
-        weights: of the model.
+        vectors: vectors in any accepted form.
+        weights: weights of the model.
 
     Raises:
-        InvalidSpec: of another width, or of a site whose rows are something else than the stream.
+        InvalidSpec: the width differs from the model's, or the site is not in the basis of the stream.
     """
     found = named(vectors)
     if not isinstance(weights, ModelWeights):
@@ -119,17 +119,17 @@ def in_stream(vectors: Vectors, weights: ModelWeights) -> DirectionSet:
 
 
 def readers(weights: ModelWeights, site: str, layer: int, block: Block, layers: Layers | None) -> list[int]:
-    """Layers whose block reads what is added at a point.
+    """Return the layers whose block reads what is added at a point.
 
     Args:
-        weights: of the model.
-        site, layer: the point.
-        block: which.
-        layers: those that are wanted; by default all whose block comes after the point.
+        weights: weights of the model.
+        site, layer: site and layer of the point.
+        block: "attention" or "mlp".
+        layers: layers to return; by default all whose block comes after the point.
 
     Raises:
-        InvalidSpec: none does.
-        LayerOutOfRange: a layer that the model does not have.
+        InvalidSpec: no block reads it.
+        LayerOutOfRange: the model does not have a layer.
     """
     first = layer + READ[site][block == "mlp"]
     if site == "attn_out" and block == "mlp" and weights.is_parallel:
@@ -138,7 +138,7 @@ def readers(weights: ModelWeights, site: str, layer: int, block: Block, layers: 
 
 
 def writers(weights: ModelWeights, site: str, layer: int, block: Block, layers: Layers | None) -> list[int]:
-    """Layers whose block has written to the rows of a point; as `readers`, and all by default that came before it."""
+    """Return the layers whose block has written to the rows of a point; `layers` as for `readers`."""
     if site in OWN:
         last = layer if OWN[site] == block else -1
         found = range(layer, last + 1)
@@ -148,15 +148,15 @@ def writers(weights: ModelWeights, site: str, layer: int, block: Block, layers: 
 
 
 def random_units(count: int, width: int, seed: int) -> Float[torch.Tensor, "count width"]:
-    """Random vectors of length 1, uniform on the sphere; what they are compared with is scaled to length 1, too.
+    """Draw random vectors of length 1, uniform on the sphere.
 
     Args:
-        count: how many, 2 at least.
-        width: elements of each.
-        seed: of the draw.
+        count: number of vectors, 2 at least.
+        width: number of elements of each.
+        seed: seed of the draw.
 
     Raises:
-        InvalidSpec: too few for a spread.
+        InvalidSpec: fewer than 2, too few for a spread.
     """
     number = index_of(count)
     if number is None or number < 2:
@@ -175,5 +175,5 @@ def _wanted(weights: ModelWeights, layers: Layers | None, found: Sequence[int], 
 
 
 def origin(directions: DirectionSet, **more: Any) -> dict[str, Any]:
-    """What a table says of the vectors that it is of."""
+    """Return the metadata of a table about its vectors."""
     return {"model": directions.model, "site": directions.site, "width": directions.width, **more}

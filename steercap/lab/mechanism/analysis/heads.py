@@ -1,8 +1,9 @@
-"""What a vector touches in attention: heads that look by it, look for it, copy it, and what they make of it.
+"""Attention heads that a vector touches: heads that read it in queries, keys and values, or write it.
 
 By weights alone (Elhage et al. 2021, A Mathematical Framework for Transformer Circuits). The gains of norms are folded
-in; their scales, which are the row's own, are left out: they multiply all numbers of a block alike. Rotary embedding is
-left out: scores are those of a query and a key at one position. Biases are left out: they add the same to every vector.
+in; their scales, which depend on the row, are left out: they multiply all numbers of a block equally. Rotary embedding
+is left out: scores are those of a query and a key at one position. Biases are left out: they add the same to every
+vector.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from steercap.lab.mechanism.weights.model import ModelWeights
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Random vectors that numbers without a closed form are compared with; a standard deviation of them is 2 % off.
+#: Random vectors to compare numbers without a closed form with; their standard deviation has an error of 2 %.
 RANDOM = 1000
 
 
@@ -40,15 +41,15 @@ def head_reads(
     random: int = RANDOM,
     seed: int = 0,
 ) -> pa.Table:
-    """How strongly each head's queries, keys and values read a vector.
+    """Measure how strongly each head's queries, keys and values read a vector.
 
     Args:
-        vectors: in the basis of the stream.
-        weights: of their model.
-        layer: of the vectors.
-        layers: whose heads; by default all that read what is added at that point.
-        random: random vectors of the same norm, uniform on the sphere.
-        seed: of these.
+        vectors: vectors in the basis of the stream.
+        weights: weights of their model.
+        layer: layer of the vectors.
+        layers: layers of the heads; by default all that read what is added at that point.
+        random: number of random vectors of the same norm, uniform on the sphere.
+        seed: seed of the random vectors.
 
     Returns:
         Columns `name`, `layer`, `part` ("q", "k", "v"), `head` (of "k" and "v" a head of keys, which several query
@@ -56,7 +57,7 @@ def head_reads(
         deviations of the strengths of random vectors, from their mean).
 
     Raises:
-        InvalidSpec: vectors of another width or basis, no layer that reads them, or fewer than 2 random ones.
+        InvalidSpec: vectors of another width or basis, no layer reads them, or fewer than 2 random vectors.
         UnsupportedModel, LayerOutOfRange: as for `ModelWeights.attention`.
     """
     directions, given, drawn = _sets(vectors, weights, layer, random, seed)
@@ -80,10 +81,10 @@ def qk_circuit(
     random: int = RANDOM,
     seed: int = 0,
 ) -> pa.Table:
-    """How much each head's attention score rises where one vector is in the query's row and another in the key's.
+    """Measure how much a head's attention score rises with one vector in the query's row and another in the key's.
 
-    The score is the product of what the head's queries make of the first vector with what its keys make of the second,
-    both of length 1, before it is scaled by 1/√head_dim or the like.
+    The score is the product of the head's query of the first vector with its key of the second, both of length 1,
+    before it is scaled by 1/√head_dim or the like.
 
     Args:
         vectors, weights, layer, layers, random, seed: as for `head_reads`.
@@ -132,16 +133,16 @@ def ov_circuit(
     random: int = RANDOM,
     seed: int = 0,
 ) -> pa.Table:
-    """What each head writes where it attends to a row that holds a vector: how much, and how much of it is the vector.
+    """Measure the output of each head that attends to a row holding a vector: strength, and part along the vector.
 
     Args:
         vectors, weights, layer, layers, random, seed: as for `head_reads`.
 
     Returns:
         Columns `name`, `layer`, `head`, `strength` (length of what is written, over the vector's), `strength_z`,
-        `copied` (what is written along the vector itself, over the vector's length: above 0 the head copies it, below
-        it takes it away), `copied_z`, `cosine` (of what is written with the vector). Each z is in standard deviations
-        from the mean of random vectors, which of heads that copy everything is above 0.
+        `copied` (the output's component along the vector, over the vector's length: above 0 the head copies it, below 0
+        it removes it), `copied_z`, `cosine` (of the output with the vector). Each z is in standard deviations from the
+        mean of random vectors; that mean is above 0 for heads that copy everything.
 
     Raises:
         The errors of `head_reads`.
@@ -167,12 +168,12 @@ def ov_circuit(
 def ov_tokens(
     vectors: Vectors, weights: ModelWeights, layer: int, heads: Sequence[tuple[int, int]], *, top: int = 10
 ) -> pa.Table:
-    """The tokens whose logits a head raises most where it attends to a row that holds a vector, directly.
+    """List the tokens whose logits a head raises most, directly, when it attends to a row holding a vector.
 
     Args:
-        vectors, weights, layer: as for `head_reads`.
-        heads: (layer, head) of each.
-        top: tokens of each.
+        vectors, weights, layer: arguments as for `head_reads`.
+        heads: (layer, head) of each head.
+        top: number of tokens for each head.
 
     Returns:
         Columns `name`, `layer`, `head`, `place`, `token_id`, `token`, `logit` (as `vector_lens` counts it, of what the
@@ -180,7 +181,7 @@ def ov_tokens(
         that head, in closed form).
 
     Raises:
-        InvalidSpec: heads that are not pairs of indices the model has, or `top` that does not fit.
+        InvalidSpec: a head is not a pair of indices that the model has, or `top` is out of range.
         The errors of `head_reads` and `vector_lens`.
     """
     directions = in_stream(vectors, weights)
@@ -213,7 +214,7 @@ def ov_tokens(
 def _sets(
     vectors: Vectors, weights: ModelWeights, layer: int, random: int, seed: int
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Vectors with their names, the same at length 1, and random ones."""
+    """Return vectors with names, the same at length 1, and random unit vectors."""
     directions = in_stream(vectors, weights)
     return directions, units(directions, layer), random_units(random, weights.width, seed)
 
@@ -223,12 +224,12 @@ def _queries(attention: AttentionWeights, rows: torch.Tensor) -> Float[torch.Ten
 
 
 def _keys(attention: AttentionWeights, rows: torch.Tensor) -> Float[torch.Tensor, "rows heads head_dim"]:
-    """What the key of each query head makes of rows."""
+    """Return the keys of rows, repeated for each query head: [rows, heads, head_dim]."""
     return torch.einsum("kdh,nh->nkd", attention.key.weight, rows).repeat_interleave(attention.group, dim=1)
 
 
 def _written(attention: AttentionWeights, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of unit rows, how long what each head writes is, and how far it reaches along the row: [rows, heads] each."""
+    """Return the length of each head's output for unit rows, and its component along the row: [rows, heads] each."""
     values = torch.einsum("kdh,nh->nkd", attention.value.weight, rows).repeat_interleave(attention.group, dim=1)
     products = torch.einsum("khd,khe->kde", attention.output, attention.output)
     strength = (torch.einsum("nkd,kde->nke", values, products) * values).sum(2).clamp(min=0).sqrt()
@@ -236,13 +237,13 @@ def _written(attention: AttentionWeights, rows: torch.Tensor) -> tuple[torch.Ten
 
 
 def _standard(found: Float[torch.Tensor, "names heads"], known: Float[torch.Tensor, "random heads"]) -> torch.Tensor:
-    """Distance from the mean of random vectors in their standard deviations; 0 where these do not vary."""
+    """Standardise values by the mean and standard deviation of random vectors; 0 where these do not vary."""
     spread = known.std(dim=0)
     return torch.where(spread > 0, (found - known.mean(dim=0)) / spread, 0.0)
 
 
 def _by_head(directions: Any, layer: int, part: str = "", **columns: torch.Tensor) -> list[dict[str, Any]]:
-    """A row for each name and head; columns are [names, heads]."""
+    """Return a record for each name and head; columns are [names, heads]."""
     first = next(iter(columns.values()))
     return [
         {"name": name, "layer": layer, "part": part, "head": head}

@@ -1,4 +1,4 @@
-"""How alike the directions are that several methods find in the same rows, with the most and the least that may be."""
+"""Similarity of the directions that several methods find in the same rows, with a ceiling and a chance level."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from steercap.steering.layers import LayerVectors
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: By method, its vectors.
+#: Vectors by method.
 Found = dict[str, LayerVectors]
 
 
@@ -34,25 +34,25 @@ def method_similarity(
     shuffles: int = 5,
     seed: int = 0,
 ) -> pa.Table:
-    """Cosines of the directions of several methods, layer by layer, with what the data allow.
+    """Compute cosines between the directions of several methods, layer by layer, with the ceiling that the data allow.
 
-    Methods that see the same rows share their noise, and agree for that alone. So the groups of the rows are split into
-    halves at random, `halves` times, and each method is used on both. `apart` is the cosine of one method on one half
-    with the other on the other half, and `ceiling` what it would be if both looked for the same direction: the
-    geometric mean of how well each agrees with itself on the other half. Where `apart` reaches `ceiling`, no difference
+    Methods that see the same rows share their noise, and agree for that reason alone. So the groups of the rows are
+    split into halves at random, `halves` times, and each method is used on both. `apart` is the cosine of one method on
+    one half with the other on the other half, and `ceiling` what it would be if both looked for the same direction: the
+    geometric mean of each method's agreement with itself across halves. Where `apart` reaches `ceiling`, no difference
     of the methods is to be seen.
 
     Source of the ceiling: Spearman (1904), The proof and measurement of association between two things.
 
     Args:
-        contrast: rows of texts that show something, and of texts that do not.
-        layers: what the second axis of the rows is.
+        contrast: rows of texts that show a property, and of texts that do not.
+        layers: layers along the second axis of the rows.
         methods: names in `steercap.lab.directions.METHODS`.
-        others: further vectors by name, such as trained ones, which are not found anew: `apart`,
-            `ceiling` and `shuffled` are NaN for them.
-        halves: splits; each needs groups that both kinds have, two at least.
-        shuffles: how often labels are shuffled within pairs of texts, for what methods agree in where there is nothing.
-        seed: of splits, shuffles and methods.
+        others: further vectors by name, such as trained ones, which are not recomputed: `apart`, `ceiling` and
+            `shuffled` are NaN for them.
+        halves: number of random splits; each needs at least two groups that both kinds have.
+        shuffles: number of shuffles of labels within pairs of texts, to measure agreement without any effect.
+        seed: seed of splits, shuffles and methods.
 
     Returns:
         Columns `layer`, `first`, `second`, `cosine` (on all rows), `apart`, `ceiling`, `shuffled` (mean |cosine| on all
@@ -103,14 +103,14 @@ def _kept(others: Mapping[str, LayerVectors], layers: Sequence[int], width: int)
 def _halved(
     contrast: Contrast, layers: Sequence[int], methods: Sequence[str], seed: int, draw: int
 ) -> tuple[Found, Found]:
-    """The vectors of each method on either half of the groups."""
+    """Return the vectors of each method on either half of the groups."""
     one, other = contrast.split(0.5, draw)
     assert other is not None
     return _found(one, layers, methods, seed), _found(other, layers, methods, seed)
 
 
 def _across(pairs: Sequence[tuple[Found, Found]], first: str, second: str, layer: int) -> tuple[float, float]:
-    """The mean cosine of two methods on different halves, and of what it could be: 0 at least."""
+    """Return the mean cosine of two methods on different halves, and its ceiling, at least 0."""
     apart = [_cosine(one[first], other[second], layer) for one, other in (*pairs, *(pair[::-1] for pair in pairs))]
     own = [
         max(float(np.mean([_cosine(one[method], other[method], layer) for one, other in pairs])), 0.0)
@@ -120,7 +120,7 @@ def _across(pairs: Sequence[tuple[Found, Found]], first: str, second: str, layer
 
 
 def _shuffled(contrast: Contrast, seed: int) -> Contrast:
-    """Pairs of texts, each in the right or the wrong order, at random."""
+    """Return pairs of texts, each in the right or the wrong order, at random."""
     pairs = contrast.pairs()
     turned = torch.rand(len(pairs.positive), generator=torch.Generator().manual_seed(seed)) < 0.5
     mask = turned[:, None, None]

@@ -1,7 +1,7 @@
-"""What a vector touches in feed-forward blocks: neurons that read it, and neurons that write it.
+"""Feed-forward neurons that a vector touches: neurons that read it, and neurons that write it.
 
 By weights alone, up to the scale of norms, as in `steercap.lab.mechanism.analysis.heads`. Both are scalar products, so
-that what a random vector gives is known in closed form, and every number is a z-score without drawing any.
+that their distribution for random vectors is known in closed form, and every number has a z-score without sampling.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 def neuron_reads(
     vectors: Vectors, weights: ModelWeights, layer: int, *, layers: Layers | None = None, top: int | None = 20
 ) -> pa.Table:
-    """The neurons whose gates or inputs read a vector most, either way.
+    """List the neurons whose gates or inputs read a vector most, with either sign.
 
     Args:
-        vectors: in the basis of the stream.
-        weights: of their model.
-        layer: of the vectors.
-        layers: whose neurons; by default all that read what is added at that point.
-        top: neurons of each vector and part, over all layers, by |z|; None for all.
+        vectors: vectors in the basis of the stream.
+        weights: weights of their model.
+        layer: layer of the vectors.
+        layers: layers of the neurons; by default all that read what is added at that point.
+        top: number of neurons of each vector and part, over all layers, by |z|; None for all.
 
     Returns:
-        Columns `name`, `part` ("gate" and "up", or "in" where neurons have no gate), `layer`, `neuron`, `read` (what it
-        makes of the vector, over the vector's length, up to the norm's scale), `constant` (what it has without a row),
-        `z`: √hidden · cos(vector, what the neuron reads), standard normal for random vectors.
+        Columns `name`, `part` ("gate" and "up", or "in" where neurons have no gate), `layer`, `neuron`, `read` (its
+        product with the vector, over the vector's length, up to the norm's scale), `constant` (its value without a
+        row), `z`: √hidden · cos(vector, the neuron's input direction), standard normal for random vectors.
 
     Raises:
-        InvalidSpec: vectors of another width or basis, no layer that reads them, or `top` below 1.
+        InvalidSpec: vectors of another width or basis, no layer reads them, or `top` is below 1.
         UnsupportedModel, LayerOutOfRange: as for `ModelWeights.neurons`.
     """
     directions = in_stream(vectors, weights)
@@ -56,15 +56,15 @@ def neuron_reads(
 def neuron_writes(
     vectors: Vectors, weights: ModelWeights, layer: int, *, layers: Layers | None = None, top: int | None = 20
 ) -> pa.Table:
-    """The neurons that write along a vector most, either way, once they are active.
+    """List the neurons that write along a vector most, with either sign, when active.
 
     Args:
-        vectors, weights, layer, top: as for `neuron_reads`.
-        layers: whose neurons; by default all that have written to the rows of that point.
+        vectors, weights, layer, top: arguments as for `neuron_reads`.
+        layers: layers of the neurons; by default all that have written to the rows of that point.
 
     Returns:
         Columns `name`, `layer`, `neuron`, `written` (what an activation of 1 adds along the vector, in units of the
-        stream), `cosine` (of what it adds with the vector), `z`: √hidden · cosine.
+        stream), `cosine` (of the neuron's output direction with the vector), `z`: √hidden · cosine.
 
     Raises:
         The errors of `neuron_reads`.
@@ -77,7 +77,7 @@ def neuron_writes(
 
 
 class _Found:
-    """Neurons of several layers, of which the greatest are kept."""
+    """Collector of neurons over layers, which keeps the greatest by |z|."""
 
     def __init__(self, directions: DirectionSet, top: int | None) -> None:
         number = index_of(top)
@@ -95,7 +95,7 @@ class _Found:
         given: Float[torch.Tensor, "names hidden"],
         constant: Float[torch.Tensor, " neurons"] | None,
     ) -> None:
-        """The neurons of one layer."""
+        """Add the neurons of one layer."""
         products, lengths = given @ weight.T, weight.norm(dim=1)
         cosines = torch.where(lengths > 0, products / lengths, 0.0)
         count = len(weight) if self._top is None else min(self._top, len(weight))
@@ -118,7 +118,7 @@ class _Found:
             )
 
     def table(self, columns: tuple[str, ...], *, at: int) -> pa.Table:
-        """What is kept, by |z|."""
+        """Return the kept neurons as a table, by |z|."""
         kept = [
             row
             for rows in self._rows.values()

@@ -1,4 +1,4 @@
-"""Where a vector matters: what adding it changes, layer by layer, and token by token, in an open model."""
+"""Sweeps of a vector in an open model: the effect of adding it, by layer, and by layer and token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLUMNS = ("name", "control", "layer", "prompt", "position", "token", "value", "
 
 
 class _Run(NamedTuple):
-    """One run with a vector added: which, at which layer, and to which tokens."""
+    """Run with a vector added at one layer to some tokens."""
 
     name: str
     control: str
@@ -56,31 +56,31 @@ async def layer_sweep(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
-    """The effect of adding the vector of each layer at that layer, in a run of its own, beside random vectors as long.
+    """Measure the effect of adding each layer's vector at that layer, beside random vectors of equal norm.
 
-    All runs share the engine's batches; a run in which the vector was not added raises. For measures of whole answers,
-    sweep layers with `steercap.lab.studies.sweeps.run_sweep`.
+    Each layer is a run of its own; all share the engine's batches, and a run in which the vector was not added raises.
+    To measure whole answers, sweep layers with `steercap.lab.studies.sweeps.run_sweep`.
 
     Args:
         model: an open model, with taps at the vectors' points.
-        vectors: a DirectionSet, or several LayerVectors alike.
-        prompts: one or several: str, token ids, or `Exchange`.
-        metric: the number of a run, of the token after the prompt: as for `steercap.lab.mechanism.patching.patch`.
-        scale, relative: as in `steercap.Add`.
+        vectors: a DirectionSet, or LayerVectors of one model, site and width.
+        prompts: one prompt or several: str, token ids, or `Exchange`.
+        metric: metric of the token after the prompt, as for `steercap.lab.mechanism.patching.patch`.
+        scale, relative: arguments as in `steercap.Add`.
         layers: some of the vectors' layers; all by default.
-        tokens: to which tokens of the prompt it is added, all in one run.
-        random: random vectors for each vector and layer, 0 for none.
-        seed: of these.
-        concurrent: runs under way at once.
-        progress: called with the number of runs that are done, and of all.
+        tokens: tokens of the prompt to add it to, all in one run.
+        random: number of random vectors for each vector and layer, 0 for none.
+        seed: seed of the random vectors.
+        concurrent: maximum concurrent runs.
+        progress: function called with the number of finished runs, and of all.
 
     Returns:
         Columns `name`, `control` ("" for the vector, "random-03" for the fourth random one), `layer`, `prompt`,
         `position` and `token` (null and ""), `value`, `base` (without it), `difference`: a row for each run.
 
     Raises:
-        InvalidSpec: vectors, a scale, prompts or a metric that do not fit.
-        PointNotArmed: the engine has no tap there.
+        InvalidSpec: the vectors, scale, prompts or metric are not valid.
+        PointNotArmed: the engine has no tap at a point.
         The errors of `SteerModel.generate`, SteeringNotApplied among them.
     """
     sweep = _Sweep(vectors, scale, layers, tokens, random, relative=relative, seed=seed, together=True)
@@ -102,14 +102,14 @@ async def position_sweep(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> pa.Table:
-    """The effect of adding the vector of each layer at that layer to one token alone, each token in a run of its own.
+    """Measure the effect of adding each layer's vector at that layer to one token alone, each token in its own run.
 
     Args:
         model, vectors, prompts, metric, scale, relative, layers, tokens, random, seed, concurrent, progress: as for
             `layer_sweep`.
 
     Returns:
-        As `layer_sweep`, `position` and `token` filled in.
+        Columns as for `layer_sweep`, with `position` and `token` filled in.
 
     Raises:
         The errors of `layer_sweep`.
@@ -119,10 +119,10 @@ async def position_sweep(
 
 
 class _Sweep:
-    """Which vectors are added, where and how, and what they are compared with.
+    """Settings of a sweep: vectors, scale, layers, tokens and random controls.
 
     Raises:
-        InvalidSpec: no number, or fewer than no random vectors.
+        InvalidSpec: the scale or the number of random vectors is not valid.
         The errors of `named` and `chosen_layers`.
     """
 
@@ -156,7 +156,7 @@ class _Sweep:
         concurrent: int,
         progress: Callable[[int, int], None] | None,
     ) -> pa.Table:
-        """Every run of every prompt, as a table."""
+        """Run every prompt with every vector, and return the table."""
         ids = [tuple(one) for one in ids_of(model.tokenizer, texts_of(prompts, "prompts"))]
         pairs = [Pair(number, one, one, decoded(model.tokenizer, one)) for number, one in enumerate(ids)]
         asked = [list(self._asked(pair)) for pair in pairs]
@@ -178,7 +178,7 @@ class _Sweep:
         return table_of({name: [row[name] for row in rows] for name in COLUMNS}, **about)
 
     def _asked(self, pair: Pair) -> Iterator[_Run]:
-        """The runs of one prompt."""
+        """Yield the runs of one prompt."""
         positions = positions_of(self._selection, len(pair.base))
         groups = [tuple(positions)] if self._together else [(position,) for position in positions]
         for name, vectors in self._directions.items():

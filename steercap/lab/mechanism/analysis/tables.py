@@ -1,4 +1,4 @@
-"""Tables of this room: pyarrow's, each with what it was made of in its schema, and what a picture needs of one."""
+"""pyarrow tables of the analysis, with their origin in the schema's metadata, and access to them for pictures."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from steercap.files.base import write_whole
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Where in the schema's metadata the rest of what is known of a table lies.
+#: Metadata key in the schema under which a table's origin is stored.
 KEY: Final = b"steercap"
-#: Rows that are shown of a table.
+#: Rows of a table shown by default.
 ROWS: Final = 20
 
 
 def table_of(columns: Mapping[str, Sequence[Any]], **about: Any) -> pa.Table:
-    """A table.
+    """Build a table with its origin in the schema's metadata.
 
     Args:
-        columns: by name, all of one length: lists or NumPy arrays.
-        **about: what it was made of, in plain values.
+        columns: columns by name, all of one length: lists or NumPy arrays.
+        **about: origin of the table, in JSON-compatible values.
     """
     with extra("analysis"):
         import pyarrow as pa
@@ -35,13 +35,13 @@ def table_of(columns: Mapping[str, Sequence[Any]], **about: Any) -> pa.Table:
 
 
 def about(table: pa.Table) -> dict[str, Any]:
-    """Read what an analysis table was made of: model, site, layer, how many random vectors, and the like.
+    """Read the origin of an analysis table: model, site, layer, number of random vectors, and the like.
 
     Args:
-        table: of any function here; also after it was filtered, sorted, or written to Parquet and read.
+        table: table from any function here; also after filtering, sorting, or writing to Parquet and reading.
 
     Raises:
-        InvalidSpec: it is none of these.
+        InvalidSpec: the table is not an analysis table.
     """
     known = (getattr(getattr(table, "schema", None), "metadata", None) or {}).get(KEY)
     if known is None:
@@ -53,15 +53,15 @@ def about(table: pa.Table) -> dict[str, Any]:
 
 
 def rows_of(table: pa.Table, *columns: str, maker: str) -> list[dict[str, Any]]:
-    """The rows of a table, for a picture.
+    """Return the rows of a table, for a picture.
 
     Args:
-        table: given by a user.
-        columns: that it must have.
+        table: table given by a user.
+        columns: required columns.
         maker: the function that makes such tables.
 
     Raises:
-        InvalidSpec: it lacks a column, or has no rows.
+        InvalidSpec: the table lacks a column, or has no rows.
     """
     names = list(getattr(table, "column_names", ()))
     if missing := [column for column in columns if column not in names]:
@@ -73,14 +73,14 @@ def rows_of(table: pa.Table, *columns: str, maker: str) -> list[dict[str, Any]]:
 
 
 def save_table(table: pa.Table, path: str | Path) -> Path:
-    """Write a table to one file, which appears whole or not at all.
+    """Write a table to one file, atomically.
 
     Args:
-        table: any; Parquet keeps what it was made of, CSV does not.
-        path: the file, `.parquet` or `.csv`.
+        table: any table; Parquet keeps its origin, CSV does not.
+        path: file to write, `.parquet` or `.csv`.
 
     Raises:
-        InvalidFile: the name ends in something else.
+        InvalidFile: the suffix is another one.
     """
     with extra("analysis"):
         from pyarrow import csv, parquet
@@ -94,11 +94,11 @@ def save_table(table: pa.Table, path: str | Path) -> Path:
 
 
 def as_text(table: pa.Table, rows: int = ROWS) -> str:
-    """The first rows of a table in aligned columns, numbers to four digits: for `print`, without pandas.
+    """Format the first rows of a table in aligned columns, numbers to four digits, without pandas.
 
     Args:
-        table: any.
-        rows: most of them.
+        table: any table.
+        rows: maximum number of rows.
     """
     some = table.slice(0, rows)
     cells = [[_shown(value) for value in some.column(name).to_pylist()] for name in table.column_names]
@@ -109,10 +109,10 @@ def as_text(table: pa.Table, rows: int = ROWS) -> str:
 
 
 def once(compared: int) -> float:
-    """The |z| that a random vector exceeds once among so many numbers, on average.
+    """Return the |z| that a random vector exceeds once among `compared` numbers, on average.
 
     Args:
-        compared: numbers, each standard normal.
+        compared: number of standard normal values.
     """
     return NormalDist().inv_cdf(1 - 0.5 / max(compared, 2))
 

@@ -1,4 +1,4 @@
-"""What a vector says: the tokens whose logits it raises and lowers, and those whose rows lie nearest to it."""
+"""Tokens of a vector: those whose logits it raises and lowers, and those whose rows lie nearest to it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from steercap.lab.mechanism.weights.model import ModelWeights
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: What is done to a vector before the unembedding reads it.
+#: Treatment of the final norm before the unembedding.
 Norm: TypeAlias = Literal["folded", "applied", "none"]
-#: Whose rows a vector is compared with.
+#: Matrix whose rows a vector is compared with.
 Rows: TypeAlias = Literal["unembedding", "embedding"]
-#: What tokens are put in order by.
+#: Sort key of tokens.
 By: TypeAlias = Literal["logit", "z"]
 ENDS: Final = ("raised", "lowered")
 
@@ -37,29 +37,29 @@ def vector_lens(
     norm: Norm = "folded",
     by: By = "logit",
 ) -> pa.Table:
-    """The tokens whose logits a vector raises and lowers most, read by the model's final norm and unembedding.
+    """List the tokens whose logits a vector raises and lowers most, by the model's final norm and unembedding.
 
     Args:
-        vectors: in the basis of the stream.
-        weights: of their model.
+        vectors: vectors in the basis of the stream.
+        weights: weights of their model.
         layers: some of their layers; all by default.
-        top: tokens of either end.
-        norm: what becomes of the final norm. "folded": its gain, and its centring if it has one; its scale, which is
-            the row's and the same for all tokens, is left out, so logits are those of a row of root mean square 1.
+        top: number of tokens for either end.
+        norm: treatment of the final norm. "folded": its gain, and its centring if it has one; its scale, which is the
+            row's and the same for all tokens, is left out, so logits are those of a row of root mean square 1.
             "applied": the norm itself, as if the vector were a whole row, with the constants and soft-capping of the
-            model: of a captured row, the logit lens. "none": the unembedding alone.
-        by: what tokens are put in order by: "logit", as the model would; or "z", so that tokens whose logit moves far
-            under any vector do not come first.
+            model; for a captured row, this is the logit lens. "none": the unembedding alone.
+        by: sort key of tokens: "logit", as the model would; or "z", so that tokens whose logit moves far under any
+            vector do not come first.
 
     Returns:
-        Columns `name`, `layer`, `end` ("raised" or "lowered"), `place`, `token_id`, `token`, `logit`, `z`: the logit
-        in standard deviations of what random vectors of the same norm give to that token, by the closed form
-        √hidden · cos(vector, what the token's logit reads). With norm="applied" logits are not linear, so `z` is that
-        of the folded vector.
+        Columns `name`, `layer`, `end` ("raised" or "lowered"), `place`, `token_id`, `token`, `logit`, `z`: the logit in
+        standard deviations of that token's logit under random vectors of the same norm, by the closed form √hidden ·
+        cos(vector, the direction the token's logit reads). With norm="applied" logits are not linear, so `z` is that of
+        the folded vector.
 
     Raises:
-        InvalidSpec: vectors of another width or basis, another word for `norm` or `by`, or `top` that does not fit.
-        UnsupportedModel: a final norm that cannot be folded.
+        InvalidSpec: vectors of another width or basis, an unknown `norm` or `by`, or `top` out of range.
+        UnsupportedModel: the final norm cannot be folded.
         The errors of `cosines`.
     """
     directions = in_stream(vectors, weights)
@@ -95,13 +95,13 @@ def nearest_tokens(
     top: int = 10,
     of: Rows = "unembedding",
 ) -> pa.Table:
-    """The tokens whose rows of the unembedding, or of the embedding, have the greatest cosine with a vector.
+    """List the tokens whose rows of the unembedding, or of the embedding, have the greatest cosine with a vector.
 
-    No norm is folded in: this is geometry, and `vector_lens` is what the model would say.
+    No norm is folded in: this is geometry; `vector_lens` gives the model's own logits.
 
     Args:
-        vectors, weights, layers, top: as for `vector_lens`; `top` of the greatest cosines.
-        of: "unembedding" or "embedding".
+        vectors, weights, layers, top: arguments as for `vector_lens`; `top` of the greatest cosines.
+        of: matrix to compare with, "unembedding" or "embedding".
 
     Returns:
         Columns `name`, `layer`, `place`, `token_id`, `token`, `cosine`, `z`: √hidden · cosine, standard normal for
@@ -135,15 +135,15 @@ def z_of(
     lengths: Float[torch.Tensor, " readers"],
     vectors: Float[torch.Tensor, "names hidden"],
 ) -> Float[torch.Tensor, "names readers"]:
-    """Scalar products in standard deviations of those that random vectors of the same norm have: float32.
+    """Scale products of vectors with readers by their standard deviation for random vectors of the same norm: float32.
 
     A random vector is uniform on the sphere, so its product with a reader of length l has mean 0 and standard deviation
     l · norm / √hidden, exactly; for widths that are not tiny it is normal.
 
     Args:
         values: products of vectors with readers.
-        lengths: of the readers.
-        vectors: whose.
+        lengths: norms of the readers.
+        vectors: the vectors.
     """
     spread = lengths * vectors.norm(dim=1, keepdim=True) / math.sqrt(vectors.shape[1])
     return torch.where(spread > 0, values / spread, 0.0)
@@ -159,7 +159,7 @@ def _top(top: object, most: int) -> int:
 def _with_texts(
     rows: list[dict[str, Any]], weights: ModelWeights, columns: tuple[str, ...], made: dict[str, Any]
 ) -> pa.Table:
-    """A table of rows, tokens with their texts."""
+    """Build a table of rows, with the texts of tokens."""
     distinct = sorted({row["token_id"] for row in rows})
     known = dict(zip(distinct, texts_of(weights.tokenizer, distinct), strict=True))
     for row in rows:

@@ -1,4 +1,4 @@
-"""Activation patching: what one run's rows do in another run, point by point, for one pair of prompts or many."""
+"""Activation patching: effects of one run's rows in another run, point by point, for one pair of prompts or many."""
 
 from steercap.lab.mechanism.patching.ablation import ablate
 from steercap.lab.mechanism.patching.activation import patch

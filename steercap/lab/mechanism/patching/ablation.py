@@ -1,4 +1,4 @@
-"""Ablate a place at a time: its rows become zero, or the mean of rows of other texts."""
+"""Ablation, a place at a time: rows are replaced by zeros, or by the mean of rows of other texts."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from steercap.lab.mechanism.patching.running import CONCURRENT, Runs
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: What takes the place of rows: zeros, the mean row of a position, or the mean row of all positions.
+#: Replacement of rows: zeros, the mean row of a position, or the mean row of all positions.
 Ablation: TypeAlias = Literal["zero", "position_mean", "mean"]
 
 
 @dataclass(frozen=True)
 class Fill:
-    """What takes the place of rows.
+    """Replacement rows of an ablation.
 
     Args:
-        rows: of each point one row, or one for each position: flat, float32.
-        by_position: which of the two.
+        rows: flat float32 rows of each point, either one, or one for each position.
+        by_position: True if there is a row for each position.
     """
 
     rows: dict[Point, Float[torch.Tensor, "positions width"]]
     by_position: bool
 
     def at(self, cell: Cell) -> Float[torch.Tensor, "positions width"]:
-        """Rows for a cell."""
+        """Return the rows for a cell."""
         rows = self.rows[cell.point]
         return rows[list(cell.positions)] if self.by_position else rows.expand(len(cell.positions), -1)
 
@@ -58,28 +58,28 @@ async def ablate(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
-    """Take rows away, at each place of a grid in a run of its own, and measure what it does.
+    """Ablate rows at each place of a grid, in a run of its own, and measure the effect.
 
     Args:
-        model: an open model, its `sites` armed where the grid lies.
-        prompts: one or several: str, token ids, or `Exchange`.
-        points: where: a `Grid`, or several.
-        metric: the number that runs are compared by, as for `patch`.
-        to: what rows become: "zero"; "position_mean", the mean row that the reference texts have at the same position,
-            all of them as long as the prompts; or "mean", the mean row of all their tokens.
-        reference: texts that means are taken of; the prompts themselves by default.
-        reference_tokens: of "mean", which of their tokens: by default all but the first, whose row in most models is an
-            attention sink, a hundred times as long as the others.
-        concurrent: runs under way at once.
-        progress: called with the number of changed runs that are done, and of all.
+        model: an open model, with the grid's points armed.
+        prompts: one prompt or several: str, token ids, or `Exchange`.
+        points: a `Grid`, or several.
+        metric: metric of a run, as for `patch`.
+        to: replacement of rows: "zero"; "position_mean", the mean row of the reference texts at the same position, all
+            of them as long as the prompts; or "mean", the mean row of all their tokens.
+        reference: texts to take means over; the prompts themselves by default.
+        reference_tokens: tokens of them to average for "mean": by default all but the first, whose row in most models
+            is an attention sink, a hundred times as long as the others.
+        concurrent: maximum concurrent runs.
+        progress: function called with the number of finished changed runs, and of all.
 
     Returns:
         The effect of every place, for each prompt; `source` is None.
 
     Raises:
-        InvalidPrompt: "position_mean" of texts of different lengths.
-        InvalidSpec: a grid, metric or other word that does not fit.
-        PointNotArmed: the engine has no tap there.
+        InvalidPrompt: "position_mean" is given, and texts have different lengths.
+        InvalidSpec: a grid, metric or other argument is not valid.
+        PointNotArmed: the engine has no tap at a point.
         The errors of `SteerModel.generate`, SteeringNotApplied among them.
     """
     if to not in get_args(Ablation):
@@ -132,7 +132,7 @@ def _zeros(model: SteerModel, place: Places) -> Fill:
 async def _means(
     model: SteerModel, place: Places, texts: Sequence[Sequence[int]], selection: TokenSelection, *, by_position: bool
 ) -> Fill:
-    """Mean rows of texts at the points of a grid, added up in float64."""
+    """Compute mean rows of texts at the points of a grid, summed in float64."""
     sums: dict[Point, Any] = {}
     count = 0
     for first in range(0, len(texts), CALL_TEXTS):

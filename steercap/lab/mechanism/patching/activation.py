@@ -1,4 +1,4 @@
-"""Patch one run's rows into another, a place at a time: what of the answer comes back, or breaks (arXiv:2202.05262)."""
+"""Activation patching: rows of one run are put into another, a place at a time (arXiv:2202.05262)."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ async def patch(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
-    """Put rows of one run into another, at each place of a grid in a run of its own, and measure what it does.
+    """Patch rows of one run into another, at each place of a grid in a run of its own, and measure the effect.
 
-    All runs of all pairs share the engine's batches. The rows that are put in are those that the other run was seen to
-    have, to the bit; a run in which a row was not put in raises.
+    All runs of all pairs share the engine's batches. Patched rows are bit-identical to those captured in the other run;
+    a run in which a row was not patched raises.
 
     Args:
-        model: an open model, its `sites` armed where the grid lies.
-        clean, corrupted: a prompt each, or a list of as many of each: str, token ids, or `Exchange`. The prompts of a
-            pair must have equally many tokens, unless `align` says otherwise.
-        points: where: a `Grid`, or several.
-        metric: the number that runs are compared by: `LogitDifference`, `LogProbability`, `Measured`, or your own.
-        direction: "denoise" puts clean rows into the corrupted run: what suffices to bring the answer back. "noise"
-            puts corrupted rows into the clean run: what is needed for it.
-        align: "end" lays prompts of different lengths beside each other by their last tokens; tokens of the run that
-            is changed with none beside them are left out. Not for `q` and `k`, which hold their positions.
-        concurrent: runs under way at once.
-        progress: called with the number of patched runs that are done, and of all.
+        model: an open model, with the grid's points armed.
+        clean, corrupted: a prompt each, or lists of equal length: str, token ids, or `Exchange`. The prompts of a pair
+            must have equally many tokens, unless `align` says otherwise.
+        points: a `Grid`, or several.
+        metric: metric of a run: `LogitDifference`, `LogProbability`, `Measured`, or your own.
+        direction: "denoise" puts clean rows into the corrupted run, to find places sufficient to restore the answer.
+            "noise" puts corrupted rows into the clean run, to find places necessary for it.
+        align: "end" aligns prompts of different lengths by their last tokens; tokens of the run that is changed without
+            a counterpart are left out. Not for `q` and `k`, whose rows depend on their positions.
+        concurrent: maximum concurrent runs.
+        progress: function called with the number of finished patched runs, and of all.
 
     Returns:
         The effect of every place, in each pair.
 
     Raises:
         InvalidPrompt: the prompts of a pair have different lengths, and `align` was not given.
-        InvalidSpec: a grid, metric, direction or number of prompts that does not fit.
-        PointNotArmed: the engine has no tap there.
+        InvalidSpec: a grid, metric, direction or number of prompts is not valid.
+        PointNotArmed: the engine has no tap at a point.
         The errors of `SteerModel.generate`, SteeringNotApplied among them.
     """
     pairs = pairs_of(model.tokenizer, clean, corrupted, direction=direction, align=align)
@@ -73,10 +73,10 @@ async def patch(
 
 
 def _positions(pair: Pair, grid: Grid) -> list[int]:
-    """The positions of a grid in the prompt that is changed, of those that have one of the other prompt beside them.
+    """Return a grid's positions in the changed prompt that have a counterpart in the other prompt.
 
     Raises:
-        InvalidSpec: none, or rows of another position where rows hold theirs.
+        InvalidSpec: there is none, or prompts are shifted and rows of a site depend on their positions.
     """
     if pair.shift and (held := sorted(ROTATED.intersection(grid.sites))):
         raise InvalidSpec(
@@ -93,5 +93,5 @@ def _positions(pair: Pair, grid: Grid) -> list[int]:
 
 
 def _beside(source: Source, shift: int, cell: Cell) -> torch.Tensor:
-    """The rows of the other prompt beside a cell."""
+    """Return the rows of the other prompt that correspond to a cell."""
     return source.at(cell.point, [position + shift for position in cell.positions])

@@ -1,4 +1,4 @@
-"""Every cell of some grids in every pair of prompts: what patching and ablation have in common."""
+"""Loop over every cell of some grids in every pair of prompts, shared by patching and ablation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from steercap.steering.spec import SteeringSpec
 
 
 class Given(NamedTuple):
-    """What is put into the cells of one grid in one pair.
+    """Rows to put into the cells of one grid in one pair.
 
     Args:
-        value: the metric of the run that rows come from; None if they come from none.
-        rows: of a cell, a flat row for each of its positions.
+        value: metric of the run that rows come from; None if they come from no run.
+        rows: function that returns a flat row for each position of a cell.
     """
 
     value: float | None
@@ -36,14 +36,14 @@ async def over_grids(
     """Put rows into every cell, in a run of its own.
 
     Args:
-        runs: what runs them.
+        runs: runner of the experiment.
         pairs: the prompts.
         places: the grids.
-        positions: of a grid's tokens, in the prompt of a pair that is changed.
-        given: what is put there, found when it is the pair's turn, and held until its runs are done.
+        positions: function that returns the positions of a grid's tokens in the changed prompt of a pair.
+        given: function that returns the rows to put there; called at the pair's turn, and held until its runs are done.
 
     Raises:
-        InvalidSpec, InvalidSelection: a grid that does not fit a prompt; before anything runs.
+        InvalidSpec, InvalidSelection: a grid does not fit a prompt; raised before anything runs.
     """
     asked = [(pair, [(place, positions(pair, place.grid)) for place in places]) for pair in pairs]
     runs.total = sum(place.count(len(at)) for _, each in asked for place, at in each)

@@ -1,4 +1,4 @@
-"""What a run is worth: one number, of what the engine itself gives."""
+"""Metrics of a run: one number computed from the engine's output."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Token: TypeAlias = str | int
 
 
 class Asked(NamedTuple):
-    """What one pair's runs are asked, all of them alike, and how their number is read.
+    """Request settings for one pair's runs, and the function that reads their number.
 
     Args:
-        sampling: vLLM's sampling parameters.
-        read: the number, of vLLM's RequestOutput.
+        sampling: vLLM sampling parameters.
+        read: function from vLLM's RequestOutput to the number.
     """
 
     sampling: Mapping[str, Any]
@@ -32,29 +32,29 @@ class Asked(NamedTuple):
 
 
 class Metric(ABC):
-    """A number for a run, by which clean, corrupted and patched runs are compared."""
+    """Number computed from a run, by which clean, corrupted and patched runs are compared."""
 
     @abstractmethod
     def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:
-        """What the runs of each pair are asked.
+        """Return the request settings for the runs of each pair.
 
         Args:
-            tokenizer: the model's.
-            pairs: how many there are.
+            tokenizer: tokenizer of the model.
+            pairs: number of pairs.
 
         Raises:
-            InvalidSpec: it says something of another number of pairs, or names a token that is none.
+            InvalidSpec: the answers are for another number of pairs, or one is not a single token.
         """
 
 
 @dataclass(frozen=True)
 class LogitDifference(Metric):
-    """How much more likely one token is than another, right after the prompt: the difference of their logits.
+    """Difference of two tokens' logits right after the prompt.
 
     Differences of logits and of log probabilities are the same number, in nats.
 
     Args:
-        answers: (right, wrong) of each pair, or one such tuple for all; token ids, or texts of one token, " Mary".
+        answers: (right, wrong) for each pair, or one such tuple for all; token ids, or texts of one token, " Mary".
     """
 
     answers: tuple[Token, Token] | Sequence[tuple[Token, Token]]
@@ -73,10 +73,10 @@ class LogitDifference(Metric):
 
 @dataclass(frozen=True)
 class LogProbability(Metric):
-    """The log probability of a token right after the prompt, in nats.
+    """Log probability of a token right after the prompt, in nats.
 
     Args:
-        answers: the token of each pair, or one for all; token ids, or texts of one token.
+        answers: token for each pair, or one for all; token ids, or texts of one token.
     """
 
     answers: Token | Sequence[Token]
@@ -88,10 +88,10 @@ class LogProbability(Metric):
 
 @dataclass(frozen=True)
 class Measured(Metric):
-    """Any function of what vLLM gives.
+    """Metric computed by a function of vLLM's output.
 
     Args:
-        function: called with vLLM's RequestOutput and the index of the pair; gives a float.
+        function: function called with vLLM's RequestOutput and the index of the pair; returns a float.
         sampling: sampling parameters of every run: `{"max_tokens": 1, "logprobs": 20, "temperature": 0}`, for one
             sample.
     """
@@ -109,10 +109,10 @@ class Measured(Metric):
 
 
 def token_id(tokenizer: Any, token: Token) -> int:
-    """The id of one token.
+    """Return the id of one token.
 
     Raises:
-        InvalidSpec: a text of several tokens, or of none; something that is no token.
+        InvalidSpec: the text is not exactly one token, or the value is not a token.
     """
     if isinstance(token, str):
         ids = list(tokenizer.encode(token, add_special_tokens=False))
@@ -130,7 +130,7 @@ def token_id(tokenizer: Any, token: Token) -> int:
 
 
 def _each(given: Any, pairs: int, what: str, *, one: Callable[[Any], bool]) -> list[Any]:
-    """What was given for each pair."""
+    """Return the given values, one for each pair."""
     if one(given):
         return [given] * pairs
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) != pairs:
@@ -147,7 +147,7 @@ def _is_tuple_of_tokens(given: Any) -> bool:
 
 
 def _after_prompt(*tokens: int) -> dict[str, Any]:
-    """Sampling parameters that give the log probabilities of some tokens after the prompt."""
+    """Return sampling parameters that give the log probabilities of some tokens after the prompt."""
     return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": list(tokens)}
 
 

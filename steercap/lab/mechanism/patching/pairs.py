@@ -1,4 +1,4 @@
-"""Two prompts that differ in what is studied: one is changed, and rows come from the other."""
+"""Pairs of prompts: one is run with changes, the other supplies rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from steercap.core.values import index_of, shown
 from steercap.errors import InvalidPrompt, InvalidSpec
 from steercap.lab.directions.extraction import Text, ids_of
 
-#: Which of the two is changed: "denoise" puts clean rows into the corrupted run, "noise" corrupted rows into the clean.
+#: Direction of patching: "denoise" puts clean rows into the corrupted run, "noise" corrupted rows into the clean.
 Direction: TypeAlias = Literal["denoise", "noise"]
-#: How prompts of different lengths are laid beside each other.
+#: Alignment of prompts of different lengths.
 Align: TypeAlias = Literal["end"]
 
 #: Sites whose rows depend on the position that they were computed at: rotary embedding is in them.
@@ -22,13 +22,13 @@ ROTATED: Final = frozenset({"q", "k"})
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt that is changed, and one that rows are taken from.
+    """Prompt that is changed, and prompt that rows are taken from.
 
     Args:
-        number: its place among the pairs.
+        number: index of the pair.
         base: token ids of the prompt that is changed.
-        source: token ids of the other.
-        tokens: the text of each token of `base`.
+        source: token ids of the other prompt.
+        tokens: text of each token of `base`.
     """
 
     number: int
@@ -38,22 +38,22 @@ class Pair:
 
     @property
     def shift(self) -> int:
-        """What is added to a position of `base` for that of `source` beside it."""
+        """Offset from a position of `base` to its counterpart in `source`."""
         return len(self.source) - len(self.base)
 
 
 def pairs_of(tokenizer: Any, clean: Any, corrupted: Any, *, direction: Any, align: Any) -> list[Pair]:
-    """Prompts side by side.
+    """Tokenize clean and corrupted prompts, and pair them.
 
     Args:
-        tokenizer: the model's.
-        clean, corrupted: a prompt each, or as many of each.
+        tokenizer: tokenizer of the model.
+        clean, corrupted: a prompt each, or lists of equal length.
         direction: a `Direction`.
         align: None, or an `Align`.
 
     Raises:
-        InvalidSpec: other words for these, or not as many of each.
-        InvalidPrompt: prompts of different lengths, and `align` does not say what to do.
+        InvalidSpec: an unknown direction or alignment, or lists of different lengths.
+        InvalidPrompt: prompts of a pair have different lengths, and `align` is None.
     """
     if direction not in get_args(Direction) or not isinstance(direction, str):
         raise InvalidSpec(f"direction={shown(direction)}; give 'denoise', clean rows into corrupted runs, or 'noise'")
@@ -77,10 +77,10 @@ def pairs_of(tokenizer: Any, clean: Any, corrupted: Any, *, direction: Any, alig
 
 
 def texts_of(given: Any, what: str) -> list[Text]:
-    """One text or several, as a list.
+    """Return one text or several as a list.
 
     Raises:
-        InvalidSpec: none, or no text.
+        InvalidSpec: there is none, or it is not a text.
     """
     if isinstance(given, (str, tuple)) or (isinstance(given, Sequence) and given and index_of(given[0]) is not None):
         return [given]
@@ -90,6 +90,6 @@ def texts_of(given: Any, what: str) -> list[Text]:
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
-    """The text of each token by itself."""
+    """Return the text of each token by itself."""
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     return tuple(str(decode([token])) for token in ids)

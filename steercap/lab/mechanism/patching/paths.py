@@ -1,9 +1,9 @@
-"""Path patching of heads: what one does to others directly, all heads between held as they were (arXiv:2211.00593).
+"""Path patching of heads: direct effects of one head on others, with all heads between held (arXiv:2211.00593).
 
-For each sender, two runs. In the first the sender's `z` comes from the other run and every later head gives what it
-gave without, so that only the paths through the residual stream and the feed-forward blocks carry the change; what
-reaches the receivers is kept. In the second only the receivers get that, and everything after them is computed. Where
-the logits receive, the first run is all.
+For each sender, there are two runs. In the first, the sender's `z` comes from the other run and every later head is
+held at its unchanged output, so that only paths through the residual stream and the feed-forward blocks carry the
+change; the receivers' inputs are captured. In the second, only the receivers get these, and everything after them is
+computed. If the receiver is the logits, the first run suffices.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ async def path_patch(
     concurrent: int = CONCURRENT,
     progress: Callable[[int, int], None] | None = None,
 ) -> Effects:
-    """Measure what each head does to others, or to the logits, on direct paths: no head between carries it on.
+    """Measure the direct effect of each head on other heads, or on the logits, with all heads between held.
 
-    The `z` of one sender comes from the other run; all heads in later layers give what they gave without; what then
-    reaches the receivers' queries, keys or values is put there in a run of its own, in which all else is computed.
+    The `z` of one sender comes from the other run, and all heads in later layers are held at their unchanged outputs.
+    The resulting queries, keys or values of the receivers are patched in a second run, in which all else is computed.
 
     Args:
-        model: an open model with `z` armed at all layers, and the sites that receive.
-        clean, corrupted: a prompt each, or a list of as many of each, those of a pair of equally many tokens.
-        metric: the number that runs are compared by, as for `patch`.
-        senders: (layer, head) of each, or "all".
-        receivers: a `Receiver`, "logits", or several of them, each by itself.
-        tokens: at which tokens of the prompt the senders' rows come from the other run.
+        model: an open model with `z` armed at all layers, and the receivers' sites.
+        clean, corrupted: a prompt each, or lists of equal length; the prompts of a pair must have equally many tokens.
+        metric: metric of a run, as for `patch`.
+        senders: (layer, head) of each sender, or "all".
+        receivers: a `Receiver`, "logits", or several of them, each measured by itself.
+        tokens: tokens of the prompt at which the senders' rows come from the other run.
         direction: "noise": the clean run is changed, and senders come from the corrupted run. "denoise": the reverse.
-        through_mlps: whether feed-forward blocks carry the change on. If not, they are held too (`mlp_out` armed).
-        concurrent: senders under way at once.
-        progress: called with the number of senders that are done, and of all.
+        through_mlps: let feed-forward blocks carry the change. If False, they are held too, which needs `mlp_out`
+            armed.
+        concurrent: maximum concurrent senders.
+        progress: function called with the number of finished senders, and of all.
 
     Returns:
-        The effect of every sender on every receiver; of a receiver that has no head after the sender, none.
+        The effect of every sender on every receiver that has a head after it.
 
     Raises:
         InvalidPrompt: the prompts of a pair have different lengths.
-        InvalidSpec: heads that do not exist, a metric that does not fit, or no sender before a receiver.
-        PointNotArmed: the engine has no tap where one is needed.
+        InvalidSpec: a head does not exist, the metric is not valid, or no sender comes before a receiver.
+        PointNotArmed: the engine has no tap at a needed point.
         The errors of `SteerModel.generate`, SteeringNotApplied among them.
     """
     routes = Routes(model, senders, receivers, tokens, through_mlps)
@@ -88,7 +89,7 @@ async def path_patch(
 
 
 async def _sent(runs: Runs, routes: Routes, frozen: Frozen, sender: Head) -> list[PatchEffect]:
-    """What one sender does to each receiver in one pair."""
+    """Measure the effects of one sender on each receiver in one pair."""
     pair, (base, _), (source, _) = frozen
     reached, first = list(routes.reached(sender)), routes.first_run(frozen, sender)
     points = {point for one in reached if isinstance(one, Receiver) for point in one.points if point.layer > sender[0]}

@@ -15,52 +15,52 @@ from steercap.files.base import write_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Inches of a cell, across and down, and of what stands around a panel; dots per inch.
+#: Size of a cell in inches, across and down; space around a panel; dots per inch.
 CELL: Final = (0.3, 0.17)
 AROUND: Final = (1.9, 1.5)
 DPI: Final = 110
 
 
 class Mapped(Protocol):
-    """What is drawn: `Effects`."""
+    """Interface of `Effects`, for drawing."""
 
     @property
     def records(self) -> Sequence[Any]:
-        """Every changed run."""
+        """All changed runs."""
 
     @property
     def layers(self) -> list[int]:
-        """Rows."""
+        """Layers, the rows of the map."""
 
     @property
     def axis(self) -> str:
-        """What columns are."""
+        """Meaning of the columns: position or head."""
 
     def where(self, **columns: Any) -> Mapped:
-        """Some of the runs."""
+        """Select some of the runs."""
 
     def array(self, of: Any = None) -> npt.NDArray[np.float64]:
-        """The numbers."""
+        """Return the values of the map."""
 
     def labels(self) -> list[str]:
-        """The columns in words."""
+        """Return the labels of the columns."""
 
     def quantity(self, of: Any) -> str:
-        """What a number is."""
+        """Return the name of the quantity that is drawn."""
 
 
 def plot_effects(effects: Mapped, path: str | Path, *, of: str | None = None) -> Path:
     """Draw layers × positions, or layers × heads, means over pairs: a panel for each site and receiver.
 
-    Red is more of the metric's way, blue the other way, white none; all panels share the scale. Grey was not run.
+    Red is positive, blue negative, white zero; all panels share the scale. Grey cells were not run.
 
     Args:
-        effects: of `patch`, `ablate` or `path_patch`.
-        path: the file; its ending says the format.
-        of: "effect", "difference" or "value"; see `Effects.array`.
+        effects: result of `patch`, `ablate` or `path_patch`.
+        path: file to write; its suffix sets the format.
+        of: quantity to draw: "effect", "difference" or "value"; see `Effects.array`.
 
     Raises:
-        InvalidSpec: as for `Effects.array`, of a panel.
+        InvalidSpec: as for `Effects.array`, for a panel.
     """
     figure = _figure(effects, of)
     with write_whole(Path(path)) as scratch:
@@ -92,7 +92,7 @@ def _figure(effects: Mapped, of: str | None) -> Figure:
 
 
 def _label(axes: Any, panel: Mapped) -> None:
-    """Layers beside, tokens or heads below."""
+    """Label layers on the vertical axis, tokens or heads on the horizontal one."""
     labels = [label.replace("$", r"\$").replace("\n", "↵") for label in panel.labels()]
     turned = 90 if panel.axis == "position" else 0
     axes.set_xticks(range(len(labels)), labels, rotation=turned, fontsize=7)

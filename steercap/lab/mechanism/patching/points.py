@@ -1,4 +1,4 @@
-"""Where rows are put in place: a grid of layers, sites, heads and positions, and its cells, one run each."""
+"""Grids of layers, sites, heads and positions to patch, and their cells, one run each."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from steercap.errors import InvalidSpec
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: What stands for all heads.
+#: Word for all heads.
 ALL = "all"
 
 
 class Cell(NamedTuple):
-    """One run's change.
+    """Place that one run changes.
 
     Args:
-        point: where.
-        head: which head of the row, None for the whole row.
-        positions: at which tokens of the run that is changed, ascending.
+        point: point of the change.
+        head: head of the row, None for the whole row.
+        positions: positions in the changed prompt, ascending.
     """
 
     point: Point
@@ -38,17 +38,17 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Places to patch, each in a run of its own: layers × sites × heads × positions.
+    """Grid of places to patch, each in a run of its own: layers × sites × heads × positions.
 
     Args:
-        layers: as in `CaptureSpec`; each layer alone.
-        sites: one name or several; each site alone.
-        tokens: which tokens of the prompt, as in `CaptureSpec`; each token alone.
-        heads: None for whole rows, or heads of `q`, `k`, `v` and `z`, each alone: an index, several, or "all".
+        layers: layers as in `CaptureSpec`; each layer alone.
+        sites: one site or several; each site alone.
+        tokens: tokens of the prompt, as in `CaptureSpec`; each token alone.
+        heads: None for whole rows, or heads of `q`, `k`, `v` and `z`, each alone: one index, several, or "all".
         together: change all the tokens in one run, rather than each in its own.
 
     Raises:
-        InvalidSpec, InvalidSelection: something of another type.
+        InvalidSpec, InvalidSelection: an argument is of the wrong type.
     """
 
     layers: Layers = "all"
@@ -69,20 +69,20 @@ class Grid:
         keep(self, "together", together)
 
     def capture(self, tokens: Tokens | TokenSelection = "prompt") -> CaptureSpec:
-        """What keeps the rows of some tokens at the grid's points, as they are."""
+        """Return the spec that captures raw rows of some tokens at the grid's points."""
         return CaptureSpec(layers=self.layers, sites=self.sites, tokens=tokens, codec="raw")
 
     @property
     def selection(self) -> TokenSelection:
-        """The tokens, parsed."""
+        """Parsed token selection."""
         assert isinstance(self.tokens, TokenSelection)
         return self.tokens
 
     def heads_of(self, point: Point, schema: PointSchema) -> Sequence[int | None]:
-        """The heads to patch at a point; one None for whole rows.
+        """Return the heads to patch at a point; (None,) for whole rows.
 
         Raises:
-            InvalidSpec: its rows have no heads, or not so many.
+            InvalidSpec: its rows have no heads, or a head is out of range.
         """
         if self.heads is None:
             return (None,)
@@ -97,12 +97,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Places:
-    """A grid in a model: its points with their heads.
+    """Grid resolved for a model: its points with their heads.
 
     Args:
         grid: the grid.
         points: its points, layer by layer.
-        heads: of each point, the heads to patch.
+        heads: heads to patch at each point.
     """
 
     grid: Grid
@@ -110,10 +110,10 @@ class Places:
     heads: Mapping[Point, Sequence[int | None]]
 
     def cells(self, positions: Sequence[int]) -> Iterator[Cell]:
-        """Every run's change, site by site, layer by layer.
+        """Yield every cell, site by site, layer by layer.
 
         Args:
-            positions: that the grid's tokens are in one prompt.
+            positions: positions of the grid's tokens in one prompt.
         """
         groups = [tuple(positions)] if self.grid.together else [(position,) for position in positions]
         for site in self.grid.sites:
@@ -123,20 +123,20 @@ class Places:
                         yield Cell(point, head, group)
 
     def count(self, positions: int) -> int:
-        """How many cells there are in a prompt where the grid's tokens have so many positions."""
+        """Return the number of cells in a prompt with `positions` selected positions."""
         return sum(map(len, self.heads.values())) * (1 if self.grid.together else positions)
 
 
 def places_of(model: SteerModel, points: Any) -> list[Places]:
-    """Grids, checked against a model.
+    """Resolve grids for a model.
 
     Args:
         model: an open model.
         points: a Grid, or several.
 
     Raises:
-        InvalidSpec: something else, or heads that the rows do not have.
-        LayerOutOfRange, UnknownName, PointNotArmed: a point without a tap.
+        InvalidSpec: `points` is not a Grid, or rows lack a head.
+        LayerOutOfRange, UnknownName, PointNotArmed: a point has no tap.
     """
     grids = [points] if isinstance(points, Grid) else list(parts_of(points, "points") or [])
     if not grids or not all(isinstance(grid, Grid) for grid in grids):
@@ -152,20 +152,20 @@ def places_of(model: SteerModel, points: Any) -> list[Places]:
 
 
 def positions_of(selection: TokenSelection, length: int) -> list[int]:
-    """Positions selected in a prompt of so many tokens, ascending.
+    """Return the positions selected in a prompt of `length` tokens, ascending.
 
     Raises:
-        InvalidSelection, EmptySelection: it does not fit the prompt.
+        InvalidSelection, EmptySelection: the selection does not fit the prompt.
     """
     chosen = selected(selection.ranges(length, length), length)
     return [int(position) for position in np.flatnonzero(chosen)]
 
 
 def head_count(point: Point, schema: PointSchema) -> int:
-    """Heads of a row.
+    """Return the number of heads in a row of a point.
 
     Raises:
-        InvalidSpec: it has none.
+        InvalidSpec: the row has no heads.
     """
     if len(schema.shape) != 2:
         raise InvalidSpec(f"rows at {point} are {schema}, and have no heads; those of q, k, v and z have")
@@ -173,16 +173,16 @@ def head_count(point: Point, schema: PointSchema) -> int:
 
 
 def elements_of(head: int | None, schema: PointSchema) -> slice | None:
-    """The elements of one head in a row that is flat; None for all of the row."""
+    """Return the elements of one head in a flat row; None for the whole row."""
     width = schema.width // schema.shape[0]
     return None if head is None else slice(head * width, (head + 1) * width)
 
 
 def check_writable(point: Point, schema: PointSchema) -> None:
-    """Check that rows of a point can be put in place of others.
+    """Check that rows of a point can be replaced.
 
     Raises:
-        InvalidSpec: they can be read, and not changed.
+        InvalidSpec: they are read-only.
     """
     if not schema.writable:
         raise InvalidSpec(f"rows at {point} can be read, and not changed, so that none can be patched")

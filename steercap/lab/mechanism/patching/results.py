@@ -1,4 +1,4 @@
-"""What a patching experiment found: a row for each changed run, means over pairs, and heat maps."""
+"""Results of a patching experiment: a record for each changed run, means over pairs, and heat maps."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from steercap.lab.mechanism.patching.points import Cell
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: What a number of a heat map is.
+#: Quantity drawn in a heat map.
 Quantity: TypeAlias = Literal["effect", "difference", "value"]
-#: The columns by which runs are told apart.
+#: Columns that identify a run.
 KEYS: Final = ("pair", "layer", "site", "head", "position", "receiver")
 
 
 class PatchEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """One changed run.
+    """Result of one changed run.
 
     Args:
         pair: index of the pair of prompts, or of the prompt.
-        layer, site: where rows were changed.
-        head: which head of them, None for whole rows.
-        position: of which token, None if of several at once.
-        token: its text, "" if there were several.
-        receiver: of path patching, where the change was let through to; "" otherwise.
-        value: the metric of the changed run.
-        base: of the same prompt unchanged.
-        source: of the run that rows were taken from; None for ablation.
+        layer, site: point of the change.
+        head: head of the rows, None for whole rows.
+        position: position of the token, None if several were changed at once.
+        token: text of the token, "" if there were several.
+        receiver: for path patching, the receiver; "" otherwise.
+        value: metric of the changed run.
+        base: metric of the same prompt unchanged.
+        source: metric of the run that rows were taken from; None for ablation.
     """
 
     pair: int
@@ -62,20 +62,20 @@ class PatchEffect(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> float:
-        """`(value - base) / (source - base)`: 0 where nothing changed, 1 where the run became as good as the other.
+        """Normalised effect, `(value - base) / (source - base)`: 0 for no change, 1 for the metric of the other run.
 
-        NaN for ablation, and where both runs have the same value.
+        NaN for ablation, and if both runs have the same value.
         """
         return _over(self.difference, math.nan if self.source is None else self.source - self.base)
 
 
 @dataclass(frozen=True, eq=False)
 class Effects:
-    """Every changed run of an experiment.
+    """Results of every changed run of an experiment.
 
     Args:
-        records: the runs, pair by pair, in the order of the grid.
-        tokens: of each pair, the text of every token of the prompt that was changed.
+        records: results of the runs, pair by pair, in the order of the grid.
+        tokens: text of every token of the changed prompt, for each pair.
     """
 
     records: Sequence[PatchEffect]
@@ -85,13 +85,13 @@ class Effects:
         return len(self.records)
 
     def where(self, **columns: Any) -> Effects:
-        """The runs for which columns have these values: `effects.where(site="z", head=3)`.
+        """Select the runs whose columns have these values: `effects.where(site="z", head=3)`.
 
         Args:
             **columns: `pair`, `layer`, `site`, `head`, `position`, `receiver`.
 
         Raises:
-            InvalidSpec: another column, or no such run.
+            InvalidSpec: an unknown column, or no such run.
         """
         if unknown := sorted(set(columns) - set(KEYS)):
             raise InvalidSpec(f"{unknown} is no column to choose by; {choices(unknown[0], KEYS)}")
@@ -103,7 +103,7 @@ class Effects:
 
     @property
     def table(self) -> pa.Table:
-        """A row for each run, `difference` and `effect` among its columns, as a pyarrow Table."""
+        """Runs as a pyarrow Table, one row each, with columns `difference` and `effect`."""
         with extra("experiments"):
             import pyarrow as pa
 
@@ -118,10 +118,10 @@ class Effects:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write the table to one file, `.parquet` or `.csv`, which appears whole or not at all.
+        """Write the table to one file, `.parquet` or `.csv`, atomically.
 
         Raises:
-            InvalidFile: the name ends in something else.
+            InvalidFile: the suffix is another one.
         """
         with extra("experiments"):
             from pyarrow import csv, parquet
@@ -134,14 +134,14 @@ class Effects:
         return Path(path)
 
     def array(self, of: Quantity | None = None) -> npt.NDArray[np.float64]:
-        """Layers × positions, or layers × heads, the mean over pairs: float64 [layers, columns]; NaN where no run was.
+        """Return layers × positions, or layers × heads, means over pairs: float64 [layers, columns]; NaN without a run.
 
-        The layers are `layers`, the columns `columns`. An "effect" is the mean difference over the mean of
-        `source - base`: a pair of which both runs are alike does not blow it up.
+        The layers are `layers`, the columns `columns`. An "effect" is the mean difference over the mean of `source -
+        base`, so that a pair whose runs have nearly equal values does not dominate.
 
         Args:
-            of: "effect", "difference" (in the metric's unit) or "value"; by default "effect" where rows came from
-                another run, else "difference".
+            of: quantity: "effect", "difference" (in the metric's unit) or "value"; by default "effect" if rows came
+                from another run, else "difference".
 
         Raises:
             InvalidSpec: several sites or receivers, both heads and positions, or prompts of different lengths: choose
@@ -161,17 +161,17 @@ class Effects:
 
     @property
     def layers(self) -> list[int]:
-        """The layers that were changed, ascending."""
+        """Layers that were changed, ascending."""
         return sorted({one.layer for one in self.records})
 
     @property
     def columns(self) -> list[int | None]:
-        """The positions, or heads, that were changed, ascending; one None for whole rows of several tokens at once."""
+        """Positions or heads that were changed, ascending; [None] for whole rows of several tokens at once."""
         return sorted({getattr(one, self.axis) for one in self.records}, key=lambda at: -1 if at is None else at)
 
     @property
     def axis(self) -> Literal["position", "head"]:
-        """What the columns are.
+        """Meaning of the columns: "position" or "head".
 
         Raises:
             InvalidSpec: as for `array`.
@@ -194,10 +194,10 @@ class Effects:
         return "head" if heads != {None} and len(positions) == 1 else "position"
 
     def quantity(self, of: Quantity | None) -> Quantity:
-        """What is meant by `of`.
+        """Return the quantity to show, resolving the default.
 
         Raises:
-            InvalidSpec: another word, or the effect of an ablation.
+            InvalidSpec: an unknown quantity, or the effect of an ablation.
         """
         comes_from_a_run = all(one.source is not None for one in self.records)
         if of is None:
@@ -209,7 +209,7 @@ class Effects:
         return of
 
     def labels(self) -> list[str]:
-        """The columns in words: of a position, its token, if it is the same in all pairs."""
+        """Return labels of the columns; a position has its token's text, if it is the same in all pairs."""
         if self.axis == "head":
             return [str(head) for head in self.columns]
         pairs = {one.pair for one in self.records}
@@ -228,12 +228,12 @@ class Effects:
 def effect_of(
     pair: Pair, cell: Cell, *, value: float, base: float, source: float | None, receiver: str = ""
 ) -> PatchEffect:
-    """What a changed run gave.
+    """Return the result of a changed run.
 
     Args:
-        pair: whose.
-        cell: where it was changed.
-        value, base, source, receiver: as for `PatchEffect`.
+        pair: pair of prompts.
+        cell: place of the change.
+        value, base, source, receiver: fields as for `PatchEffect`.
     """
     position = cell.positions[0] if len(cell.positions) == 1 else None
     return PatchEffect(
@@ -255,5 +255,5 @@ def _over(part: float, whole: float) -> float:
 
 
 def _few(values: set[Any]) -> str:
-    """Some values, in few words."""
+    """Format some values, shortened."""
     return shown(sorted(values, key=str))

@@ -1,4 +1,4 @@
-"""Which heads send and which receive, checked against a model, and the edits of both runs of a sender."""
+"""Senders and receivers of path patching, checked against a model, and the edits of both runs of a sender."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 #: A head: its layer, and its number there.
 Head: TypeAlias = tuple[int, int]
-#: What receives at the model's end.
+#: Receiver at the model's end.
 LOGITS: Final = "logits"
-#: What heads receive.
+#: Sites at which heads receive.
 RECEIVED: Final = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
 class Receiver:
-    """Heads that a change is let through to, together.
+    """Group of heads that receive a change together.
 
     Args:
-        site: "q", "k" or "v": what of them. Heads of `k` and `v` are those of keys, of which there may be fewer.
-        heads: (layer, head) of each.
-        tokens: at which tokens of the prompt.
-        name: of the column `receiver` in the table; by default made of the others.
+        site: site of the heads, "q", "k" or "v". Heads of `k` and `v` are key heads, of which there may be fewer.
+        heads: (layer, head) of each head.
+        tokens: tokens of the prompt at which they receive.
+        name: name in the column `receiver` of the table; by default made of the other arguments.
 
     Raises:
-        InvalidSpec, InvalidSelection: something of another type.
+        InvalidSpec, InvalidSelection: an argument is of the wrong type.
     """
 
     site: Literal["q", "k", "v"]
@@ -58,17 +58,17 @@ class Receiver:
 
     @property
     def points(self) -> list[Point]:
-        """Its points, by layer."""
+        """Points of the heads, one for each layer."""
         return [Point(layer, self.site) for layer in dict.fromkeys(layer for layer, _ in self.heads)]
 
 
 class Frozen(NamedTuple):
-    """Both runs of a pair, unchanged.
+    """Unchanged runs of a pair.
 
     Args:
         pair: the prompts.
-        base: of the run that is changed, its metric and all that is held as it was there.
-        source: of the other run, its metric and its `z`.
+        base: metric and held rows of the run that is changed.
+        source: metric and `z` rows of the other run.
     """
 
     pair: Pair
@@ -100,7 +100,7 @@ class Routes:
 
     @property
     def held(self) -> CaptureSpec:
-        """What is held as it was in the run that is changed."""
+        """Capture spec of the rows that are held at their values in the run that is changed."""
         sites = dict.fromkeys(point.site for point in self._frozen)
         return CaptureSpec(
             layers=[*dict.fromkeys(point.layer for point in self._frozen)], sites=[*sites], tokens="prompt", codec="raw"
@@ -108,18 +108,18 @@ class Routes:
 
     @property
     def sent(self) -> CaptureSpec:
-        """What senders give in the other run."""
+        """Capture spec of the senders' rows in the other run."""
         layers = sorted({layer for layer, _ in self.senders})
         return CaptureSpec(layers=layers, sites="z", tokens=self.tokens, codec="raw")
 
     def check(self, pair: Pair) -> None:
-        """Check that all tokens are in a prompt."""
+        """Check that all token selections fit a prompt."""
         for selection in (self.tokens, *(one.tokens for one in self._heads_that_receive())):
             assert isinstance(selection, TokenSelection)
             positions_of(selection, len(pair.base))
 
     def first_run(self, frozen: Frozen, sender: Head) -> SteeringSpec:
-        """The sender's rows from the other run, and whatever comes after it held."""
+        """Return the edits of the first run: the sender's rows from the other run, everything after it held."""
         layer, head = sender
         positions = positions_of(self.tokens, len(frozen.pair.base))
         sending = Cell(Point(layer, "z"), head, tuple(positions))
@@ -132,7 +132,7 @@ class Routes:
         return SteeringSpec(edits)
 
     def second_run(self, frozen: Frozen, receiver: Receiver, after: int, seen: Source) -> SteeringSpec:
-        """What reached the heads of a receiver that come after a layer."""
+        """Return the edits of the second run: the rows seen by a receiver's heads after a layer."""
         assert isinstance(receiver.tokens, TokenSelection)
         positions = tuple(positions_of(receiver.tokens, len(frozen.pair.base)))
         edits = []
@@ -144,14 +144,14 @@ class Routes:
         return SteeringSpec(edits)
 
     def reached(self, sender: Head) -> Iterator[Receiver | Literal["logits"]]:
-        """The receivers with a head after the sender."""
+        """Yield the receivers with a head after the sender."""
         for one in self.receivers:
             if not isinstance(one, Receiver) or self._last(one) > sender[0]:
                 yield one
 
     @staticmethod
     def _last(receiver: Receiver) -> int:
-        """The last layer that a receiver has a head in."""
+        """Return the last layer in which a receiver has a head."""
         return max(layer for layer, _ in receiver.heads)
 
     def _heads(self, senders: Any, last: int) -> list[Head]:
@@ -185,10 +185,10 @@ class Routes:
 
 
 def heads_in(given: Any, what: str) -> tuple[Head, ...]:
-    """Pairs of layer and head.
+    """Parse pairs of layer and head.
 
     Raises:
-        InvalidSpec: something else, none, or one twice.
+        InvalidSpec: not such pairs, none, or one twice.
     """
     found = []
     for one in parts_of(given, what) or [None]:

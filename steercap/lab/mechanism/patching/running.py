@@ -1,4 +1,4 @@
-"""Runs of a patching experiment in one engine: many at once, but not too many, each of one prompt with its edits."""
+"""Runner of a patching experiment in one engine: concurrent runs, up to a limit, each of one prompt with its edits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 #: Rows of a run by point, and by position within it.
 RowsAt = Mapping[Point, Float[torch.Tensor, "positions width"]]
 
-#: Runs under way at once: a batch of vLLM's defaults and what waits behind it; each holds a slot.
+#: Concurrent runs: a batch with vLLM's defaults and a queue behind it; each holds a slot.
 CONCURRENT: Final = 256
 #: Pairs whose rows are held at once.
 PAIRS: Final = 4
@@ -35,34 +35,34 @@ PAIRS: Final = 4
 
 @dataclass(frozen=True)
 class Source:
-    """What was read of a run whose rows are put elsewhere.
+    """Captured rows of a run, to be put into another run.
 
     Args:
         rows: flat rows by point, one for each of `positions`.
-        positions: of the rows, ascending.
+        positions: positions of the rows, ascending.
     """
 
     rows: RowsAt
     positions: tuple[int, ...]
 
     def at(self, point: Point, positions: Iterable[int]) -> Float[torch.Tensor, "positions width"]:
-        """Rows of some positions."""
+        """Return the rows of some positions."""
         index = {position: row for row, position in enumerate(self.positions)}
         return self.rows[point][[index[position] for position in positions]]
 
 
 class Runs:
-    """What runs all pairs of an experiment.
+    """Runner of all pairs of an experiment.
 
     Args:
         model: an open model.
-        metric: the number of a run.
-        pairs: how many pairs there are.
-        concurrent: runs under way at once, if there are as many slots.
-        progress: called with the number of changed runs that are done, and of all.
+        metric: metric of a run.
+        pairs: number of pairs.
+        concurrent: maximum concurrent runs, if there are as many slots.
+        progress: function called with the number of finished changed runs, and of all.
 
     Raises:
-        InvalidSpec: `metric` is no Metric, or does not fit the pairs.
+        InvalidSpec: `metric` is not a Metric, or does not fit the pairs.
         InvalidSetting: `concurrent` is not above 0.
     """
 
@@ -88,15 +88,15 @@ class Runs:
         self._done = 0
 
     async def each_pair(self, pairs: Sequence[Item], work: Callable[[Item], Awaitable[Result]]) -> list[Result]:
-        """Work on pairs, few at once: rows of each are held meanwhile."""
+        """Process pairs, few at once, since the rows of each are held meanwhile."""
         return await each_of(pairs, work, PAIRS)
 
     async def each_change(self, items: Iterable[Item], work: Callable[[Item], Awaitable[Result]]) -> list[Result]:
-        """Do every changed run of a pair; together with those of other pairs no more than are allowed at once.
+        """Do every changed run of a pair, within the limit of concurrent runs over all pairs.
 
         Args:
-            items: what is changed; the next one is taken when its turn has come.
-            work: one run, or more, one after the other.
+            items: changes to run; consumed lazily.
+            work: function that does one run, or several in sequence.
         """
 
         async def one(item: Item) -> Result:
@@ -110,7 +110,7 @@ class Runs:
         return await each_of(items, one, self._limit)
 
     async def value(self, pair: int, ids: Sequence[int], change: SteeringSpec | None = None) -> float:
-        """The number of a run."""
+        """Run a prompt and return its metric."""
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
         raw: Any = await self.model.generate(prompt, asked.sampling, steering=change, raw_output=True)
@@ -119,13 +119,13 @@ class Runs:
     async def read(
         self, pair: int, ids: Sequence[int], spec: CaptureSpec, change: SteeringSpec | None = None
     ) -> tuple[float, Source]:
-        """The number of a run, and rows of it.
+        """Run a prompt and return its metric, and rows of it.
 
         Args:
-            pair: whose metric.
-            ids: the prompt.
-            spec: rows of its tokens, not reduced, raw.
-            change: edits.
+            pair: index of the pair, which selects the metric.
+            ids: token ids of the prompt.
+            spec: rows of its tokens to capture, not reduced, raw.
+            change: edits of the run.
         """
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
@@ -139,13 +139,13 @@ class Runs:
 def replaced(
     model: SteerModel, cell: Cell, rows: Float[torch.Tensor, "positions width"], heads: Sequence[int] = ()
 ) -> Replace:
-    """The edit that puts rows at a cell.
+    """Return the edit that puts rows at a cell.
 
     Args:
-        model: whose points.
-        cell: where.
-        rows: of each of its positions, whole rows, flat.
-        heads: several heads, in place of that of the cell.
+        model: model of the points.
+        cell: place of the rows.
+        rows: flat row for each of its positions.
+        heads: several heads, in place of the cell's one.
     """
     schema = model.points[cell.point]
     elements: Any = elements_of(cell.head, schema)

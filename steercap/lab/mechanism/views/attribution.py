@@ -1,8 +1,8 @@
-"""Which features of an SAE a token's logit came from, directly: a table per token.
+"""Direct logit attribution to the features of an SAE: a table per token.
 
 A feature writes its activation times its decoder row into the stream, and the final norm and the unembedding read it
-there: with the scale of the norm taken as it is for the whole row, that is a sum of products, one for each feature.
-What later layers make of a feature is not in it.
+there. With the scale of the norm fixed at that of the whole row, the logit is a sum of products, one for each feature.
+Effects of a feature through later layers are not included.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle
     from steercap.lab.mechanism.views.lens import Source
 
-#: What is in the stream as it is written, and what blocks add to it.
+#: Sites of the stream itself, and sites of block outputs added to it.
 STREAM: Final = frozenset({"resid_pre", "resid_mid", "resid_post"})
 ADDED: Final = frozenset({"attn_out", "mlp_out"})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitAttribution:
-    """What the features of each row give to one logit there.
+    """Contributions of SAE features to one logit at each row.
 
     `logits = contributions of all features + bias + rest + constants`, before any soft-capping; `others` is the part of
     features that are not among the `ids`.
 
     Args:
-        positions: of the rows, int64 [rows].
-        read: the token that was read at each row, as text.
-        token_ids: whose logit it is, int64 [rows].
-        tokens: the same as texts.
-        ids: the features of greatest contribution, either way, int64 [rows, top]; -1 where fewer are active.
-        activations, contributions: of these, float32 [rows, top].
-        others: what all other features that are known give, float32 [rows].
-        bias: what the decoder's bias gives, float32 [rows].
-        rest: what everything else in the row gives: other layers, and what the SAE does not explain; float32 [rows].
-        constants: what the bias of the final norm gives, float32 [rows].
-        logits: float32 [rows].
-        complete: whether all active features of a row are known: bool [rows]. What the others give is in `rest`.
+        positions: positions of the rows, int64 [rows].
+        read: text of the token read at each row.
+        token_ids: tokens whose logits are attributed, int64 [rows].
+        tokens: texts of these tokens.
+        ids: features with the greatest contributions by magnitude, int64 [rows, top]; -1 where fewer are active.
+        activations, contributions: values of these features, float32 [rows, top].
+        others: sum of the contributions of all other known features, float32 [rows].
+        bias: contribution of the decoder's bias, float32 [rows].
+        rest: contribution of everything else in the row: other layers, and the SAE's reconstruction error; float32
+            [rows].
+        constants: contribution of the final norm's bias, float32 [rows].
+        logits: the logits, float32 [rows].
+        complete: True if all active features of a row are known: bool [rows]. Unknown ones count in `rest`.
     """
 
     positions: Int[torch.Tensor, " rows"]
@@ -72,7 +73,7 @@ class LogitAttribution:
         return len(self.read)
 
     def records(self) -> list[dict[str, Any]]:
-        """A dictionary for each row and feature: position, read, token, logit, feature, activation, contribution."""
+        """Return a dictionary for each row and feature: position, read, token, logit, feature, activation, ..."""
         return [
             {
                 "position": int(self.positions[row]),
@@ -89,7 +90,7 @@ class LogitAttribution:
         ]
 
     def __str__(self) -> str:
-        """A line for each row: the logit, and the features that gave most to it."""
+        """Format a line for each row: the logit, and its largest contributions."""
         lines = []
         for row, (read, token) in enumerate(zip(self.read, self.tokens, strict=True)):
             pairs = zip(self.ids[row].tolist(), self.contributions[row].tolist(), strict=True)
@@ -112,22 +113,23 @@ def logit_attribution(
     top: int = 8,
     unembedding: Unembedding | None = None,
 ) -> LogitAttribution:
-    """What an SAE's features give to a logit at each row, directly.
+    """Compute the direct contributions of an SAE's features to a logit at each row.
 
     It is computed here, from the weights of the checkpoint in float32, as `logit_lens` computes.
 
     Args:
-        handle: fetched, with rows of "resid_post" of the model's last layer, and, without `features`, of `sae.input`.
+        handle: fetched handle with rows of "resid_post" of the model's last layer, and, without `features`, of
+            `sae.input`.
         model: the open model of the handle, or the folder or name of its checkpoint.
-        sae: whose features.
-        token: whose logit: an id, or a text that is one token; by default, of each row the token that came next.
-        features: what a worker read of the same rows: `handle.features[point]` of a capture with `sae=`.
-        top: features in the table for each row.
-        unembedding: of the model, if it was read before.
+        sae: SAE with the features.
+        token: token whose logit is attributed: an id, or a text of one token; by default, the next token of each row.
+        features: features of the same rows computed in a worker: `handle.features[point]` of a capture with `sae=`.
+        top: number of features in the table for each row.
+        unembedding: unembedding of the model, if it was read before.
 
     Raises:
         InvalidRequest: the rows are not there, `features` are of other rows or another SAE, the SAE writes elsewhere
-            than into the stream, `token` is no token, or `top` is below 1.
+            than into the stream, `token` is not a single token, or `top` is below 1.
         InvalidSpec: rows of another width.
         UnsupportedModel, ModelNotLoaded, InvalidFile: as for `logit_lens`, or a norm that cannot be frozen.
         CaptureNotFetched: the handle was not fetched.
@@ -180,7 +182,7 @@ def _rows(handle: CaptureHandle | sync.CaptureHandle, point: Point) -> torch.Ten
 
 
 def _factor(sae: SAE, unembedding: Unembedding) -> float:
-    """What is multiplied with what an SAE reconstructs before it is in the stream."""
+    """Return the factor between an SAE's reconstruction and its contribution to the stream."""
     factor = 1.0 if sae.output.site in STREAM else unembedding.blocks if sae.output.site in ADDED else None
     if factor is None:
         raise InvalidRequest(
@@ -192,7 +194,7 @@ def _factor(sae: SAE, unembedding: Unembedding) -> float:
 def _activations(
     handle: CaptureHandle | sync.CaptureHandle, sae: SAE, features: Features | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Activations of all features, whether all active ones are known, and by what what they write is scaled."""
+    """Return activations of all features, flags for rows whose active features are all known, and output scales."""
     count = len(handle.positions)
     if features is None:
         rows = _rows(handle, sae.input)
@@ -210,7 +212,7 @@ def _activations(
 
 
 def _targets(handle: CaptureHandle | sync.CaptureHandle, token: int | str | None, tokenizer: Any) -> torch.Tensor:
-    """Whose logit is asked for at each row: int64 [rows]."""
+    """Return the token whose logit is attributed at each row: int64 [rows]."""
     if token is None:
         sequence = torch.tensor([*handle.prompt_token_ids, *handle.output_token_ids])
         following = handle.positions + 1

@@ -1,4 +1,4 @@
-"""Colours for numbers on both sides of a centre, and text that can be read on them."""
+"""Diverging colours for numbers around a centre, and readable text colours on them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Final
 
 #: From below the centre over it to above: blue, white, orange, which the colour-blind tell apart.
 BELOW, CENTRE, ABOVE = (33, 102, 172), (247, 247, 247), (230, 97, 1)
-#: Of NaN and inf, which lie on no scale.
+#: Colour of NaN and inf.
 UNKNOWN: Final = (200, 200, 200)
 
 
 def colour(value: float, centre: float, limit: float) -> str:
-    """Background of a value as #rrggbb; beyond the limit it is that of the limit, of NaN and inf grey.
+    """Return the background of a value as #rrggbb; values beyond the limit are clamped, NaN and inf are grey.
 
     Args:
-        value: the value.
-        centre: the value that is white.
+        value: value to colour.
+        centre: value that is white.
         limit: distance from the centre at which colours are full; 0 makes all of them white.
     """
     if not math.isfinite(value):
@@ -28,12 +28,12 @@ def colour(value: float, centre: float, limit: float) -> str:
 
 
 def ink(background: str) -> str:
-    """Black or white text, whichever contrasts more with a background of #rrggbb."""
+    """Return black or white, whichever contrasts more with a background of #rrggbb."""
     return "#000000" if contrast("#000000", background) >= contrast("#ffffff", background) else "#ffffff"
 
 
 def contrast(first: str, second: str) -> float:
-    """Contrast ratio of two colours of #rrggbb, from 1 to 21. Source: WCAG 2.2."""
+    """Return the contrast ratio of two colours of #rrggbb, from 1 to 21. Source: WCAG 2.2."""
     darker, lighter = sorted((_luminance(first), _luminance(second)))
     return (lighter + 0.05) / (darker + 0.05)
 

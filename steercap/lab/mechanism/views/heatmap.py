@@ -1,4 +1,4 @@
-"""Tokens coloured by a number each: in a notebook, in a terminal, and as a picture of tokens by names or layers."""
+"""Heat maps of tokens: in a notebook, in a terminal, and as a picture of tokens by names or layers."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ LINES: Final = 200
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenHeatmap:
-    """A number for each token, or one for each token and name, as colours: blue below the centre, orange above.
+    """Heat map of a number for each token, or for each token and name: blue below the centre, orange above.
 
     Shown in a notebook it is HTML, printed by rich it is coloured text; `plot` draws a grid.
 
     Args:
         tokens: text of each token.
         values: [tokens], or [tokens, names]; numbers, an array, or a tensor of any dtype and device.
-        names: of the columns: directions, layers; may be left out for a single one.
-        title: above all.
-        centre: the value that is white; colours reach as far on both sides of it.
+        names: names of the columns, such as directions or layers; may be left out for a single one.
+        title: title of the heat map.
+        centre: value that is white; the scale is symmetric around it.
         limit: distance from the centre where colours are full; beyond it they are the same. By default the greatest
             that is at most ten times the median distance.
-        unit: of the values, for legends.
+        unit: unit of the values, for legends.
 
     Raises:
         InvalidRequest: no tokens, values of another shape, or a limit that is not a distance.
@@ -94,7 +94,7 @@ class TokenHeatmap:
 
     @property
     def legend(self) -> str:
-        """What the colours say, in words."""
+        """Legend of the colours, in words."""
         assert self.limit is not None
         known = self.values[np.isfinite(self.values)]
         seen = f"values {_shown(known.min())} to {_shown(known.max())}" if len(known) else "no finite values"
@@ -103,14 +103,14 @@ class TokenHeatmap:
         return f"≤ {low} blue · {_shown(self.centre)} white · ≥ {high} orange{unit}; {seen}"
 
     def __repr__(self) -> str:
-        """Short, since a notebook keeps it next to the HTML."""
+        """Return a short text, since a notebook keeps it next to the HTML."""
         names = f", names={list(self.names)}" if any(self.names) else ""
         return f"TokenHeatmap({self.title!r}, {len(self.tokens)} tokens{names}; {self.legend})"
 
     # Notebook
 
     def _repr_html_(self) -> str:
-        """HTML for a notebook: one block of text a name; a token's value shows where the mouse rests."""
+        """Return HTML for a notebook: a block of text for each name; a token's value shows on hover."""
         title = f"<div style='font-weight:bold;margin-bottom:4px'>{html.escape(self.title)}</div>" if self.title else ""
         blocks = "".join(self._block(place, name) for place, name in enumerate(self.names))
         return f"<div>{title}{blocks}{self._scale()}</div>"
@@ -136,7 +136,7 @@ class TokenHeatmap:
     # Terminal
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Coloured text for a terminal, in lines that end between tokens."""
+        """Yield coloured text for a terminal, in lines that end between tokens."""
         with extra("cli"):
             from rich.text import Text
 
@@ -149,7 +149,7 @@ class TokenHeatmap:
         yield Text(self.legend, style="dim")
 
     def _lines(self, place: int, width: int) -> Iterator[Text]:
-        """The tokens under one name, in lines of at most `width` cells; a longer token is folded by rich."""
+        """Yield the tokens under one name, in lines of at most `width` cells; rich folds a longer token."""
         with extra("cli"):
             from rich.cells import cell_len
             from rich.text import Text
@@ -175,7 +175,7 @@ class TokenHeatmap:
         """Draw a grid: tokens from left to right in lines of 48, with a row for each name.
 
         Args:
-            path: the file; its ending says the format.
+            path: file to write; its suffix sets the format.
 
         Raises:
             InvalidRequest: more tokens than one picture can hold, 9,600.
@@ -210,7 +210,7 @@ class TokenHeatmap:
         return Path(path)
 
     def _draw(self, axes: Any, first: int, line: Sequence[str]) -> Any:
-        """Draw one line of tokens; the image, for its scale."""
+        """Draw one line of tokens, and return the image, for its colour bar."""
         with extra("plots"):
             from matplotlib.colors import LinearSegmentedColormap
 
@@ -247,14 +247,14 @@ def heatmap_of(
     centre: float = 0.0,
     limit: float | None = None,
 ) -> TokenHeatmap:
-    """Projections of each captured row of one layer on unit directions, token by token.
+    """Show projections of each captured row of one layer on unit directions, token by token.
 
     Args:
-        handle: fetched; it holds full rows, or what `CaptureSpec(project=directions)` gives.
-        directions: what is projected on.
-        layer: which layer; negative counts from the last.
-        tokenizer: the model's, as `model.tokenizer`.
-        title, centre, limit: of the heat map; those of one centre and limit can be compared by their colours.
+        handle: fetched handle with full rows, or with projections of `CaptureSpec(project=directions)`.
+        directions: directions to project on.
+        layer: layer index; negative counts from the last.
+        tokenizer: tokenizer of the model, `model.tokenizer`.
+        title, centre, limit: arguments of the heat map; maps of one centre and limit can be compared by colour.
 
     Raises:
         InvalidRequest: the handle holds projections on other directions, in name or in fact, or rows of another width.
@@ -281,12 +281,12 @@ def heatmap_of_layers(
     centre: float = 0.0,
     limit: float | None = None,
 ) -> TokenHeatmap:
-    """Projections of each captured row on one unit direction, token by token and layer by layer.
+    """Show projections of each captured row on one unit direction, token by token and layer by layer.
 
     Args:
-        handle: fetched, with rows or projections at some of the layers of the vectors.
-        vectors: what is projected on.
-        tokenizer, title, centre, limit: as for `heatmap_of`.
+        handle: fetched handle with rows or projections at some of the layers of the vectors.
+        vectors: vectors to project on.
+        tokenizer, title, centre, limit: arguments as for `heatmap_of`.
 
     Raises:
         InvalidRequest: no layer has both rows and a vector; or as for `heatmap_of`.
@@ -309,7 +309,7 @@ def heatmap_of_layers(
 
 
 def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> torch.Tensor:
-    """Scalar products of the rows of one layer with unit directions: float32 [rows, names]."""
+    """Return scalar products of the rows of one layer with unit directions: float32 [rows, names]."""
     rows = handle.captures.elements((layer, directions.site))
     if handle.directions:
         if missing := [name for name in directions if name not in handle.directions]:
@@ -323,7 +323,7 @@ def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> t
 
 
 def _check_same(handle: CaptureHandle, directions: DirectionSet, layer: int, places: list[int]) -> None:
-    """Names do not make directions: see that those projected on are these. Files of older versions know names alone."""
+    """Check that the directions the handle was projected on are these, beyond their names, if the handle has marks."""
     from steercap.steering.directions import alike
 
     known = handle.marks.get(layer)
@@ -338,7 +338,7 @@ def _check_same(handle: CaptureHandle, directions: DirectionSet, layer: int, pla
 
 
 def _numbers(values: Any) -> npt.NDArray[np.float64]:
-    """A copy in float64; NumPy knows neither bfloat16 nor tensors on a device."""
+    """Return a copy in float64; NumPy knows neither bfloat16 nor tensors on a device."""
     import torch
 
     try:
@@ -354,7 +354,7 @@ def _numbers(values: Any) -> npt.NDArray[np.float64]:
 
 
 def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
-    """The greatest distance from the centre, left out those far beyond all others; of all where most are at it."""
+    """Return the greatest distance from the centre, outliers excluded; of all values if most are at the centre."""
     far = np.abs(values[np.isfinite(values)] - centre)
     if not len(far):
         return 0.0

@@ -1,4 +1,4 @@
-"""The logit lens: what each layer would say next, if it were the last."""
+"""Logit lens: next-token predictions from the rows of each layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle
     from steercap.model import SteerModel
 
-    #: Whose weights and tokens: an open model, or its checkpoint.
+    #: Source of weights and tokenizer: an open model, or its checkpoint.
     Source: TypeAlias = SteerModel | sync.SteerModel | str | os.PathLike[str]
 
 #: Sites whose rows are the residual stream, which is what the final norm and the unembedding take.
@@ -37,18 +37,18 @@ CELL: Final = (0.78, 0.23)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitLens:
-    """The most probable next tokens by layer and position, most probable first.
+    """Most probable next tokens by layer and position, most probable first.
 
     Shown in a notebook it is an HTML table, printed by rich a coloured one; `plot` draws it.
 
     Args:
-        layers: the layers, ascending.
+        layers: layers, ascending.
         read: text of the token read at each position.
-        positions: position of each of them in its sequence.
-        token_ids: int64 [layers, positions, top].
-        probabilities: float32 [layers, positions, top].
-        words: text of each of these tokens, by layer and position.
-        title: above all.
+        positions: positions of these tokens in the sequence.
+        token_ids: predicted tokens, int64 [layers, positions, top].
+        probabilities: their probabilities, float32 [layers, positions, top].
+        words: text of each predicted token, by layer and position.
+        title: title of the view.
     """
 
     layers: tuple[int, ...]
@@ -60,11 +60,11 @@ class LogitLens:
     title: str = "logit lens: the next token at each layer"
 
     def __repr__(self) -> str:
-        """Short, since a notebook keeps it next to the HTML."""
+        """Return a short text, since a notebook keeps it next to the HTML."""
         return f"LogitLens({len(self.layers)} layers × {len(self.read)} tokens, top {self.token_ids.shape[-1]})"
 
     def _repr_html_(self) -> str:
-        """HTML for a notebook: a table; a cell's most probable tokens show where the mouse rests."""
+        """Return an HTML table for a notebook; a cell's most probable tokens show on hover."""
         head = "".join(f"<th style='text-align:center'>{html.escape(shortened(t, LETTERS))}</th>" for t in self.read)
         lines = "".join(
             f"<tr><th>{layer}</th>{''.join(self._cell(row, column) for column in range(len(self.read)))}</tr>"
@@ -87,7 +87,7 @@ class LogitLens:
         return f'<td title="{html.escape(said, quote=True)}" style="{style}">{shown}</td>'
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Coloured tables for a terminal, as many columns each as fit its width; the last layer is on top."""
+        """Yield coloured tables for a terminal, as many columns each as fit its width; the last layer is on top."""
         with extra("cli"):
             from rich.table import Table
             from rich.text import Text
@@ -108,10 +108,10 @@ class LogitLens:
             yield table
 
     def plot(self, path: str | Path) -> Path:
-        """Draw it: tokens from left to right in lines of 16, layers from bottom to top, the best token in each cell.
+        """Draw tokens from left to right in lines of 16, layers from bottom to top, the best token in each cell.
 
         Args:
-            path: the file; its ending says the format.
+            path: file to write; its suffix sets the format.
         """
         with extra("plots"):
             from matplotlib.figure import Figure
@@ -132,11 +132,11 @@ class LogitLens:
         return Path(path)
 
     def draw(self, axes: Any, start: int = 0, stop: int | None = None) -> Any:
-        """Draw some positions into matplotlib's axes.
+        """Draw some positions into matplotlib axes.
 
         Args:
-            axes: where.
-            start, stop: which, as a slice; all by default.
+            axes: axes to draw in.
+            start, stop: slice of positions; all by default.
 
         Returns:
             matplotlib's image, for a colour bar.
@@ -171,19 +171,19 @@ def logit_lens(
     top: int = 5,
     unembedding: Unembedding | None = None,
 ) -> LogitLens:
-    """What each captured layer would say next: the model's final norm and unembedding, applied to its rows.
+    """Apply the model's final norm and unembedding to rows of each captured layer.
 
     At the last layer of "resid_post" these are the model's own next tokens and probabilities. They are computed here,
-    in float32, from the weights of the checkpoint: what changes the engine alone, such as a LoRA adapter of the
-    unembedding, is not in them.
+    in float32, from the weights of the checkpoint: changes to the engine alone, such as a LoRA adapter of the
+    unembedding, are not included.
 
     Args:
-        handle: fetched, with rows of the residual stream.
+        handle: fetched handle with rows of the residual stream.
         model: the open model of the handle, or the folder or name of its checkpoint.
-        site: "resid_post" or "resid_pre".
-        top: tokens kept for each row, the most probable ones.
-        unembedding: of the model, if it was read before: `Unembedding.load(checkpoint)`; saves reading it for each
-            handle.
+        site: site of the rows, "resid_post" or "resid_pre".
+        top: number of most probable tokens kept for each row.
+        unembedding: unembedding of the model, if it was read before by `Unembedding.load(checkpoint)`; saves reading it
+            for each handle.
 
     Raises:
         InvalidRequest: projections or a reduction instead of rows, a site that is not the residual stream or was
@@ -209,7 +209,7 @@ def logit_lens(
 
 
 def _layers(handle: CaptureHandle | sync.CaptureHandle, site: str) -> tuple[int, ...]:
-    """Layers whose rows a lens can take."""
+    """Return the captured layers that a lens can be applied to."""
     captures = handle.captures
     if handle.directions or handle.receipt.reduce:
         held = "projections" if handle.directions else f"the {handle.receipt.reduce} of its tokens"
@@ -223,10 +223,10 @@ def _layers(handle: CaptureHandle | sync.CaptureHandle, site: str) -> tuple[int,
 
 
 def checkpoint_of(model: Source) -> tuple[str, str | None]:
-    """Name or path of a model's checkpoint, and its revision, None if none was asked for.
+    """Return the name or path of a model's checkpoint, and its revision, or None if none was requested.
 
     Raises:
-        UnsupportedModel: they are in no checkpoint.
+        UnsupportedModel: the weights are in no checkpoint.
     """
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model), None
@@ -234,10 +234,10 @@ def checkpoint_of(model: Source) -> tuple[str, str | None]:
 
 
 def tokenizer_of(model: Source) -> Any:
-    """What makes tokens of texts.
+    """Return the tokenizer of a model.
 
     Raises:
-        ModelNotLoaded: there is none beside the checkpoint.
+        ModelNotLoaded: there is no tokenizer beside the checkpoint.
     """
     if not isinstance(model, (str, os.PathLike)):
         return model.tokenizer

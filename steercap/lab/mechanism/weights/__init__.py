@@ -1,1 +1,1 @@
-"""Weights of a model, read from its checkpoint a tensor at a time, and what its blocks do with a row."""
+"""Weights of a model, read from its checkpoint a tensor at a time, as linear maps of the stream."""

@@ -1,7 +1,7 @@
-"""The weights of a layer's two blocks, as linear maps of the stream: norms folded in, fused projections taken apart.
+"""Weights of a layer's two blocks, as linear maps of the stream: norms folded in, fused projections split.
 
-Everything here is *up to a positive scale*: norms divide by the length of a row, which no weight knows. Where that
-matters, the norms are there to ask. Shape legend: hidden = elements of the stream; heads = query heads;
+Everything here is *up to a positive scale*: norms divide by the length of a row, which does not follow from weights.
+Where that matters, use the norms given here. Shape legend: hidden = elements of the stream; heads = query heads;
 kv_heads = heads of keys and values, each shared by heads / kv_heads consecutive query heads.
 """
 
@@ -22,11 +22,11 @@ Linear: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None]"
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """What a linear map behind a norm reads of the stream.
+    """Linear map of the stream, with the norm before it folded in.
 
     Args:
-        weight: float32 [..., hidden], the gain of the norms before and behind it in it.
-        constant: what it gives without a row: its bias and the norm's, float32 [...].
+        weight: weight with the gains of the norms before and behind it, float32 [..., hidden].
+        constant: output for a zero direction: its bias and the norm's, float32 [...].
     """
 
     weight: Float[torch.Tensor, "*out hidden"]
@@ -34,26 +34,26 @@ class Projection:
 
     @property
     def flat(self) -> Float[torch.Tensor, "all_out hidden"]:
-        """The weight as a matrix."""
+        """Weight as a matrix."""
         return self.weight.reshape(-1, self.weight.shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights:
-    """The attention block of one layer.
+    """Weights of the attention block of one layer.
 
-    Rotary embedding is not in `query` and `key`: it turns both by their positions, and leaves them as they are at
-    position 0. Neither is what scores are scaled by.
+    Rotary embedding is not in `query` and `key`: it rotates both by their positions, and leaves them unchanged at
+    position 0. The scale of scores is not included either.
 
     Args:
-        layer: its index.
-        query: of each head, [heads, head_dim, hidden]; up to the scales of the norm and of `query_norm`.
-        key, value: [kv_heads, head_dim, hidden].
-        output: what each element of a head's `z` adds to the stream, float32 [heads, hidden, head_dim], the norm behind
-            the block and the factor in it; up to the scale of that norm.
-        output_constant: what the block adds whatever it reads, float32 [hidden].
+        layer: index of the layer.
+        query: queries of each head, [heads, head_dim, hidden]; up to the scales of the norm and of `query_norm`.
+        key, value: keys and values of each head, [kv_heads, head_dim, hidden].
+        output: contribution of each element of a head's `z` to the stream, float32 [heads, hidden, head_dim], the norm
+            behind the block and the factor in it; up to the scale of that norm.
+        output_constant: constant contribution of the block, float32 [hidden].
         norm, post: the norms before and behind the block, None for none.
-        query_norm, key_norm: of queries and keys, None for none.
+        query_norm, key_norm: norms of queries and keys, None for none.
     """
 
     layer: int
@@ -69,19 +69,19 @@ class AttentionWeights:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.query.weight.shape[0]
 
     @property
     def group(self) -> int:
-        """Query heads that share a key and a value."""
+        """Number of query heads that share a key and a value."""
         return self.heads // self.key.weight.shape[0]
 
     def written(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "heads rows hidden"]:
-        """What each head adds to the stream where it attends to a row with weight one, without constants.
+        """Return each head's output into the stream when it attends to a row with weight one, without constants.
 
         Args:
-            rows: directions, in front of the norm.
+            rows: directions in the stream, before the norm.
         """
         values = torch.einsum("kdh,rh->krd", self.value.weight, rows.float()).repeat_interleave(self.group, dim=0)
         return torch.einsum("nrd,nhd->nrh", values, self.output)
@@ -89,15 +89,15 @@ class AttentionWeights:
 
 @dataclass(frozen=True, eq=False)
 class NeuronWeights:
-    """The feed-forward block of one layer.
+    """Weights of the feed-forward block of one layer.
 
     Args:
-        layer: its index.
-        gate: what opens each neuron, [neurons, hidden]; None where neurons have no gate.
-        up: what each neuron reads besides; without a gate, all that it reads.
-        down: what each neuron adds to the stream, float32 [neurons, hidden], the norm behind the block and the factor
-            in it; up to the scale of that norm.
-        down_constant: what the block adds whatever it reads, float32 [hidden].
+        layer: index of the layer.
+        gate: gate of each neuron, [neurons, hidden]; None if neurons have no gate.
+        up: second input of each neuron, or its only input without a gate.
+        down: contribution of each neuron to the stream, float32 [neurons, hidden], the norm behind the block and the
+            factor in it; up to the scale of that norm.
+        down_constant: constant contribution of the block, float32 [hidden].
         norm, post: the norms before and behind the block, None for none.
     """
 
@@ -111,17 +111,17 @@ class NeuronWeights:
 
     @property
     def reading(self) -> dict[str, Projection]:
-        """By name, what neurons read: "gate" and "up", or "in" where there is no gate."""
+        """Input projections by name: "gate" and "up", or "in" if there is no gate."""
         return {"in": self.up} if self.gate is None else {"gate": self.gate, "up": self.up}
 
 
 def taken_apart(fused: torch.Tensor, order: str, heads: int, kv_heads: int) -> Iterable[torch.Tensor]:
-    """Queries, keys and values out of what makes all of them.
+    """Split a fused projection into queries, keys and values.
 
     Args:
-        fused: a weight or a bias, [out, ...].
-        order: as `Layout.order`.
-        heads, kv_heads: query heads, and those of keys and values.
+        fused: weight or bias, [out, ...].
+        order: order of the outputs, as in `Layout.order`.
+        heads, kv_heads: number of query heads, and of key and value heads.
     """
     head_dim = len(fused) // (heads + 2 * kv_heads)
     if order == "stacked":
@@ -133,13 +133,13 @@ def taken_apart(fused: torch.Tensor, order: str, heads: int, kv_heads: int) -> I
 def reading(
     linear: Linear, norm: FrozenNorm | None, behind: FrozenNorm | None = None, head_dim: int | None = None
 ) -> Projection:
-    """What a projection reads of the stream.
+    """Return a projection as a linear map of the stream, with its norms folded in.
 
     Args:
-        linear: its weight and bias.
-        norm: in front of it.
-        behind: of what it gives; of each head, or of all.
-        head_dim: elements of a head, where there are heads.
+        linear: weight and bias.
+        norm: norm before it.
+        behind: norm of its output, of each head or of all at once.
+        head_dim: number of elements of a head, if there are heads.
     """
     weight, bias = linear
     constant = torch.zeros(len(weight)) if bias is None else bias

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by name, each read when it is asked for, and nothing else of the files."""
+"""Tensors of a checkpoint by name, each read on request."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
-#: Dtypes of weights that are what they say; of others, such as float8, a scale lies elsewhere.
+#: Dtypes of plain weights; others, such as float8, have their scale elsewhere.
 PLAIN: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @dataclass(frozen=True, repr=False)
 class TensorFiles:
-    """The safetensors files of a checkpoint.
+    """Safetensors files of a checkpoint.
 
     Args:
-        path: of the checkpoint, or its name on the hub.
-        held: the file that holds each tensor.
+        path: path of the checkpoint, or its name on the hub.
+        held: file of each tensor, by name.
     """
 
     path: str
@@ -36,14 +36,14 @@ class TensorFiles:
 
     @classmethod
     def find(cls, path: str, revision: str | None = None) -> TensorFiles:
-        """The files of a checkpoint; of tensors only the names are read.
+        """Find the files of a checkpoint; only the names of tensors are read.
 
         Args:
             path: folder, or name on the hub.
-            revision: of a name on the hub.
+            revision: revision of a name on the hub.
 
         Raises:
-            ModelNotLoaded: there are none.
+            ModelNotLoaded: there are no files.
         """
         from safetensors import safe_open
 
@@ -59,17 +59,17 @@ class TensorFiles:
         raise ModelNotLoaded(f"{path!r} has neither {WHOLE} nor {INDEX}; weights are read of safetensors files")
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One tensor, float32, on CPU.
+        """Read one tensor: float32, on CPU.
 
-        Checkpoints that were written without the head have names without the prefix of the body: "ln_f.weight" for
+        Checkpoints written without the head have names without the prefix of the body: "ln_f.weight" for
         "transformer.ln_f.weight".
 
         Args:
-            name: as transformers' model calls it.
-            shape: that its configuration gives it.
+            name: name of the tensor in transformers' model.
+            shape: expected shape, from the configuration.
 
         Raises:
-            InvalidFile: there is none.
+            InvalidFile: there is no such tensor.
             UnsupportedModel: it has another shape, or another dtype than plain floats: quantised weights.
         """
         from safetensors import safe_open
@@ -87,11 +87,11 @@ class TensorFiles:
         return found.float()
 
     def fill(self, prefix: str, module: Any) -> Any:
-        """Give a module that was built without weights its own, in place.
+        """Load the weights of a module that was built without them, in place.
 
         Args:
-            prefix: the module's name in the model.
-            module: it; its parameters become float32.
+            prefix: name of the module in the model.
+            module: module to fill; its parameters become float32.
 
         Returns:
             The module.
@@ -107,10 +107,10 @@ class TensorFiles:
 
 
 def configuration(path: str, revision: str | None = None) -> PretrainedConfig:
-    """transformers' configuration of a checkpoint.
+    """Return transformers' configuration of a checkpoint.
 
     Raises:
-        ModelNotLoaded: there is none.
+        ModelNotLoaded: there is no configuration.
     """
     with extra("cuda", "cpu"):
         from transformers import AutoConfig
@@ -122,7 +122,7 @@ def configuration(path: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def skeleton(config: PretrainedConfig) -> Any:
-    """transformers' own modules of a model, without weights."""
+    """Return transformers' modules of a model, without weights."""
     with extra("cuda", "cpu"):
         from transformers import AutoModelForCausalLM
 

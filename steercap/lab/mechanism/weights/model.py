@@ -1,4 +1,4 @@
-"""ModelWeights: the weights of a checkpoint, layer by layer, read when they are asked for; no engine is needed."""
+"""Weights of a checkpoint, layer by layer, read on request; no engine is needed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class ModelWeights:
-    """The weights of a model, from the safetensors files of its checkpoint, float32.
+    """Weights of a model, from the safetensors files of its checkpoint, float32.
 
-    Made by `open`. A layer's weights are read anew each time, so that no more than a layer's are held.
+    Made by `open`. A layer's weights are read on each call, so that at most one layer is in memory.
 
     Attributes:
-        name: of the checkpoint.
-        layers: decoder layers.
-        width: elements of the stream.
+        name: name of the checkpoint.
+        layers: number of decoder layers.
+        width: number of elements of the stream.
     """
 
     def __init__(self, config: PretrainedConfig, files: TensorFiles, revision: str | None = None) -> None:
@@ -48,15 +48,15 @@ class ModelWeights:
 
     @classmethod
     def open(cls, checkpoint: str | os.PathLike[str], *, revision: str | None = None) -> ModelWeights:
-        """Look what there is; nothing is read yet.
+        """Open a checkpoint; no weights are read yet.
 
         Args:
-            checkpoint: folder, or name on the hub, of safetensors files; of an open model, `model.model`.
-            revision: of a name on the hub.
+            checkpoint: folder, or name on the hub, with safetensors files; for an open model, `model.model`.
+            revision: revision of a name on the hub.
 
         Raises:
-            ModelNotLoaded: no such checkpoint, or one without safetensors files.
-            UnsupportedModel: an architecture whose weights steercap does not know by name.
+            ModelNotLoaded: there is no such checkpoint, or it has no safetensors files.
+            UnsupportedModel: the architecture's weight names are not known.
         """
         path = os.fspath(checkpoint)
         config = configuration(path, revision)
@@ -68,12 +68,12 @@ class ModelWeights:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether both blocks of a layer read the stream as the layer takes it."""
+        """True if both blocks of a layer read the layer's input."""
         return not self._family.resid_mid
 
     @cached_property
     def unembedding(self) -> Unembedding:
-        """The final norm and the unembedding.
+        """Final norm and unembedding.
 
         Raises:
             UnsupportedModel, InvalidFile: as for `Unembedding.load`.
@@ -82,10 +82,10 @@ class ModelWeights:
 
     @cached_property
     def embedding(self) -> Float[torch.Tensor, "vocabulary hidden"]:
-        """The rows of the embedding, float32, as the checkpoint has them: what a model multiplies them by is not in it.
+        """Rows of the embedding as in the checkpoint, without factors the model applies: float32 [vocabulary, hidden].
 
         Raises:
-            InvalidFile: the files lack it.
+            InvalidFile: the files lack the embedding.
         """
         if self._config.tie_word_embeddings:
             return self.unembedding.weight
@@ -95,10 +95,10 @@ class ModelWeights:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """transformers' tokenizer of the checkpoint.
+        """Tokenizer of the checkpoint, from transformers.
 
         Raises:
-            ModelNotLoaded: there is none beside it.
+            ModelNotLoaded: there is no tokenizer beside the checkpoint.
         """
         with extra("cuda", "cpu"):
             from transformers import AutoTokenizer
@@ -109,14 +109,14 @@ class ModelWeights:
             raise ModelNotLoaded(f"no tokenizer at {self.name!r}: {error}") from error
 
     def attention(self, layer: int) -> AttentionWeights:
-        """The weights of one attention block.
+        """Read the weights of one attention block.
 
         Args:
-            layer: its index; negative counts from the last.
+            layer: index of the layer; negative counts from the last.
 
         Raises:
             LayerOutOfRange: no such layer.
-            UnsupportedModel: the layer has weights that are accounted for nowhere, or quantised ones.
+            UnsupportedModel: the layer has unknown or quantised weights.
         """
         index, layout = self._index(layer), self._layout
         self._account(index)
@@ -144,14 +144,14 @@ class ModelWeights:
         )
 
     def neurons(self, layer: int) -> NeuronWeights:
-        """The weights of one feed-forward block.
+        """Read the weights of one feed-forward block.
 
         Args:
-            layer: its index; negative counts from the last.
+            layer: index of the layer; negative counts from the last.
 
         Raises:
             LayerOutOfRange: no such layer.
-            UnsupportedModel: a layer of experts, one with weights that are accounted for nowhere, or quantised ones.
+            UnsupportedModel: the layer has experts, or unknown or quantised weights.
         """
         index, layout = self._index(layer), self._layout
         if self._has_experts(index):
@@ -173,7 +173,7 @@ class ModelWeights:
         down, constant = self._written(weight.T, bias, post)
         return NeuronWeights(index, gates, ups, down, constant, norm, post)
 
-    # What a layer has
+    # Contents of a layer
 
     @property
     def _architecture(self) -> str:
@@ -197,7 +197,7 @@ class ModelWeights:
         return not (self._layout.up or self._layout.gate_up) or self._family.is_sparse(self._config, layer)
 
     def _account(self, layer: int) -> None:
-        """Check that every parameter of a layer is one that is read: an unknown one would be left out in silence."""
+        """Check that every parameter of a layer is known: an unknown one would be ignored silently."""
         if quantised := getattr(self._config, "quantization_config", None):
             raise UnsupportedModel(f"{self.name}: its weights are quantised ({quantised}); only plain ones can be read")
         known = {*self._layout.attention, self._family.attn_proj}
@@ -224,7 +224,7 @@ class ModelWeights:
         return FrozenNorm(self._module(layer, name), width) if name else None
 
     def _norm_of_heads(self, layer: int, name: str, head_dim: int, outputs: int) -> FrozenNorm | None:
-        """A norm of each head, or of all heads at once."""
+        """Return a norm of each head, or of all heads at once."""
         if not name:
             return None
         module = self._module(layer, name)
@@ -232,7 +232,7 @@ class ModelWeights:
         return FrozenNorm(module, head_dim if len(gain) == head_dim else outputs)
 
     def _projections(self, layer: int) -> tuple[Linear, Linear, Linear]:
-        """The weights that make queries, keys and values, and their biases."""
+        """Return the weights and biases of queries, keys and values."""
         layout = self._layout
         if not layout.fused:
             query, key, value = (self._linear(layer, name) for name in (layout.query, layout.key, layout.value))
@@ -245,7 +245,7 @@ class ModelWeights:
         return query, key, value
 
     def _linear(self, layer: int, name: str) -> Linear:
-        """The weight of a projection, [out, in], and its bias."""
+        """Return the weight of a projection, [out, in], and its bias."""
         module = self._decoder[layer].get_submodule(name)
         prefix = f"{self._family.layers}.{layer}.{name}"
         weight = self._files.read(f"{prefix}.weight", module.weight.shape)
@@ -259,15 +259,15 @@ class ModelWeights:
     def _written(
         self, weight: torch.Tensor, bias: torch.Tensor | None, post: FrozenNorm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a block's last projection adds to the stream for each of its inputs, and whatever it reads.
+        """Return the contributions of a block's last projection to the stream: for each of its inputs, and constant.
 
         Args:
-            weight: [..., in, hidden].
-            bias: [hidden].
-            post: the norm behind it.
+            weight: weight, [..., in, hidden].
+            bias: bias, [hidden].
+            post: norm behind it.
 
         Raises:
-            UnsupportedModel: layers that do more with it than to add it to the stream.
+            UnsupportedModel: the model's layers do more with it than add it to the stream.
         """
         factor = self._family.factor(self._config)
         if factor is None:

@@ -1,4 +1,4 @@
-"""A norm as a linear map: what it does to a direction, once the scale of the row is taken as given.
+"""Norm as a linear map of directions, with the scale of the row taken as given.
 
 RMSNorm and LayerNorm are `scale(row) * gain * (row - mean) + constant`, the mean subtracted by LayerNorm alone. Only
 the scale depends on the row, and it is positive, so a direction is read as `gain * (direction - mean)`.
@@ -14,24 +14,24 @@ from jaxtyping import Float
 
 from steercap.errors import UnsupportedModel
 
-#: How far a row behind the norm may be from what its linear form makes of it, of the row's length.
+#: Maximum distance of a normed row from its linear form, relative to the row's length.
 LINEAR: Final = 1e-4
 
 
 class FrozenNorm:
-    """A norm whose scale is taken as given.
+    """Norm whose scale is taken as given.
 
     Args:
-        module: transformers' own, with its weights: whether these are gains, or gains less one, is its business.
-        width: elements of what it norms.
+        module: transformers' module with its weights, which may be gains, or gains minus one.
+        width: number of elements of its input.
 
     Attributes:
-        gain: what elements are multiplied by, float32 [width].
-        constant: what is added at the end, float32 [width].
-        centred: whether the mean is subtracted first.
+        gain: factor of each element, float32 [width].
+        constant: constant added at the end, float32 [width].
+        centred: True if the mean is subtracted first.
 
     Raises:
-        UnsupportedModel: it is something else than a scale and a gain, with or without a mean subtracted first.
+        UnsupportedModel: the norm is not a scale and a gain, with or without a mean subtracted first.
     """
 
     def __init__(self, module: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
@@ -50,24 +50,24 @@ class FrozenNorm:
         raise UnsupportedModel(f"{type(module).__name__} is no norm that can be frozen: a scale times a gain")
 
     def __call__(self, rows: Float[torch.Tensor, "*any width"]) -> Float[torch.Tensor, "*any width"]:
-        """The norm itself, of whole rows."""
+        """Apply the norm itself to whole rows."""
         with torch.inference_mode():
             found: torch.Tensor = self.module(rows)
             return found
 
     def linear(self, directions: Float[torch.Tensor, "*any width"]) -> Float[torch.Tensor, "*any width"]:
-        """What it makes of directions, up to the positive scale of the row: float32, of the same shape."""
+        """Map directions through the norm, up to the positive scale of the row: float32, of the same shape."""
         return self.gain * self._centre(directions.float())
 
     def through(self, readers: Float[torch.Tensor, "*any width"]) -> Float[torch.Tensor, "*any width"]:
-        """What weights behind the norm read of a row before it: `through(w) · v` is `w · linear(v)`."""
+        """Map weights behind the norm to what they read before it: `through(w) · v` is `w · linear(v)`."""
         return self._centre(readers.float() * self.gain)
 
     def scales(self, rows: Float[torch.Tensor, "rows width"]) -> Float[torch.Tensor, "rows 1"]:
-        """The scale of each row: the norm is `scales * linear(rows) + constant`.
+        """Return the scale of each row: the norm is `scales * linear(rows) + constant`.
 
         Raises:
-            UnsupportedModel: for these rows it is not.
+            UnsupportedModel: this does not hold for these rows.
         """
         scales, rest, length = self._fitted(rows)
         if not bool((rest <= LINEAR * length).all()):
@@ -79,7 +79,7 @@ class FrozenNorm:
         return bool((rest <= LINEAR * length).all() and (scales > 0).all())
 
     def _fitted(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """By least squares the scale of each row, what is then left, and the length of what there was."""
+        """Fit the scale of each row by least squares; return it, the length of the residual, and of the normed row."""
         behind, scaled = self(rows.float()) - self.constant, self.linear(rows)
         scales = (behind * scaled).sum(dim=1, keepdim=True) / scaled.square().sum(dim=1, keepdim=True)
         return scales, (behind - scales * scaled).norm(dim=1), behind.norm(dim=1)

@@ -1,4 +1,4 @@
-"""From rows of the residual stream to logits: a model's final norm and unembedding, read from its checkpoint.
+"""Final norm and unembedding of a model, read from its checkpoint: rows of the residual stream to logits.
 
 The modules are transformers' own, built without weights; only the tensors they need are read.
 """
@@ -26,16 +26,15 @@ BLOCK_BYTES: Final = 64 << 20
 
 
 class Unembedding:
-    """What a model does to the rows of its last layer to get logits.
+    """Map from rows of the last layer to logits.
 
-    Its final norm, its unembedding (tied to the embedding or not), and the factor and soft-capping of logits where the
-    model has them, in float32.
+    It has the final norm, the unembedding (tied to the embedding or not), and the factor and soft-capping of logits if
+    the model has them, in float32.
 
     Attributes:
-        vocabulary: tokens that have a logit.
-        width: elements of a row.
-        blocks: what the outputs of blocks are multiplied by before they are added to the stream; None where a layer
-            does more than add them.
+        vocabulary: number of tokens with a logit.
+        width: number of elements of a row.
+        blocks: factor of block outputs before they are added to the stream; None if a layer does more than add them.
     """
 
     def __init__(
@@ -55,16 +54,16 @@ class Unembedding:
 
     @classmethod
     def load(cls, checkpoint: str | os.PathLike[str], *, revision: str | None = None) -> Unembedding:
-        """Read it from a checkpoint.
+        """Read the final norm and unembedding from a checkpoint.
 
         Args:
-            checkpoint: folder, or name on the hub, of safetensors files.
-            revision: of a name on the hub.
+            checkpoint: folder, or name on the hub, with safetensors files.
+            revision: revision of a name on the hub.
 
         Raises:
-            ModelNotLoaded: no such checkpoint, or one without safetensors files.
-            UnsupportedModel: an architecture that steercap does not know, one whose last layer is not followed by a
-                norm and an unembedding alone (OPT-350m), or quantised weights of these.
+            ModelNotLoaded: there is no such checkpoint, or it has no safetensors files.
+            UnsupportedModel: the architecture is not known, its last layer is not followed by a norm and an unembedding
+                alone (OPT-350m), or these have quantised weights.
             InvalidFile: the files lack a tensor that the configuration promises.
         """
         path = os.fspath(checkpoint)
@@ -74,12 +73,12 @@ class Unembedding:
 
     @classmethod
     def of(cls, config: PretrainedConfig, model: Any, files: TensorFiles) -> Unembedding:
-        """The same of a checkpoint that is open.
+        """Read the final norm and unembedding from a checkpoint that is open.
 
         Args:
             config: transformers' configuration.
-            model: its modules without weights.
-            files: its tensors.
+            model: modules of the model, without weights.
+            files: tensor files of the checkpoint.
 
         Raises:
             UnsupportedModel, InvalidFile: as for `load`.
@@ -94,29 +93,30 @@ class Unembedding:
 
     @cached_property
     def norm(self) -> FrozenNorm:
-        """The final norm, its scale taken as given.
+        """Final norm, with its scale taken as given.
 
         Raises:
-            UnsupportedModel: a norm that is not a scale and a gain, with or without a mean subtracted first.
+            UnsupportedModel: the norm is not a scale and a gain, with or without a mean subtracted first.
         """
         return FrozenNorm(self._norm, self.width)
 
     def read(self, directions: Float[torch.Tensor, "n hidden"]) -> Float[torch.Tensor, "n vocabulary"]:
-        """What directions add to each token's logit, up to the positive scale of the row they are in: float32.
+        """Return the contribution of directions to each token's logit, up to the row's positive scale: float32.
 
         The gain of the final norm, its centring and the factor of logits are in it; the norm's constant and
         soft-capping, which keeps the order of tokens, are not.
 
         Args:
-            directions: [n, hidden].
+            directions: directions in the stream, [n, hidden].
         """
         with torch.inference_mode():
             return self.norm.linear(directions) @ self.weight.T * self._factor
 
     @cached_property
     def reading_lengths(self) -> Float[torch.Tensor, " vocabulary"]:
-        """Length of what each token's logit reads: `read` of a direction is this times the direction's length times the
-        cosine of both. float32 [vocabulary].
+        """Norm of each token's logit direction: float32 [vocabulary].
+
+        `read` of a direction is this times the direction's length times the cosine of both.
         """
         size = max(1, BLOCK_BYTES // (4 * self.width))
         blocks = [self.norm.through(block).norm(dim=1) for block in self.weight.split(size)]
@@ -124,17 +124,17 @@ class Unembedding:
 
     @property
     def weight(self) -> Float[torch.Tensor, "vocabulary hidden"]:
-        """The unembedding's own rows, float32 [vocabulary, hidden]."""
+        """Rows of the unembedding, float32 [vocabulary, hidden]."""
         return self._head.get_parameter("weight")
 
     def logits(self, rows: Float[torch.Tensor, "*any hidden"]) -> Float[torch.Tensor, "*any vocabulary"]:
-        """Logits of the next token: float32 [..., vocabulary]. Of the last layer's rows, they are the model's own.
+        """Compute logits of the next token: float32 [..., vocabulary]. For the last layer's rows, they are the model's.
 
         Args:
-            rows: of "resid_post" or "resid_pre", any dtype, [..., hidden].
+            rows: rows of "resid_post" or "resid_pre", any dtype, [..., hidden].
 
         Raises:
-            InvalidRequest: rows of another width.
+            InvalidRequest: the rows have another width.
         """
         if rows.shape[-1] != self.width:
             raise InvalidRequest(
@@ -147,21 +147,21 @@ class Unembedding:
     def directions(
         self, rows: Float[torch.Tensor, "rows hidden"], token_ids: Int[torch.Tensor, " rows"]
     ) -> tuple[Float[torch.Tensor, "rows hidden"], Float[torch.Tensor, " rows"]]:
-        """What a token's logit reads in each row, with the norm frozen: its scale is taken as that of the row.
+        """Return the direction that a token's logit reads in each row, with the norm's scale fixed at that of the row.
 
-        `directions · row + constant` is the logit before any soft-capping, and of a part of the row, such as what a
-        feature wrote, `directions · part` is its direct effect on it.
+        `directions · row + constant` is the logit before any soft-capping. For a part of the row, such as a feature's
+        output, `directions · part` is its direct effect on the logit.
 
         Args:
-            rows: of the last layer's "resid_post", any dtype.
-            token_ids: one for each row.
+            rows: rows of the last layer's "resid_post", any dtype.
+            token_ids: token id for each row.
 
         Returns:
-            The directions, float32 [rows, hidden], and the constants, float32 [rows]: of a norm with a bias.
+            The directions, float32 [rows, hidden], and the constants from the norm's bias, float32 [rows].
 
         Raises:
-            InvalidRequest: rows of another width, or a token that has no logit.
-            UnsupportedModel: a norm that is not a scale and a gain, with or without a mean subtracted first.
+            InvalidRequest: the rows have another width, or a token has no logit.
+            UnsupportedModel: the norm is not a scale and a gain, with or without a mean subtracted first.
         """
         if rows.shape[-1] != self.width or bool(((token_ids < 0) | (token_ids >= self.vocabulary)).any()):
             raise InvalidRequest(
@@ -173,11 +173,11 @@ class Unembedding:
             return self.norm.through(weights) * self.norm.scales(rows), weights @ self.norm.constant
 
     def best(self, rows: Float[torch.Tensor, "rows hidden"], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The most probable next tokens, most probable first, never holding the logits of all rows at once.
+        """Return the most probable next tokens, most probable first, without holding the logits of all rows at once.
 
         Args:
-            rows: as for `logits`.
-            count: tokens per row.
+            rows: rows as for `logits`.
+            count: number of tokens per row.
 
         Returns:
             Token ids, int64 [rows, count], and their probabilities, float32 [rows, count].
@@ -190,10 +190,10 @@ class Unembedding:
 def _modules(
     path: str, config: PretrainedConfig, model: Any
 ) -> tuple[nn.Module, nn.Module, dict[str, tuple[nn.Module, str]]]:
-    """The final norm and the unembedding, without weights, and which tensor each of their parameters is.
+    """Return the final norm and the unembedding, without weights, and the tensor name of each of their parameters.
 
     Raises:
-        UnsupportedModel: not a model whose last layer is followed by these alone.
+        UnsupportedModel: the last layer is not followed by these alone.
     """
     family = family_of(config.architectures or ())
     owner, _, name = family.final_norm.rpartition(".")

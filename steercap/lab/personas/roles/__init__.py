@@ -1,4 +1,4 @@
-"""Many personas at once: from roles to their vectors, the assistant axis, and capping along it."""
+"""Roles: vectors of many characters, the assistant axis, and capping along it."""
 
 from steercap.lab.personas.roles.axis import AssistantAxis, assistant_axis
 from steercap.lab.personas.roles.effects import CapRecord, Case, cases_of, compare_steering, drift_cases

@@ -1,4 +1,4 @@
-"""Generate: every role answers every question under each of its prompts, and so does the assistant."""
+"""Stage "generate": every role and the assistant answer every question under each of their prompts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 async def answer(model: SteerModel, settings: RoleSettings, roles: Sequence[RoleFolder], report: Report | None) -> None:
-    """Have the model answer, and write `answers.parquet` of each role as soon as all of its answers are there.
+    """Generate answers, and write `answers.parquet` of each role once all of its answers are there.
 
-    Requests of all roles are under way at once; in memory are those of the roles that are.
+    Requests of all roles run concurrently; only answers of unfinished roles are in memory.
 
     Raises:
         The errors of `SteerModel.chat`.
@@ -63,16 +63,16 @@ async def answer(model: SteerModel, settings: RoleSettings, roles: Sequence[Role
 
 
 def answers_of(role: RoleFolder) -> list[RoleResponse]:
-    """The answers of a role that has all of them, in their order.
+    """Read the answers of a finished role, in order.
 
     Raises:
-        InvalidFile: they cannot be read.
+        InvalidFile: the answers cannot be read.
     """
     return read_table(role.path / "answers.parquet", RoleResponse)
 
 
 class _UnderWay:
-    """A role some of whose answers are not there."""
+    """Role with missing answers."""
 
     def __init__(self, settings: RoleSettings, role: RoleFolder) -> None:
         role.begin("generate")
@@ -84,7 +84,7 @@ class _UnderWay:
         self._lacks = len(self.left)
 
     def took(self, response: RoleResponse) -> bool:
-        """Keep an answer; True if it was the last."""
+        """Store an answer; return True if it was the last."""
         self.parts.add(response)
         self._lacks -= 1
         if not self._lacks:
@@ -92,7 +92,7 @@ class _UnderWay:
         return not self._lacks
 
     def close(self) -> None:
-        """Write all of them as one table."""
+        """Write all answers as one table."""
         self.parts.flush()
         found = {response.id: response for response in self.parts.read()}
         write_table(self.role.path / "answers.parquet", [found[key] for key in self._order])

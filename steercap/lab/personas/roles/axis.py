@@ -1,4 +1,4 @@
-"""The assistant axis: the direction in which the default assistant differs from the roles that a model can play."""
+"""Assistant axis: the direction from the roles a model can play to its default assistant."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from steercap.steering.layers import FrozenMapping, LayerVectors
 
 @dataclass(frozen=True, eq=False)
 class AssistantAxis:
-    """A direction at each layer that points from the roles to the default assistant; made by `assistant_axis`.
+    """Direction at each layer from the roles to the default assistant; made by `assistant_axis`.
 
     Args:
-        how: "contrast", the assistant's vector less the mean of the roles', or "pca", the first principal component of
-            the roles' vectors.
-        vectors: by layer. Added once, one carries the mean of the roles as far along itself as the assistant lies.
-        explained: share of the roles' variance of each principal component, greatest first, by layer.
-        cosine: of the contrast with the first component, by layer; the component is turned to the assistant's side, so
-            it is 0 or more.
-        standing: where the assistant lies on the first component, in the roles' standard deviations from their mean, by
-            layer. Where it is small, there is no telling which side is the assistant's.
+        how: method: "contrast", the assistant's vector minus the mean of the roles', or "pca", the first principal
+            component of the roles' vectors.
+        vectors: vectors by layer, scaled so that adding one moves the roles' mean to the assistant's position along it.
+        explained: share of the roles' variance explained by each principal component, greatest first, by layer.
+        cosine: cosine of the contrast with the first component, by layer; the component points to the assistant's side,
+            so it is 0 or more.
+        standing: score of the assistant on the first component, in the roles' standard deviations from their mean, by
+            layer. If it is small, the sign of the component is arbitrary.
         positions: projections of the roles' vectors, and the assistant's, on the axis, by name and layer, in the units
             of the stream; 0 is the mean of the roles.
-        provenance: of the rows.
+        provenance: provenance of the rows.
     """
 
     how: How
@@ -51,14 +51,14 @@ class AssistantAxis:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Where it is known, ascending."""
+        """Layers of the axis, ascending."""
         return tuple(self.vectors)
 
     def ranked(self, layer: int) -> list[tuple[str, float]]:
-        """Roles and assistant with their positions at one layer, from the least like the assistant to the most.
+        """Return roles and assistant with their positions at one layer, from the least assistant-like to the most.
 
         Raises:
-            LayerOutOfRange: it is not known there.
+            LayerOutOfRange: the axis has no vector at the layer.
         """
         if layer not in self.vectors:
             raise LayerOutOfRange(f"the axis is known at layers {list(self.layers)}, not at {layer}")
@@ -66,16 +66,16 @@ class AssistantAxis:
         return sorted(found, key=lambda pair: pair[1])
 
     def save(self, path: str | Path) -> Path:
-        """Write all of it to one safetensors file; see `steercap.files.native`.
+        """Write the axis to one safetensors file; see `steercap.files.native`.
 
         Raises:
-            InvalidFile: the name ends in something other than .safetensors.
+            InvalidFile: the suffix is not .safetensors.
         """
         return native.save(self, path, _kind(), model=self.vectors.model)
 
     @staticmethod
     def load(path: str | Path) -> AssistantAxis:
-        """Read what `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
@@ -87,17 +87,17 @@ class AssistantAxis:
 
 
 def assistant_axis(rows: RoleRows, how: How = "contrast") -> AssistantAxis:
-    """The assistant axis of a model.
+    """Compute the assistant axis of a model.
 
     Source: Lu et al. 2026, The Assistant Axis (arXiv:2601.10387), who use the contrast, as the first component need not
-    be what tells the assistant apart.
+    be the direction that distinguishes the assistant.
 
     Args:
-        rows: of roles and assistant.
-        how: "contrast" or "pca"; see `AssistantAxis`.
+        rows: rows of roles and assistant.
+        how: method, "contrast" or "pca"; see `AssistantAxis`.
 
     Raises:
-        InvalidSpec: another `how`, or roles that do not differ.
+        InvalidSpec: an unknown `how`, or all roles are equal.
     """
     how = how_of(how)
     found, positions = {}, dict[str, dict[int, float]]()

@@ -1,4 +1,4 @@
-"""Read: one row per question and layer, the mean over a role's kept answers of the mean over an answer's tokens."""
+"""Stage "read": one row per question and layer, the mean over a role's kept answers of each answer's mean row."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 async def read(
     model: SteerModel, settings: RoleSettings, role: RoleFolder, kept: Sequence[RoleResponse], count: Count
 ) -> None:
-    """Have the model read a role's kept answers, and write `rows.safetensors`.
+    """Read a role's kept answers with the model, and write `rows.safetensors`.
 
     Each answer becomes one row per layer in the workers, and the answers to a question become one here, before the next
-    are asked for: what is in memory does not grow with the number of answers.
+    are read: memory does not grow with the number of answers.
 
     Args:
         model: an open model.
-        settings: of the run.
-        role: whose they are.
-        kept: in the order of the table, of which each has room in the context.
-        count: counts answers.
+        settings: settings of the run.
+        role: folder of the role.
+        kept: kept answers in the order of the table, each of which fits the context.
+        count: counter of answers.
 
     Raises:
         The errors of `SteerModel.read`.
@@ -69,12 +69,12 @@ async def read(
 
 
 def room_in(model: SteerModel, settings: RoleSettings, responses: Sequence[RoleResponse]) -> dict[str, int]:
-    """How many tokens of each answer can be read after its prompt, by id; 0 where none can."""
+    """Return the number of tokens of each answer that can be read after its prompt, by id; 0 for none."""
     return room_of(model.tokenizer, model.max_model_len, settings, responses)
 
 
 def _batches(settings: RoleSettings, kept: Sequence[RoleResponse]) -> Iterator[list[RoleResponse]]:
-    """Answers to whole questions, so many that `read_together` are reached; the same whatever was read before."""
+    """Yield answers to whole questions, at least `read_together` at once, regardless of what was read before."""
     ordered = sorted(kept, key=lambda response: response.question)  # stable: by prompt and sample within a question
     batch: list[RoleResponse] = []
     for _, answers in groupby(ordered, key=lambda response: response.question):
@@ -89,7 +89,7 @@ def _batches(settings: RoleSettings, kept: Sequence[RoleResponse]) -> Iterator[l
 async def _means(
     model: SteerModel, settings: RoleSettings, batch: Sequence[RoleResponse], room: Mapping[str, int]
 ) -> tuple[RowsHeader, dict[str, torch.Tensor]]:
-    """The rows of some questions, and what they are."""
+    """Return the rows of some questions, with their header."""
     exchanges = [Exchange(prompt_of(settings, one), one.token_ids[: room[one.id]]) for one in batch]
     pieces = [exchanges[at : at + settings.read_together] for at in range(0, len(exchanges), settings.read_together)]
     read = [await mean_rows(model, piece, layers=settings.layers, site=settings.site) for piece in pieces]

@@ -1,4 +1,4 @@
-"""The two directions that an assistant axis can be, from vectors of roles at one layer.
+"""Contrast and principal component: the two candidate directions of an assistant axis at one layer.
 
 Shape legend: roles = without the assistant; hidden = elements of a row. All arithmetic is in float64.
 """
@@ -13,22 +13,22 @@ from jaxtyping import Bool, Float
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 
-#: How an axis is found.
+#: Method of finding an axis.
 How = Literal["contrast", "pca"]
 HOWS: Final[tuple[How, ...]] = get_args(How)
 
 
 class Directions(NamedTuple):
-    """What is found at one layer.
+    """Directions of an axis at one layer.
 
     Args:
         contrast: unit vector from the mean of the roles to the assistant, [hidden].
         pca: first principal component of the roles, centred on their mean, of length 1, on whose positive side the
             assistant lies, [hidden].
-        explained: share of the roles' variance of each component, greatest first, [roles - 1].
-        offset: of the assistant from the mean of the roles, [hidden].
-        standing: where the assistant lies on the component, in the roles' standard deviations from their mean; 0 or
-            more. Where it is small, the side that the assistant is on is an accident.
+        explained: share of the roles' variance explained by each component, greatest first, [roles - 1].
+        offset: assistant's vector minus the mean of the roles, [hidden].
+        standing: score of the assistant on the component, in the roles' standard deviations from their mean; 0 or more.
+            If it is small, the sign of the component is arbitrary.
     """
 
     contrast: Float[torch.Tensor, " hidden"]
@@ -38,16 +38,16 @@ class Directions(NamedTuple):
     standing: float
 
     def of(self, how: How) -> Float[torch.Tensor, " hidden"]:
-        """The unit vector found in one way."""
+        """Return the unit vector of one method."""
         return self.contrast if how == "contrast" else self.pca
 
 
 class Axes(NamedTuple):
-    """What is found in several sets of roles at once; `Directions` says what each is.
+    """Directions of several sets of roles at once, with fields as in `Directions`.
 
     Args:
         contrast, pca: unit vectors, [..., hidden].
-        offset: of the assistant from the mean of the roles, [..., hidden].
+        offset: assistant's vector minus the mean of the roles, [..., hidden].
         sizes: sums of squares along each component, greatest first, [..., roles].
     """
 
@@ -58,14 +58,14 @@ class Axes(NamedTuple):
 
 
 def directions(roles: Float[torch.Tensor, "roles hidden"], assistant: Float[torch.Tensor, " hidden"]) -> Directions:
-    """Both directions at one layer.
+    """Compute both directions at one layer.
 
     Args:
         roles: vectors of roles, two at least.
-        assistant: the assistant's.
+        assistant: vector of the assistant.
 
     Raises:
-        InvalidSpec: all roles are the same, or the assistant is their mean: there is no direction.
+        InvalidSpec: all roles are equal, or the assistant is their mean: there is no direction.
     """
     roles, assistant = roles.double(), assistant.double()
     found = axes(roles, assistant, torch.ones(len(roles), dtype=torch.bool))
@@ -82,12 +82,12 @@ def axes(
     assistant: Float[torch.Tensor, "*sets hidden"],
     used: Bool[torch.Tensor, "*sets roles"],
 ) -> Axes:
-    """Both directions of several sets of roles, each of some of the roles; NaN where a set has none.
+    """Compute both directions of several sets of roles, each of some of the roles; NaN for a set without a direction.
 
     Args:
         roles: float64 vectors.
         assistant: float64 vectors.
-        used: which roles a set has, two at least.
+        used: roles of each set, two at least.
     """
     weights = used.to(roles.dtype)[..., None]
     mean = (roles * weights).sum(-2, keepdim=True) / weights.sum(-2, keepdim=True)
@@ -106,10 +106,10 @@ def axes(
 
 
 def how_of(how: Any) -> How:
-    """A way to find an axis, as a user writes it.
+    """Check the name of a method of finding an axis, and return it.
 
     Raises:
-        InvalidSpec: another.
+        InvalidSpec: the name is unknown.
     """
     if how not in HOWS:
         raise InvalidSpec(f"how={shown(how)}; give {' or '.join(map(repr, HOWS))}")

@@ -1,4 +1,4 @@
-"""What steering changes in answers in a role: the same requests with and without it, and numbers about both."""
+"""Effects of steering on answers in a role: the same requests with and without it, measured."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
     from steercap.model import SteerModel
 
-#: The condition that others are compared with.
+#: Name of the baseline condition.
 PLAIN: Final = "plain"
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A request whose answers are compared.
+    """Request whose answers are compared across conditions.
 
     Args:
         kind: "role", or "drift" for one without a role.
-        role: the role that is asked for, "" of none.
-        question: its place; answers to one question are drawn together for intervals.
-        seed: of sampling, the same under every condition.
-        system_prompt: "" is none.
-        text: the question.
+        role: name of the role, "" for none.
+        question: index of the question; answers to one question are resampled together for intervals.
+        seed: sampling seed, the same under every condition.
+        system_prompt: system prompt, "" for none.
+        text: text of the question.
     """
 
     kind: str
@@ -55,17 +55,17 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class CapRecord(msgspec.Struct, frozen=True):
-    """An answer to a case under one condition.
+    """Answer to a case under one condition, with its measures.
 
     Args:
-        case: what was asked.
+        case: case of the answer.
         condition: name of the steering, "plain" without any.
         answer: the text.
-        tokens: how many it has.
-        projection: of the answer's rows on the axis as the model went on with them, mean over tokens, by layer.
-        read: the same when the answer is read again without steering: what is in the text, not in the edit.
-        score: how much it plays its role, 0 to 100; None without a role, or where nothing can be said.
-        perplexity: of the answer without steering.
+        tokens: number of its tokens.
+        projection: projection of the answer's rows on the axis after the edits, mean over tokens, by layer.
+        read: the same when the answer is read again without steering, which shows the text's effect without the edit.
+        score: score of its role play, 0 to 100; None without a role, or if it could not be scored.
+        perplexity: perplexity of the answer without steering.
     """
 
     case: Case
@@ -79,10 +79,10 @@ class CapRecord(msgspec.Struct, frozen=True):
 
 
 def cases_of(settings: RoleSettings) -> list[Case]:
-    """A case for each request of each role of a run, the assistant left out.
+    """Return a case for each request of each role of a run, without the assistant.
 
     Args:
-        settings: of the run, or with other questions and prompts.
+        settings: settings of the run, or others with different questions and prompts.
     """
     return [
         Case("role", one.role, one.question, one.seed, one.system_prompt, one.question_text)
@@ -92,12 +92,12 @@ def cases_of(settings: RoleSettings) -> list[Case]:
 
 
 def drift_cases(prompts: Sequence[str] | None = None, *, samples: int = 1, seed: int = 0) -> list[Case]:
-    """Cases without a role, of prompts under which an assistant may stop speaking as one.
+    """Return cases without a role, with prompts that may make an assistant leave its default character.
 
     Args:
         prompts: texts; those that come with steercap by default.
-        samples: of each.
-        seed: of sampling.
+        samples: number of samples of each.
+        seed: seed of sampling.
     """
     texts = drift_prompts() if prompts is None else prompts
     return [
@@ -117,16 +117,16 @@ async def compare_steering(
     layers: Sequence[int] | None = None,
     scorer: str | None = "minilm",
 ) -> list[CapRecord]:
-    """Have a model answer cases without steering and under each of some specs, and measure the answers.
+    """Generate answers to cases without steering and under each of some specs, and measure the answers.
 
     Args:
         model: an open model.
-        axis: what rows are projected on.
-        steering: by the name of the condition; `Capping.spec` for instance, beside one along random vectors.
-        cases: what is asked, with the same seeds under every condition.
-        settings: of sampling, of how many are under way, and of the scorer; its roles hold those of the cases.
-        layers: where rows are projected; None takes all layers of the axis.
-        scorer: of whether an answer plays its role; None scores none.
+        axis: axis to project rows on.
+        steering: specs by the name of the condition, such as `Capping.spec`, beside one along random vectors.
+        cases: cases to answer, with the same seeds under every condition.
+        settings: settings of sampling, concurrency and the scorer; its roles include those of the cases.
+        layers: layers to project at; None for all layers of the axis.
+        scorer: name of the scorer of role play; None for no scores.
 
     Returns:
         A record for each condition, "plain" first, and case.
@@ -164,12 +164,12 @@ async def compare_steering(
 
 
 class _Answer(NamedTuple):
-    """What became of a case.
+    """Answer to a case, with its tokens and projections.
 
     Args:
-        text: in words.
-        prompt_token_ids, token_ids: what was read, and said.
-        projection: mean over the answer's rows, by layer; NaN of an answer without rows.
+        text: text of the answer.
+        prompt_token_ids, token_ids: tokens of the prompt, and of the answer.
+        projection: mean over the answer's rows, by layer; NaN for an answer without rows.
     """
 
     text: str
@@ -201,7 +201,7 @@ async def _answer(
 async def _read(
     model: SteerModel, axis: AssistantAxis, layers: Sequence[int], told: Sequence[tuple[Case, _Answer]]
 ) -> list[dict[int, float]]:
-    """Mean projections of the answers when they are read without steering; NaN of those without a token."""
+    """Return mean projections of the answers when read without steering; NaN for those without a token."""
     texts = [Exchange(list(answer.prompt_token_ids), answer.token_ids) for _, answer in told if answer.token_ids]
     found = iter(await projections_by_text(model, axis, texts, layers=layers) if texts else [])
     nothing = dict.fromkeys(layers, math.nan)
@@ -214,7 +214,7 @@ async def _read(
 async def _scores(
     settings: RoleSettings, scorer: str | None, told: Sequence[tuple[Case, _Answer]]
 ) -> list[float | None]:
-    """How much each answer plays its role; None of those without a role or a word."""
+    """Score how well each answer plays its role; None for those without a role or a word."""
     found: list[float | None] = [None] * len(told)
     if scorer is None:
         return found

@@ -1,4 +1,4 @@
-"""Capping along the assistant axis: rows are held above what is usual for the default assistant."""
+"""Capping along the assistant axis: rows are held above a floor that is typical of the default assistant."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Capping:
-    """A floor for projections on the axis at some layers; made by `capping`.
+    """Floors for projections on the axis at some layers; made by `capping`.
 
     Args:
         spec: a `Cap` with `low=` at each layer.
-        floors: the least projections, by layer, in the units of the stream.
-        provenance: how the floors were found, in words by name; `save` writes it beside the spec.
-        model: which one it is of.
+        floors: minimum projections, by layer, in the units of the stream.
+        provenance: origin of the floors, as texts by name; `save` writes it beside the spec.
+        model: name of the model.
     """
 
     spec: SteeringSpec
@@ -54,16 +54,16 @@ class Capping:
         """Write the spec with its provenance to a safetensors file that `SteeringSpec.load` reads.
 
         Raises:
-            InvalidFile: the name ends in something other than .safetensors.
+            InvalidFile: the suffix is not .safetensors.
         """
         return self.spec.save(path, model=self.model, provenance=self.provenance)
 
 
 def calibration_texts(run: RoleRun) -> list[Exchange]:
-    """The default assistant's answers of a run, as they were read: what its usual projections are measured on.
+    """Return the default assistant's answers of a run, on which typical projections are measured.
 
     Args:
-        run: as `load_run` gives it.
+        run: run, as returned by `load_run`.
 
     Raises:
         InvalidFile: the folder's answers cannot be read.
@@ -79,20 +79,20 @@ async def token_projections(
     *,
     layers: Sequence[int] | None = None,
 ) -> dict[int, Float[torch.Tensor, " tokens"]]:
-    """Projections of every token of some answers on the axis, by layer; only these numbers leave the workers.
+    """Return projections of every token of some answers on the axis, by layer, computed in the workers.
 
     Args:
         model: an open model.
         vectors: the axis, or other vectors, such as random ones.
-        texts: prompts with their answers, whose tokens are meant.
-        layers: of the axis; None takes all.
+        texts: prompts with their answers; the answers' tokens are projected.
+        layers: layers of the axis; None for all.
 
     Returns:
         float32 [tokens of all answers] for each layer, in the units of the stream.
 
     Raises:
-        InvalidSpec: no texts.
-        LayerOutOfRange: a layer at which the axis is not known.
+        InvalidSpec: there are no texts.
+        LayerOutOfRange: the axis has no vector at a layer.
         The errors of `SteerModel.read`.
     """
     found = await projections_by_text(model, vectors, texts, layers=layers)
@@ -106,10 +106,10 @@ async def projections_by_text(
     *,
     layers: Sequence[int] | None = None,
 ) -> list[dict[int, Float[torch.Tensor, " tokens"]]]:
-    """The same for each text by itself.
+    """Return projections of every token on the axis, by layer, for each text separately.
 
     Args:
-        model, vectors, texts, layers: as for `token_projections`.
+        model, vectors, texts, layers: arguments as for `token_projections`.
 
     Raises:
         InvalidSpec, LayerOutOfRange: as for `token_projections`.
@@ -142,14 +142,14 @@ async def calibrated_capping(
     percentile: float = 25.0,
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
 ) -> Capping:
-    """Capping whose floors are measured on the default assistant's answers of a run.
+    """Build a capping with floors measured on the default assistant's answers of a run.
 
     Args:
-        model: open, the one that the run is of.
-        run: as `load_run` gives it.
+        model: an open model, the same as the run's.
+        run: run, as returned by `load_run`.
         vectors: the axis, or other vectors, such as random ones to compare with.
-        layers: where to cap; None takes all.
-        percentile, tokens: as for `capping`.
+        layers: layers to cap; None for all.
+        percentile, tokens: arguments as for `capping`.
 
     Raises:
         RunDiffers: the run is of another model.
@@ -170,21 +170,22 @@ def capping(
     percentile: float = 25.0,
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
 ) -> Capping:
-    """Hold rows above a percentile of the projections that were measured: at each of their layers a `Cap` with `low=`.
+    """Build a capping that holds rows above a percentile of measured projections: a `Cap` with `low=` at each layer.
 
     Source: activation capping, Lu et al. 2026 (arXiv:2601.10387). A floor on the axis is a ceiling, `Cap(high=)`, on
     the vector that points away from the assistant, as `formats.load_capping` reads it.
 
     Args:
         vectors: the axis, or other vectors.
-        projections: on it, by layer, as `token_projections` gives them for the default assistant's answers.
-        percentile: from 0 to 100, interpolated linearly between values as NumPy does.
-        tokens: whose rows are capped. By default all but the first, whose row in most models is an attention sink: a
-            hundred times as long as the others, and none of what was measured.
+        projections: projections on it, by layer, as returned by `token_projections` for the default assistant's
+            answers.
+        percentile: percentile from 0 to 100, interpolated linearly between values as NumPy does.
+        tokens: tokens whose rows are capped. By default all but the first, whose row in most models is an attention
+            sink: a hundred times as long as the others, and not among the measured ones.
 
     Raises:
-        InvalidSpec: a percentile that is none, no projections, or some that are not finite numbers.
-        LayerOutOfRange: a layer at which the axis is not known.
+        InvalidSpec: the percentile is out of range, or projections are missing or not finite.
+        LayerOutOfRange: the axis has no vector at a layer.
     """
     given = number_of(percentile)
     if given is None or not 0 <= given <= 100:
@@ -208,15 +209,15 @@ def capping(
 
 
 def layers_in(vectors: LayerVectors, layers: Any) -> tuple[int, ...]:
-    """Some of the layers of vectors, ascending.
+    """Return the selected layers of vectors.
 
     Args:
-        vectors: which.
-        layers: indices, None for all.
+        vectors: vectors by layer.
+        layers: layer indices, None for all.
 
     Raises:
-        InvalidSpec: none, or something that holds no indices.
-        LayerOutOfRange: one of which there is no vector.
+        InvalidSpec: no layer is given, or `layers` does not hold indices.
+        LayerOutOfRange: a layer has no vector.
     """
     if layers is None:
         return tuple(vectors)

@@ -1,9 +1,9 @@
-"""A run's folder: a folder for each role, which knows by itself what of it is done.
+"""Folder of a run over roles: a subfolder for each role, with its own record of finished stages.
 
-`settings.json` says what the run is of. What a role has lies under `roles/NAME`, and nothing in there depends on
-another role: so several processes, each with its own roles, work in one folder and write no file twice. Every file
-appears whole or not at all, and finished records of a stage go to small files first, so that a process that is killed
-loses the last ones alone.
+`settings.json` holds the settings of the run. Results of a role are under `roles/NAME`, and nothing in there depends on
+another role: so several processes, each with its own roles, work in one folder and write no file twice. Every file is
+written atomically, and finished records of a stage go to small files first, so that a process that is killed loses only
+the last ones.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _SHORT: Final = 16
 
 
 class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `settings.json` holds.
+    """Contents of `settings.json`.
 
     Args:
-        version: of the layout of the folder.
-        model: what is known of the model.
-        settings: as `described` gives them; roles too that were asked for before.
-        roles: the names of those that are asked for now.
+        version: version of the folder layout.
+        model: identity of the model.
+        settings: settings as returned by `described`, with earlier roles too.
+        roles: names of the roles requested now.
     """
 
     version: int
@@ -56,11 +56,11 @@ class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `state.json` of a role holds.
+    """Contents of a role's `state.json`.
 
     Args:
-        done: the SHA-256 of what each finished stage depended on.
-        outcome: what became of it, once it was read.
+        done: SHA-256 of each finished stage's inputs.
+        outcome: outcome of the role, once it was read.
     """
 
     done: dict[str, str] = {}
@@ -68,36 +68,36 @@ class _Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoleFolder:
-    """What a run's folder has of one role.
+    """Folder of one role in a run.
 
     Args:
         path: the folder.
-        name: of the role, or the assistant's.
-        digests: SHA-256 of what each stage depends on now.
+        name: name of the role, or the assistant's.
+        digests: SHA-256 of each stage's current inputs.
     """
 
     def __init__(self, path: Path, name: str, digests: Mapping[str, str]) -> None:
         self.path, self.name, self._digests = path, name, digests
 
     def holds(self, stage: str) -> bool:
-        """Whether a stage's results are there, under what it depends on now.
+        """Return True if a stage's results exist, for its current inputs.
 
         Raises:
-            InvalidFile: what the folder says of itself cannot be read.
+            InvalidFile: `state.json` cannot be read.
         """
         return self._done().done.get(stage) == self._digests[stage]
 
     @property
     def outcome(self) -> RoleOutcome | None:
-        """What became of the role, None until it was read.
+        """Outcome of the role, None until it was read.
 
         Raises:
-            InvalidFile: what the folder says of itself cannot be read.
+            InvalidFile: `state.json` cannot be read.
         """
         return self._done().outcome if self.holds("read") else None
 
     def begin(self, stage: str) -> None:
-        """Say that results of a stage, and of those after it, are about to change; parts of other settings go."""
+        """Mark a stage and later ones as unfinished; remove parts of other settings."""
         kept = {name: digest for name, digest in self._done().done.items() if name in STAGES[: STAGES.index(stage)]}
         self._write(_Done(kept))
         for folder in self._parts_of(stage):
@@ -105,13 +105,13 @@ class RoleFolder:
                 shutil.rmtree(folder)
 
     def finish(self, stage: str, outcome: RoleOutcome | None = None) -> None:
-        """Say that the results of a stage are there; their parts go."""
+        """Mark a stage as finished, and remove its parts."""
         self._write(_Done(self._done().done | {stage: self._digests[stage]}, outcome))
         for folder in self._parts_of(stage):
             shutil.rmtree(folder)
 
     def parts(self, stage: str) -> Path:
-        """Where the parts of a stage lie, under what it depends on now."""
+        """Return the folder of a stage's parts, for its current inputs."""
         return self.path / "parts" / f"{stage}-{self._digests[stage][:_SHORT]}"
 
     def _parts_of(self, stage: str) -> list[Path]:
@@ -132,11 +132,11 @@ class RoleFolder:
 
 
 class RolesFolder:
-    """The folder of one run.
+    """Folder of one run over roles.
 
     Args:
         path: the folder.
-        definition: what it is of.
+        definition: contents of its `settings.json`.
     """
 
     def __init__(self, path: Path, definition: Definition) -> None:
@@ -145,12 +145,12 @@ class RolesFolder:
 
     @property
     def settings(self) -> RoleSettings:
-        """The settings of the run, of the roles that are asked for."""
+        """Settings of the run, with the requested roles."""
         return settings_from(self.definition.settings, self.definition.roles)
 
     @property
     def missing(self) -> list[str]:
-        """The roles that are not done, the assistant among them."""
+        """Names of unfinished roles, the assistant among them."""
         return [name for name, role in self.roles.items() if not role.holds("read")]
 
     def _role(self, name: str) -> RoleFolder:
@@ -159,17 +159,17 @@ class RolesFolder:
 
 
 def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettings) -> RolesFolder:
-    """The folder of a run that is about to go on, made if it is not there.
+    """Open the folder of a run to resume it, creating it if needed.
 
     Args:
         path: the folder.
-        model: what is known of the model.
-        settings: of the run.
+        model: identity of the model.
+        settings: settings of the run.
 
     Raises:
-        RunDiffers: it holds answers of another model, or of settings under which they would be others. Where later
+        RunDiffers: the folder holds answers of another model, or of settings that give other answers. Where only later
             settings differ, the stages that depend on them are done again.
-        InvalidFile: it holds something else.
+        InvalidFile: the folder holds something else.
     """
     wanted = Definition(VERSION, dict(model), described(settings), settings.roles.names)
     found = RUN.open(path, wanted)
@@ -183,10 +183,10 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettin
 
 
 def read_folder(path: str | Path) -> RolesFolder:
-    """The folder of a run, as it is.
+    """Open the folder of a run, without changing it.
 
     Raises:
-        InvalidFile: it is none.
+        InvalidFile: it is not the folder of a run.
     """
     found = RUN.read(path)
     try:
@@ -196,7 +196,7 @@ def read_folder(path: str | Path) -> RolesFolder:
 
 
 def check_same(path: str | Path, settings: RoleSettings) -> None:
-    """Check that a folder holds no answers of other settings; of which model is not asked.
+    """Check that a folder holds no answers of other settings; the model is not compared.
 
     Raises:
         RunDiffers, InvalidFile: as for `open_folder`.
@@ -205,7 +205,7 @@ def check_same(path: str | Path, settings: RoleSettings) -> None:
 
 
 def _differing(found: Definition, wanted: Definition) -> list[str]:
-    """What differs, of what answers depend on; of the roles, those that both have."""
+    """Return the differences that affect answers, for roles that both have."""
     shared = [name for name in wanted.settings["roles"]["roles"] if name in found.settings["roles"]["roles"]]
     mine, theirs = (
         {"model": one.model, **{name: generation_of(one.settings, name) for name in (ASSISTANT, *shared)}}

@@ -1,4 +1,4 @@
-"""How much of an axis is found again in other answers: cosines of the axes of two halves, beside chance."""
+"""Split-half stability of an axis: cosines between the axes of two halves of the answers, beside chance."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from steercap.lab.personas.roles.directions import HOWS, How, axes, how_of
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import LEAST, RoleRows
 
-#: What the halves do not share.
+#: Items that are split between the halves.
 Over = Literal["questions", "roles"]
-#: What cosines are of: the rows as they are, with their roles drawn anew, or random vectors in their place.
+#: Input of the cosines: the rows, the rows with permuted roles, or random vectors instead.
 Of = Literal["found", "permuted", "random"]
 OFS: Final[tuple[Of, ...]] = get_args(Of)
 
 
 @dataclass(frozen=True, eq=False)
 class Stability:
-    """Cosines of the axes of two halves, a number for each split; made by `stability`.
+    """Cosines of the axes of two halves, one for each split; made by `stability`.
 
-    Of "pca" they are magnitudes, for a component has no sign. NaN of a split in one half of which the assistant, or all
-    roles but one, have no answers.
+    For "pca" they are magnitudes, as a component has no sign. NaN for a split in one half of which the assistant, or
+    all roles but one, have no answers.
 
     Args:
-        over: "questions" where the halves share roles but no question, "roles" where they share neither.
-        layers: where.
-        cosines: by how the axis is found and what of: float64 [layers, splits].
+        over: "questions" if the halves share roles but no question, "roles" if they share neither.
+        layers: layers of the rows.
+        cosines: cosines by method and input: float64 [layers, splits].
     """
 
     over: Over
@@ -44,15 +44,15 @@ class Stability:
 
     @property
     def splits(self) -> int:
-        """How many there are."""
+        """Number of splits."""
         return len(next(iter(self.cosines.values())).T)
 
     def median(self, how: How = "contrast", of: Of = "found") -> dict[int, float]:
-        """The median over the splits, by layer; those that are NaN are left out."""
+        """Return the median over the splits, by layer, without NaN."""
         return dict(zip(self.layers, np.nanmedian(self.cosines[how_of(how), of], 1).tolist(), strict=True))
 
     def band(self, how: How = "contrast", of: Of = "found", share: float = 0.9) -> dict[int, tuple[float, float]]:
-        """The band in which this share of the splits lie, by layer."""
+        """Return the central band that holds this share of the splits, by layer."""
         ends = np.nanquantile(self.cosines[how_of(how), of], [(1 - share) / 2, (1 + share) / 2], axis=1).T
         return {layer: (float(low), float(high)) for layer, (low, high) in zip(self.layers, ends, strict=True)}
 
@@ -60,19 +60,20 @@ class Stability:
 def stability(rows: RoleRows, *, over: Over = "questions", splits: int = 20, seed: int = 0) -> Stability:
     """Split the questions, or questions and roles, in random halves, and compare the axes of both.
 
-    Beside each stands chance, by the same splits. "permuted": within each question the rows are dealt out to the roles
-    and the assistant anew, so that no label means anything, but the rows lie as rows of this model do; what is left is
-    what any axis shares with any other. "random": as many vectors, drawn from a normal distribution. Of "pca" they are
-    magnitudes, for a component has no sign.
+    Two chance levels are computed by the same splits. "permuted": within each question the rows are permuted among the
+    roles and the assistant, so that labels mean nothing, but the distribution of rows stays; the cosine left is that of
+    any two axes of such rows. "random": as many vectors, drawn from a normal distribution. For "pca" they are
+    magnitudes, as a component has no sign.
 
     Args:
-        rows: of roles and assistant; read a layer at a time, so that one half's vectors for all splits are in memory.
-        over: what the halves do not share: "questions", or "roles" (and questions, since the assistant has no half).
-        splits: how many.
-        seed: of all that is drawn.
+        rows: rows of roles and assistant; read a layer at a time, so that one half's vectors for all splits are in
+            memory.
+        over: items split between the halves: "questions", or "roles" (and questions, since the assistant is in both).
+        splits: number of splits.
+        seed: seed of all draws.
 
     Raises:
-        InvalidSpec: too few questions or roles to halve, or something that is no number of splits.
+        InvalidSpec: there are too few questions or roles to halve, or `splits` or `over` is not valid.
     """
     if over not in get_args(Over):
         raise InvalidSpec(f"over={shown(over)}; give {' or '.join(map(repr, get_args(Over)))}")
@@ -93,7 +94,7 @@ def stability(rows: RoleRows, *, over: Over = "questions", splits: int = 20, see
 
 
 class _Split:
-    """One split: which half each question is in, and each role; and other roles for the answers to each question.
+    """Split into halves: the half of each question and role, and permuted roles for the answers to each question.
 
     The last role is the assistant.
     """
@@ -106,22 +107,22 @@ class _Split:
         self.seed = int(rng.integers(2**62))
 
     def has(self, half: int) -> torch.Tensor:
-        """Which roles a half has, the assistant aside: bool [roles]."""
+        """Return the roles of a half, without the assistant: bool [roles]."""
         return torch.ones(len(self.dealt) - 1, dtype=torch.bool) if self.side is None else self.side == half
 
 
 def _halved(number: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """0 or 1 for each of a number of things: as many of each, or one more of 0."""
+    """Assign items to halves at random, 0 or 1: as many of each, or one more of 0."""
     found: npt.NDArray[np.int64] = (np.arange(number) % 2)[rng.permutation(number)]
     return found
 
 
 class _Halves(NamedTuple):
-    """What the halves of all splits are.
+    """Mean rows of the halves of all splits.
 
     Args:
-        means: of roles and then the assistant: float64 [splits, 2, roles + 1, hidden].
-        there: which of them have answers: bool [splits, 2, roles + 1].
+        means: mean rows of roles and then the assistant: float64 [splits, 2, roles + 1, hidden].
+        there: True where there are answers: bool [splits, 2, roles + 1].
     """
 
     means: Float[torch.Tensor, "splits halves both hidden"]
@@ -129,7 +130,7 @@ class _Halves(NamedTuple):
 
 
 def _cosines(drawn: list[_Split], halves: _Halves) -> dict[How, npt.NDArray[np.float64]]:
-    """Of the axes of both halves of each split; NaN where one has none."""
+    """Compute cosines of the axes of both halves of each split; NaN if a half has no axis."""
     used = torch.stack([torch.stack([split.has(half) for half in (0, 1)]) for split in drawn]) & halves.there[..., :-1]
     found = axes(halves.means[..., :-1, :], halves.means[..., -1, :], used)
     lacking = (~halves.there[..., -1] | (used.sum(-1) < LEAST)).any(-1)
@@ -139,7 +140,7 @@ def _cosines(drawn: list[_Split], halves: _Halves) -> dict[How, npt.NDArray[np.f
 
 
 def _halves(rows: RoleRows, layer: int, drawn: list[_Split], of: Of) -> _Halves:
-    """The halves of each split at one layer."""
+    """Compute the halves of each split at one layer."""
     both = len(rows.names) + 1
     if of == "random":
         width = rows.at(ASSISTANT, layer).shape[1]
@@ -153,7 +154,7 @@ def _halves(rows: RoleRows, layer: int, drawn: list[_Split], of: Of) -> _Halves:
 def _sums(
     rows: RoleRows, layer: int, drawn: list[_Split], *, dealt: bool
 ) -> tuple[Float[torch.Tensor, "splits halves both hidden"], Int[torch.Tensor, "splits halves both"]]:
-    """Rows summed over the questions of each half, and how many; the files of roles are read one after another."""
+    """Sum rows over the questions of each half, and count them; the files of roles are read one after another."""
     names = (*rows.names, ASSISTANT)
     shape = (len(drawn), 2, len(names))
     sums = torch.zeros(*shape, rows.at(ASSISTANT, layer).shape[1], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A run: from roles to their rows, by one call or by several processes that share the roles."""
+"""Pipeline from roles to their rows, in one call or by several processes that share the roles."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RoleRun:
-    """What a run gives.
+    """Result of a run over roles.
 
     Args:
-        rows: of the roles that have enough kept answers, and of the assistant.
-        outcomes: what became of every role.
-        settings: of the run.
-        folder: where it all lies.
+        rows: rows of the roles that have enough kept answers, and of the assistant.
+        outcomes: outcome of every role.
+        settings: settings of the run.
+        folder: folder of the run.
     """
 
     rows: RoleRows
@@ -48,17 +48,17 @@ class RoleRun:
 
 
 async def run(model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: Report | None = None) -> RoleRun:
-    """Have a model play roles, and find the row of each.
+    """Have a model play roles, and compute the rows of each.
 
     The model answers every question under every system prompt of each role, and of the default assistant; answers are
-    scored, if that is asked for, and read again; their tokens' rows are averaged in the workers.
+    scored, if requested, and read again; their tokens' rows are averaged in the workers.
 
     Args:
         model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
-        settings: what to do.
-        out: the run's folder. An interrupted run resumes: what is written down is not asked again. Where only later
+        settings: settings of the run.
+        out: folder of the run. An interrupted run resumes: written answers are not requested again. Where only later
             settings differ, the stages that depend on them are repeated; roles may be added and dropped.
-        progress: called with how far it is; its stages are "generate" and "read".
+        progress: function called with a `Progress`; the stages are "generate" and "read".
 
     Source: Lu et al. 2026, The Assistant Axis (arXiv:2601.10387).
 
@@ -66,7 +66,7 @@ async def run(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
         MissingExtra: the extra "personas" is not installed.
         RunDiffers: the folder holds answers of another model or run; the message names the difference.
         InvalidFile: the folder holds something else.
-        PointNotArmed, LayerOutOfRange: no tap where rows are to be read; before anything is generated.
+        PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: too few answers of the assistant, or of all roles but one.
         The errors of `SteerModel.chat`, and of the scorer.
     """
@@ -82,14 +82,15 @@ async def run_share(
     shard: tuple[int, int] = (0, 1),
     progress: Report | None = None,
 ) -> None:
-    """Do a share of a run's roles: several processes, each with an engine of its own, work in one folder.
+    """Do a share of a run's roles, so that several processes with an engine each can work in one folder.
 
     Args:
-        model, settings, out, progress: as for `run`; the same for all shares.
-        shard: (which share, of how many), from 0: role i of n is of share i mod n, the assistant being the first.
+        model, settings, out, progress: arguments as for `run`; the same for all shares.
+        shard: (index of the share, number of shares), from 0: role i belongs to share i mod n, the assistant being role
+            0.
 
     Raises:
-        InvalidSetting: no such share.
+        InvalidSetting: there is no such share.
         As for `run`, `TooFewKept` aside.
     """
     require("personas")
@@ -105,10 +106,10 @@ async def run_share(
 
 
 def load_run(out: str | Path) -> RoleRun:
-    """What a run found, all shares of which are done; no model is needed.
+    """Load the result of a finished run, without a model.
 
     Args:
-        out: the run's folder.
+        out: folder of the run.
 
     Raises:
         RunUnfinished: some roles are not done.
@@ -129,16 +130,16 @@ def load_run(out: str | Path) -> RoleRun:
 
 
 def check(model: SteerModel, settings: RoleSettings) -> None:
-    """Check that rows can be read where they are wanted.
+    """Check that rows can be read at the requested points.
 
     Raises:
-        PointNotArmed, LayerOutOfRange: they cannot.
+        PointNotArmed, LayerOutOfRange: a point has no tap.
     """
     model.check_capture(CaptureSpec(layers=settings.layers, sites=settings.site))
 
 
 async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, count: Count) -> None:
-    """Score and read a role whose answers are there."""
+    """Score and read the answers of a role."""
     if role.holds("read"):
         count.add(settings.answers_of(role.name))
         return
@@ -159,7 +160,7 @@ async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, c
 
 
 def _lack(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) -> str:
-    """Why a role has no vector, "" where it has one."""
+    """Return the reason why a role has no vector, "" if it has one."""
     if kept >= settings.min_kept:
         return ""
     bound = "" if settings.scorer is None else f" at a score of {settings.threshold:g} or more"
@@ -167,7 +168,7 @@ def _lack(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) 
 
 
 def _rows(folder: RolesFolder, settings: RoleSettings, used: list[str]) -> RoleRows:
-    """The rows of the roles that have some, whose files are opened when they are needed."""
+    """Return the rows of the roles that have some; their files are opened on demand."""
     paths = {name: rows_path(folder.roles[name]) for name in used}
     headers = {name: read_rows_header(path) for name, path in paths.items()}
     number = len(settings.roles.questions[: settings.n_questions])
@@ -198,7 +199,7 @@ def _rows(folder: RolesFolder, settings: RoleSettings, used: list[str]) -> RoleR
 def _layer(
     paths: Mapping[str, Path], headers: Mapping[str, RowsHeader], number: int, name: str, layer: int
 ) -> torch.Tensor:
-    """float32 [questions, hidden], 0 for questions without answers."""
+    """Return rows of one layer: float32 [questions, hidden], 0 for questions without answers."""
     found = load_layer(paths[name], headers[name], layer)
     rows = torch.zeros(number, found.shape[1])
     rows[list(headers[name].questions)] = found

@@ -1,4 +1,4 @@
-"""Pictures of roles: along the axis, in the plane of their first components, how stable it is, what capping changes."""
+"""Pictures of roles: along the axis, on their first two components, split-half stability, changes by capping."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from steercap.lab.personas.roles.rows import RoleRows
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Of the palette of Okabe and Ito, which the colour-blind tell apart.
+#: Colours of the colour-blind-safe Okabe-Ito palette.
 ROLE, HELPER, CHANCE, DEALT, BLACK = "#0072B2", "#D55E00", "#999999", "#E69F00", "#000000"
 DPI: Final = 130
-#: Roles whose names are written before most are left out.
+#: Maximum number of roles for which all names are written.
 NAMED: Final = 60
 _SHOWN: Final[Mapping[Of, tuple[str, str]]] = {
     "found": (ROLE, "the axis"),
@@ -38,12 +38,12 @@ def plot_positions(axis: AssistantAxis, layer: int, to: str | Path | Axes) -> No
     """Draw roles and assistant along the axis, in the units of the stream; 0 is the mean of the roles.
 
     Args:
-        axis: as `assistant_axis` gives it.
-        layer: one of its own.
-        to: a file, whose ending says the format, or matplotlib's axes.
+        axis: axis, as returned by `assistant_axis`.
+        layer: layer of the axis.
+        to: file to write, whose suffix sets the format, or matplotlib axes.
 
     Raises:
-        LayerOutOfRange: the axis is not known there.
+        LayerOutOfRange: the axis has no vector at the layer.
     """
     ranked = axis.ranked(layer)
     with _on(to, (5.2, 0.9 + 0.19 * min(len(ranked), NAMED))) as axes:
@@ -63,15 +63,15 @@ def plot_positions(axis: AssistantAxis, layer: int, to: str | Path | Axes) -> No
 
 
 def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
-    """Draw roles in the plane of their first two principal components, and where the assistant lies in it.
+    """Draw roles and assistant in the plane of the roles' first two principal components.
 
-    The component's positive side is the assistant's; an arrow from the roles' mean is the contrast as far as it lies in
-    the plane.
+    The component's positive side is the assistant's; an arrow from the roles' mean is the contrast, projected on the
+    plane.
 
     Args:
-        rows: of roles and assistant, three roles at least.
-        layer: one of theirs.
-        to: a file, whose ending says the format, or matplotlib's axes.
+        rows: rows of roles and assistant, three roles at least.
+        layer: layer of the rows.
+        to: file to write, whose suffix sets the format, or matplotlib axes.
 
     Raises:
         InvalidSpec: two roles, which have one component.
@@ -107,15 +107,15 @@ def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
 
 
 def plot_stability(found: Stability, to: str | Path | Axes, *, how: How = "contrast") -> None:
-    """Draw the cosine of the axes of two halves by layer: median and 90 % of the splits, beside both kinds of chance.
+    """Draw the cosine of the axes of two halves by layer: median and 90 % of the splits, beside both chance levels.
 
     Args:
-        found: as `stability` gives it.
-        to: a file, whose ending says the format, or matplotlib's axes.
-        how: which axis.
+        found: result of `stability`.
+        to: file to write, whose suffix sets the format, or matplotlib axes.
+        how: method of the axis.
 
     Raises:
-        InvalidSpec: another `how`.
+        InvalidSpec: an unknown `how`.
     """
     with _on(to, (6.2, 3.6)) as axes:
         for of in OFS:
@@ -139,17 +139,17 @@ def plot_stability(found: Stability, to: str | Path | Axes, *, how: How = "contr
 def plot_changes(
     records: Sequence[CapRecord], layer: int, to: str | Path | Axes, *, condition: str, read: bool = False
 ) -> None:
-    """Draw each role's mean projection before and after, an arrow each.
+    """Draw each role's mean projection before and after, as an arrow.
 
     Args:
-        records: as `compare_steering` gives them.
-        layer: one at which they were projected.
-        to: a file, whose ending says the format, or matplotlib's axes.
-        condition: what comes after "plain".
-        read: whether the projections are those of the texts, read without steering.
+        records: records, as returned by `compare_steering`.
+        layer: layer of the projections.
+        to: file to write, whose suffix sets the format, or matplotlib axes.
+        condition: condition to compare with "plain".
+        read: use the projections of the texts read without steering.
 
     Raises:
-        InvalidSpec: no records of such a condition, or no projections at such a layer.
+        InvalidSpec: there are no records of the condition, or no projections at the layer.
     """
     before, after = (_by_role(records, layer, name, read=read) for name in (PLAIN, condition))
     names = sorted(before, key=before.__getitem__)
@@ -172,7 +172,7 @@ def plot_changes(
 
 
 def _by_role(records: Sequence[CapRecord], layer: int, condition: str, *, read: bool) -> dict[str, float]:
-    """Mean projection of the answers under one condition, by role; prompts without one are "drift"."""
+    """Return the mean projection of the answers under one condition, by role; "drift" for prompts without one."""
     found: dict[str, list[float]] = {}
     for record in records:
         values = record.read if read else record.projection
@@ -183,7 +183,7 @@ def _by_role(records: Sequence[CapRecord], layer: int, condition: str, *, read: 
 
 @contextmanager
 def _on(to: str | Path | Axes, size: tuple[float, float]) -> Iterator[Any]:
-    """Axes to draw on: those given, or new ones that become a file."""
+    """Yield axes to draw on: the given ones, or new ones that are written to a file."""
     if not isinstance(to, (str, Path)):
         yield to
         return

@@ -1,4 +1,4 @@
-"""Roles from a folder of files, or from a table: CSV, Parquet or JSON lines."""
+"""Reader of roles from a folder of files, or from a table: CSV, Parquet or JSON lines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from steercap.errors import InvalidFile
 from steercap.files.base import blame
 from steercap.lab.personas.roles.role import ASSISTANT, Role, RoleSet
 
-#: The file of a folder that says what all roles share.
+#: File of a folder with the questions and prompts that all roles share.
 SHARED: Final = "_shared.yaml"
 #: Names that tables and files have for the default assistant.
 DEFAULTS: Final = (ASSISTANT, "default")
 TABLES: Final = (".csv", ".parquet", ".jsonl")
-#: What a row of a table may say of a role beside its prompts.
+#: Optional columns of a table that describe a role beside its prompts.
 _TOLD: Final = ("description", "keywords", "examples", "rubric")
 
 
 class _Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all roles of a folder share."""
+    """Questions and prompts shared by all roles of a folder."""
 
     questions: tuple[str, ...] = ()
     assistant: tuple[str, ...] = ()
@@ -35,13 +35,13 @@ class _Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Instruction(msgspec.Struct, frozen=True):
-    """A system prompt, as the files of the assistant axis have it."""
+    """System prompt in the file format of the assistant axis."""
 
     pos: str
 
 
 class _Published(msgspec.Struct, frozen=True):
-    """A role, as the files of the assistant axis (Lu et al. 2026) have it: the name is the file's."""
+    """Role in the file format of the assistant axis (Lu et al. 2026); the file's name is the role's."""
 
     instruction: tuple[_Instruction, ...]
     eval_prompt: str = ""
@@ -59,17 +59,17 @@ def load_roles(
     A table (.csv, .parquet, .jsonl) has the columns `role` and `prompt`, a row for each system prompt, or in JSON lines
     and Parquet `prompts`, a list. `description`, `keywords`, `examples` and `rubric` may stand in a role's first row
     (in CSV a list is JSON). The role `assistant`, or `default`, is the default assistant, whose prompt may be empty.
-    Other columns are left alone.
+    Other columns are ignored.
 
     Args:
         path: the folder or the table.
-        questions: what all are asked, where the folder does not say it: texts, or a file with one in each line (.txt),
-            or with a column `question` (.csv, .parquet, .jsonl).
-        assistant: the default assistant's system prompts, in place of those found; "" is none at all, as is meant
-            where nothing is said.
+        questions: questions for all roles, if the folder has none: texts, or a file with one in each line (.txt), or
+            with a column `question` (.csv, .parquet, .jsonl).
+        assistant: system prompts of the default assistant, instead of those found; "" is no system prompt, the default
+            if there are none.
 
     Raises:
-        InvalidFile: nothing there, something that cannot be read, or that says too little.
+        InvalidFile: a file is missing, cannot be read, or is incomplete.
         MissingExtra: the extra "personas" is not installed.
     """
     path = Path(path)
@@ -83,7 +83,7 @@ def load_roles(
 
 @functools.cache
 def shipped_roles() -> RoleSet:
-    """The 24 roles that come with steercap, with 24 questions."""
+    """Return the 24 roles that come with steercap, with 24 questions."""
     with resources.as_file(resources.files("steercap.lab.personas.roles") / "shipped") as folder:
         return load_roles(folder)
 
@@ -106,7 +106,7 @@ def _folder(path: Path) -> tuple[tuple[Role, ...], _Shared]:
 
 
 def _decoded(file: Path, kind: Any) -> Any:
-    """A file of YAML or JSON as one of our types."""
+    """Decode a file of YAML or JSON as one of our types."""
     with extra("personas"):
         import yaml
     decode = msgspec.json.decode if file.suffix == ".json" else msgspec.yaml.decode
@@ -117,7 +117,7 @@ def _decoded(file: Path, kind: Any) -> Any:
 
 
 def _published(file: Path) -> Role | tuple[str, ...]:
-    """A role, or the assistant's prompts."""
+    """Read a role, or the assistant's prompts."""
     found = _decoded(file, _Published)
     prompts = tuple(one.pos for one in found.instruction)
     if file.stem in DEFAULTS:
@@ -148,7 +148,7 @@ def _table(path: Path) -> tuple[tuple[Role, ...], _Shared]:
 
 
 def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
-    """The rows of a table, each by its columns."""
+    """Return the rows of a table, each by its columns."""
     readers = {".csv": _csv, ".parquet": _parquet, ".jsonl": _lines}
     if path.suffix not in readers:
         raise InvalidFile(f"{path} is neither a folder nor a table; give a folder, or a file of {', '.join(TABLES)}")
@@ -191,7 +191,7 @@ def _lines(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _prompts(row: Mapping[str, Any]) -> list[str] | None:
-    """The prompts of a row, None where there are none."""
+    """Return the prompts of a row, or None."""
     if isinstance(row.get("prompt"), str):
         return [row["prompt"]]
     several = row.get("prompts")
@@ -201,7 +201,7 @@ def _prompts(row: Mapping[str, Any]) -> list[str] | None:
 
 
 def _told(path: Path, number: int, field: str, row: Mapping[str, Any]) -> Any:
-    """What a row says of a role beside its prompts."""
+    """Return the value of one of a row's optional columns."""
     value = row.get(field)
     if field in {"description", "rubric"} or not value:
         return value

@@ -1,4 +1,4 @@
-"""What a run over roles writes down: what is asked, and what was answered."""
+"""Records of a run over roles: requests and answers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from steercap.lab.personas.roles.settings import RoleSettings
 
 
 class RoleRequest(msgspec.Struct, frozen=True):
-    """One request.
+    """Request to a model for one answer.
 
     Args:
         id: "role/prompt/question/sample", unique in a run.
-        role: its name, or "assistant".
-        prompt: place of the system prompt.
-        question: place of the question.
-        sample: which of several answers.
-        seed: of sampling, from the run's seed and the id.
-        system_prompt, question_text: in words; no system prompt is "".
+        role: name of the role, or "assistant".
+        prompt: index of the system prompt.
+        question: index of the question.
+        sample: index among several answers.
+        seed: sampling seed, derived from the run's seed and the id.
+        system_prompt, question_text: texts of the prompt ("" for none) and the question.
     """
 
     id: str
@@ -37,12 +37,12 @@ class RoleRequest(msgspec.Struct, frozen=True):
 
 
 class RoleResponse(RoleRequest, frozen=True):
-    """A request and its answer.
+    """Request with its answer.
 
     Args:
         answer: the text.
-        token_ids: what was generated, special tokens at the end left out.
-        finish: why it ended: "stop" or "length".
+        token_ids: generated tokens, without special tokens at the end.
+        finish: reason for its end: "stop" or "length".
     """
 
     answer: str
@@ -51,14 +51,14 @@ class RoleResponse(RoleRequest, frozen=True):
 
 
 class RoleOutcome(msgspec.Struct, frozen=True):
-    """What became of a role.
+    """Outcome of a role, in numbers.
 
     Args:
-        responses: how many answers there are.
-        kept: how many are used.
-        unscored: how many the scorer could say nothing of.
-        mean_score: of those that have a score, 0 to 100; None where none has, as without a scorer.
-        left_out: why it has no vector, "" where it has one.
+        responses: number of answers.
+        kept: number of answers used.
+        unscored: number of answers that the scorer could not score.
+        mean_score: mean over the answers with a score, 0 to 100; None if there is none, as without a scorer.
+        left_out: reason why it has no vector, "" if it has one.
     """
 
     responses: int
@@ -69,7 +69,7 @@ class RoleOutcome(msgspec.Struct, frozen=True):
 
 
 def requests_of(settings: RoleSettings, name: str) -> Iterator[RoleRequest]:
-    """Every request of a role, or of the assistant, in the order of its table."""
+    """Yield every request of a role, or of the assistant, in the order of its table."""
     prompts = settings.roles.prompts_of(name)[: settings.n_prompts]
     for prompt, words in enumerate(prompts):
         for question, text in enumerate(settings.roles.questions[: settings.n_questions]):
@@ -79,14 +79,14 @@ def requests_of(settings: RoleSettings, name: str) -> Iterator[RoleRequest]:
 
 
 def share_of(settings: RoleSettings, shard: tuple[int, int]) -> tuple[str, ...]:
-    """The roles that one of several processes takes, the assistant counted among them.
+    """Return the roles of one of several processes, the assistant counted among them.
 
     Args:
-        settings: of the run.
-        shard: (which, of how many), from 0. The shares of all hold each role once.
+        settings: settings of the run.
+        shard: (index of the share, number of shares), from 0. Together the shares hold each role once.
 
     Raises:
-        InvalidSetting: no such share.
+        InvalidSetting: there is no such share.
     """
     which, count = shard
     names = (ASSISTANT, *settings.roles.names)
@@ -100,13 +100,13 @@ def share_of(settings: RoleSettings, shard: tuple[int, int]) -> tuple[str, ...]:
 def outcome_of(
     responses: Sequence[RoleResponse], scores: Sequence[float | None] | None, kept: int, left_out: str
 ) -> RoleOutcome:
-    """A role in numbers.
+    """Return the outcome of a role.
 
     Args:
-        responses: all of its answers.
-        scores: of them, in their order; None where nothing was scored.
-        kept: how many are used.
-        left_out: why it has no vector.
+        responses: all answers of the role.
+        scores: their scores, in the same order; None if nothing was scored.
+        kept: number of answers used.
+        left_out: reason why it has no vector, or "".
     """
     known = [score for score in scores or () if score is not None]
     mean = math.fsum(known) / len(known) if known else None

@@ -1,4 +1,4 @@
-"""What a role is, what many roles share, and the ones that come with steercap."""
+"""Role, set of roles with shared questions and prompts, and the shipped ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from steercap.lab.measures.trait import PLACES, Examples, Trait
 
 #: The name under which the default assistant is kept beside the roles.
 ASSISTANT: Final = "assistant"
-#: Example sentences that the scorer "minilm" needs of a role.
+#: Minimum number of a role's example sentences for the scorer "minilm".
 LEAST_EXAMPLES: Final = 4
-#: What the scorer "judge" asks of a role that has no rubric of its own.
+#: Rubric of the scorer "judge" for a role that has none of its own.
 RUBRIC: Final = """\
 A model was asked to play a role. The role: {role}
 
@@ -31,20 +31,19 @@ as the role would)? Answer with a number alone.
 
 
 class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A character that a model is asked to play.
+    """Character that a model is asked to play.
 
     Args:
         name: one word of letters, digits, _ and -, other than "assistant".
         prompts: system prompts that ask for it, one at least.
-        description: one sentence; what a judge is told.
+        description: one sentence, for a judge.
         keywords: words and phrases that show it, for the scorer "keywords".
         examples: sentences as the role would say them, four at least, for the scorer "minilm".
-        rubric: what the scorer "judge" tells the judging model, with {question} and {answer}; "" asks by the
-            description.
+        rubric: prompt of the scorer "judge" to the judging model, with {question} and {answer}; "" for a default with
+            the description.
 
     Raises:
-        ValueError: a name that does not fit, no prompt, an empty one or one that stands there twice, or a rubric that
-            lacks a place.
+        ValueError: the name is not valid, a prompt is missing, empty or duplicated, or the rubric lacks a placeholder.
     """
 
     name: str
@@ -68,16 +67,16 @@ class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Roles, and what they share.
+    """Set of roles with shared questions and prompts.
 
     Args:
         roles: two at least, of different names.
-        questions: what every role and the assistant are asked, two at least.
-        assistant: system prompts of the default assistant; "" is no system prompt at all.
-        plain: sentences as an assistant that plays no role says them: what the scorer "minilm" tells roles from.
+        questions: questions for every role and the assistant, two at least.
+        assistant: system prompts of the default assistant; "" is no system prompt.
+        plain: sentences of an assistant that plays no role, as negative examples for the scorer "minilm".
 
     Raises:
-        ValueError: too few of something, an empty text, or one that stands there twice.
+        ValueError: there are too few roles, questions or prompts, or a text is empty or duplicated.
     """
 
     roles: tuple[Role, ...]
@@ -97,22 +96,22 @@ class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the roles, without the assistant's."""
+        """Names of the roles, without the assistant's."""
         return tuple(role.name for role in self.roles)
 
     def prompts_of(self, name: str) -> tuple[str, ...]:
-        """The system prompts of a role, or of the assistant.
+        """Return the system prompts of a role, or of the assistant.
 
         Raises:
-            UnknownName: no role of this name.
+            UnknownName: there is no role of this name.
         """
         return self.assistant if name == ASSISTANT else self.role(name).prompts
 
     def role(self, name: str) -> Role:
-        """The role of this name.
+        """Return the role of a name.
 
         Raises:
-            UnknownName: there is none.
+            UnknownName: there is no role of this name.
         """
         for role in self.roles:
             if role.name == name:
@@ -120,11 +119,11 @@ class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise UnknownName(f"no role {name!r}; {choices(name, self.names)}")
 
     def select(self, names: Collection[str]) -> RoleSet:
-        """Some of the roles, in the order given, with all that they share.
+        """Return a set with some of the roles, in the order given.
 
         Raises:
-            UnknownName: a name that is not here.
-            InvalidSetting: fewer than two.
+            UnknownName: there is no role of a name.
+            InvalidSetting: fewer than two names.
         """
         try:
             return msgspec.structs.replace(self, roles=tuple(self.role(name) for name in names))
@@ -135,11 +134,11 @@ class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def trait_of(role: Role, roles: RoleSet, scorer: str) -> Trait:
-    """A role as what a scorer scores: its own sentences against the plain ones, its keywords, its rubric.
+    """Return a role as a trait for a scorer: its own sentences against the plain ones, its keywords, its rubric.
 
     Args:
-        role: which.
-        roles: that it is among.
+        role: role to convert.
+        roles: set of the role.
         scorer: the name of the scorer, whose needs are checked.
 
     Raises:
@@ -169,16 +168,16 @@ def trait_of(role: Role, roles: RoleSet, scorer: str) -> Trait:
 
 
 def check_texts(what: str, texts: tuple[str, ...], *, least: int = 1, empty: bool = False) -> None:
-    """Check that there are enough texts, none of them empty or twice.
+    """Check that there are enough texts, none of them empty or duplicated.
 
     Args:
-        what: they are, for the message.
-        texts: them.
-        least: how many there must be.
-        empty: whether one may be empty.
+        what: name of the texts, for the message.
+        texts: texts to check.
+        least: minimum number of texts.
+        empty: allow an empty text.
 
     Raises:
-        ValueError: they are not.
+        ValueError: a condition is not met.
     """
     if len(texts) < least:
         raise ValueError(f"{what}: {len(texts)} given; give {least} or more")
@@ -191,6 +190,6 @@ def check_texts(what: str, texts: tuple[str, ...], *, least: int = 1, empty: boo
 
 @functools.cache
 def drift_prompts() -> tuple[str, ...]:
-    """Prompts without a role under which an assistant may stop speaking as one."""
+    """Return prompts without a role that may make an assistant leave its default character."""
     with resources.as_file(resources.files("steercap.lab.personas.roles") / "shipped" / "_drift.txt") as path:
         return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())

@@ -1,4 +1,4 @@
-"""Roles as rows: one for each role, question and layer, of which everything here is computed.
+"""Rows of roles: one for each role, question and layer, from which vectors and axes are computed.
 
 Shape legend: roles = without the assistant; questions = of the run; hidden = elements of a row.
 """
@@ -18,26 +18,27 @@ from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import LayerVectors
 
-#: Fewest roles that an axis can be of.
+#: Minimum number of roles of an axis.
 LEAST: Final = 2
 
 
 @dataclass(frozen=True, eq=False)
 class RoleRows:
-    """Rows by role, question and layer; read when they are asked for, a layer at a time.
+    """Rows by role, question and layer; read on demand, a layer at a time.
 
     Args:
-        counts: how many answers are behind the row of each question, by role, the assistant among them: as many numbers
-            for each, 0 where a question has none.
-        layers: where rows were read, ascending.
-        read: of a role's name and a layer: float32 [questions, hidden], in the units of the stream; rows of questions
-            without answers are not looked at.
-        model: whose they are, "" if unknown.
-        site: place in the layer.
-        provenance: where they come from.
+        counts: number of answers averaged in the row of each question, by role, the assistant among them: as many
+            numbers for each role, 0 for a question without answers.
+        layers: layers of the rows, ascending.
+        read: function from a role's name and a layer to float32 [questions, hidden], in the units of the stream; rows
+            of questions without answers are ignored.
+        model: name of the model, "" if unknown.
+        site: site of the rows.
+        provenance: provenance of the rows.
 
     Raises:
-        InvalidSpec: no assistant, fewer than two roles, other numbers of questions for some, or one without answers.
+        InvalidSpec: no assistant, fewer than two roles, roles with different numbers of questions, or one without
+            answers.
     """
 
     counts: Mapping[str, tuple[int, ...]]
@@ -63,11 +64,11 @@ class RoleRows:
         model: str = "",
         site: str = "resid_post",
     ) -> RoleRows:
-        """Rows that are in memory, an answer to each question, the layers counted from 0.
+        """Return rows that are in memory, with one answer to each question, and layers counted from 0.
 
         Args:
-            means: by role, the assistant among them.
-            model, site: whose they are, and where.
+            means: rows by role, the assistant among them.
+            model, site: model and site of the rows.
         """
         shape = next(iter(means.values())).shape
         counts = {name: (1,) * rows.shape[1] for name, rows in means.items()}
@@ -75,20 +76,20 @@ class RoleRows:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The roles, without the assistant."""
+        """Names of the roles, without the assistant."""
         return tuple(name for name in self.counts if name != ASSISTANT)
 
     @property
     def questions(self) -> int:
-        """How many questions there are."""
+        """Number of questions."""
         return len(self.counts[ASSISTANT])
 
     def at(self, name: str, layer: int) -> Float[torch.Tensor, "questions hidden"]:
-        """The rows of one role at one layer: float64, 0 for questions without answers.
+        """Return the rows of one role at one layer: float64 [questions, hidden], 0 for questions without answers.
 
         Raises:
-            UnknownName: no such role.
-            LayerOutOfRange: a layer that was not read.
+            UnknownName: there is no such role.
+            LayerOutOfRange: the layer was not read.
         """
         if name not in self.counts:
             raise UnknownName(f"no rows of {name!r}; {choices(name, self.counts)}")
@@ -98,7 +99,7 @@ class RoleRows:
         return torch.where(there[:, None], self.read(name, layer).double(), 0.0)
 
     def mean(self, name: str, layer: int) -> Float[torch.Tensor, " hidden"]:
-        """A role's vector at one layer: the mean over its answers, float64.
+        """Return a role's vector at one layer: the mean over its answers, float64 [hidden].
 
         Raises:
             UnknownName, LayerOutOfRange: as for `at`.
@@ -108,11 +109,11 @@ class RoleRows:
         return found
 
     def means(self, layer: int) -> tuple[Float[torch.Tensor, "roles hidden"], Float[torch.Tensor, " hidden"]]:
-        """The vectors of all roles in the order of `names`, and the assistant's: float64."""
+        """Return the vectors of all roles in the order of `names`, and the assistant's: float64."""
         return torch.stack([self.mean(name, layer) for name in self.names]), self.mean(ASSISTANT, layer)
 
     def vectors(self) -> DirectionSet:
-        """A role's vector at every layer, and the assistant's, by name: mean rows, not differences of them."""
+        """Return the vectors of roles and assistant at every layer, by name: mean rows, not differences of them."""
         return DirectionSet(
             {
                 name: LayerVectors(

@@ -1,4 +1,4 @@
-"""The file of a role's rows, of which one layer can be read without the others."""
+"""File of a role's rows, from which one layer can be read without the others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ VERSION: Final = 1
 
 
 class RowsHeader(msgspec.Struct, frozen=True):
-    """The header of a file of a role's rows.
+    """Header of a file of a role's rows.
 
     Args:
-        version: of the file.
-        role: whose they are.
-        layers: what the first axis of both tensors is: `means`, float32 [layers, questions, hidden], and `norms`,
-            the mean length of the answers' rows, float32 [layers, questions].
-        questions: what the second axis is: places of questions, ascending.
-        counts: how many answers are behind each.
-        prompts: SHA-256 of what was read for each, in hexadecimal.
+        version: version of the file.
+        role: name of the role.
+        layers: layers along the first axis of both tensors: `means`, float32 [layers, questions, hidden], and `norms`,
+            the mean norm of the answers' rows, float32 [layers, questions].
+        questions: indices of questions along the second axis, ascending.
+        counts: number of answers averaged for each question.
+        prompts: SHA-256 of the tokens read for each question, in hexadecimal.
     """
 
     version: int
@@ -37,21 +37,21 @@ class RowsHeader(msgspec.Struct, frozen=True):
 
 
 def rows_path(role: RoleFolder) -> Path:
-    """Where the rows of a role are."""
+    """Return the path of a role's rows."""
     return role.path / "rows.safetensors"
 
 
 def read_rows_header(path: Path) -> RowsHeader:
-    """What a file of rows says of itself.
+    """Read the header of a file of rows.
 
     Raises:
-        InvalidFile: no such file, or not of rows, or of another version.
+        InvalidFile: the file is missing, holds no rows, or is of another version.
     """
     return _header(path, read_tensors(path, tensors=False)[0])
 
 
 def load_part(path: Path) -> tuple[RowsHeader, torch.Tensor, torch.Tensor]:
-    """All of a file: its header, and both tensors.
+    """Read a whole file: its header, and both tensors.
 
     Raises:
         InvalidFile: as for `read_rows_header`.
@@ -63,15 +63,15 @@ def load_part(path: Path) -> tuple[RowsHeader, torch.Tensor, torch.Tensor]:
 
 
 def load_layer(path: Path, header: RowsHeader, layer: int) -> torch.Tensor:
-    """The rows of one layer, and no others: float32 [questions, hidden].
+    """Read the rows of one layer alone: float32 [questions, hidden].
 
     Args:
         path: the file.
-        header: its own.
-        layer: one of the header's.
+        header: header of the file.
+        layer: layer in the header.
 
     Raises:
-        InvalidFile: they cannot be read.
+        InvalidFile: the rows cannot be read.
     """
     found = read_tensors_at(path, "means", header.layers.index(layer))
     _check(path, header, (len(header.layers), len(found)))

@@ -1,4 +1,4 @@
-"""Score: whether each answer plays its role; and which answers are kept."""
+"""Stage "score": scores of how well each answer plays its role, and the selection of kept answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steercap.lab.personas.roles.settings import RoleSettings
 async def score(
     settings: RoleSettings, role: RoleFolder, responses: Sequence[RoleResponse]
 ) -> list[float | None] | None:
-    """The scores of a role's answers, in their order; None where nothing is scored, as of the assistant.
+    """Return the scores of a role's answers, in order; None if nothing is scored, as for the assistant.
 
     Raises:
         The errors of the scorer.
@@ -52,12 +52,12 @@ async def score(
 def kept_of(
     settings: RoleSettings, responses: Sequence[RoleResponse], scores: Sequence[float | None] | None
 ) -> list[RoleResponse]:
-    """The answers that are used: those that have a token and score enough.
+    """Select the answers to use: those that have a token and a sufficient score.
 
     Args:
-        settings: of the run.
-        responses: of one role.
-        scores: of them, in their order; None keeps all.
+        settings: settings of the run.
+        responses: answers of one role.
+        scores: their scores, in the same order; None to keep all.
     """
     if scores is None:
         return [response for response in responses if response.token_ids]

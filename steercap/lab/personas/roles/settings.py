@@ -1,4 +1,4 @@
-"""What a run over roles is asked to do."""
+"""Settings of a run over roles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steercap.lab.measures.scores import make_scorer
 from steercap.lab.personas.roles.role import ASSISTANT, RoleSet, trait_of
 from steercap.lab.personas.settings import layers_of
 
-#: What a role's stage depends on, besides the stages before it.
+#: Settings that a role's stage depends on, besides the stages before it.
 _DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
     "generate": ("seed", "n_samples", "max_tokens", "temperature", "top_p"),
     "score": ("scorer", "scorer_args"),
@@ -31,26 +31,25 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Settings of `run`. The sizes are those of Lu et al., The Assistant Axis.
 
     Args:
-        roles: them, their questions and the assistant's prompts.
-        seed: of everything that is drawn.
-        n_samples: answers to each question under each system prompt.
-        n_questions, n_prompts: how many of the questions and of each role's system prompts, the first ones; None takes
+        roles: roles, their questions and the assistant's prompts.
+        seed: seed of all draws.
+        n_samples: number of answers to each question under each system prompt.
+        n_questions, n_prompts: number of questions and of each role's system prompts to use, from the first; None takes
             all.
-        max_tokens: most tokens of an answer.
-        temperature, top_p: of sampling.
-        max_in_flight: requests under way at once.
-        scorer: name in `steercap.lab.measures.scores.SCORERS` of what says whether an answer plays its role; None
-            keeps all answers.
-        scorer_args: its arguments; no keys, since they are written to the run folder.
-        threshold: least score, 0 to 100, of an answer that is kept. The assistant's are not scored.
-        min_kept: fewest kept answers; a role with fewer is left out.
-        layers, site: where rows are read: "all", an index or several; several become a tuple.
-        read_system: whether the model has the system prompt before it when it reads an answer again.
-        read_together: answers read at once. One by one (1) a row does not depend on what else is read, to the last bit,
-            on a CPU; together it does, by rounding.
+        max_tokens: maximum tokens of an answer.
+        temperature, top_p: sampling parameters.
+        max_in_flight: maximum concurrent requests.
+        scorer: name in `steercap.lab.measures.scores.SCORERS` of the scorer of role play; None keeps all answers.
+        scorer_args: arguments of the scorer; no API keys, since they are written to the run folder.
+        threshold: minimum score, 0 to 100, of an answer that is kept. The assistant's are not scored.
+        min_kept: minimum number of kept answers; a role with fewer is left out.
+        layers, site: layers and site of the rows: "all", an index or several; several become a tuple.
+        read_system: put the system prompt before an answer when it is read again.
+        read_together: number of answers read at once. One by one (1), a row does not depend on other answers, to the
+            last bit, on a CPU; together it does, by rounding.
 
     Raises:
-        InvalidSetting, UnknownName: a value that does not fit.
+        InvalidSetting, UnknownName: a value is not valid.
     """
 
     roles: RoleSet
@@ -114,7 +113,7 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise InvalidSetting(f"scorer_args={shown(self.scorer_args)}; give a dict")
 
     def _check_sizes(self) -> None:
-        """Check that every role, and the assistant, are asked for as many answers as are to be kept."""
+        """Check that every role, and the assistant, have at least `min_kept` answers requested."""
         for name in (ASSISTANT, *self.roles.names):
             if (asked := self.answers_of(name)) < self.min_kept:
                 raise InvalidSetting(
@@ -122,18 +121,18 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 )
 
     def answers_of(self, name: str) -> int:
-        """How many answers a role, or the assistant, is asked for."""
+        """Return the number of answers requested of a role, or of the assistant."""
         prompts = len(self.roles.prompts_of(name)[: self.n_prompts])
         return len(self.roles.questions[: self.n_questions]) * prompts * self.n_samples
 
     @classmethod
     def small(cls, roles: RoleSet, **changes: Any) -> RoleSettings:
-        """Sizes for a small model on a CPU: minutes, and the same to the last bit when it was interrupted.
+        """Return sizes for a small model on a CPU: minutes, and the same to the last bit after an interruption.
 
         One answer to each of eight questions under each of two prompts, 32 tokens long, read one by one.
 
         Args:
-            roles: as `roles`.
+            roles: the roles.
             changes: other settings.
         """
         sizes = {"n_questions": 8, "n_prompts": 2, "max_tokens": 32, "max_in_flight": 64, "read_together": 1}
@@ -141,28 +140,28 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def described(settings: RoleSettings) -> dict[str, Any]:
-    """The settings as plain values, roles by their names."""
+    """Return the settings as plain values, roles by their names."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     roles = {role["name"]: role for role in plain["roles"]["roles"]}
     return {**plain, "roles": {**plain["roles"], "roles": roles}}
 
 
 def settings_from(plain: Mapping[str, Any], names: tuple[str, ...]) -> RoleSettings:
-    """The settings that `described` was given, of some of the roles.
+    """Return settings from the plain values of `described`, with some of the roles.
 
     Raises:
-        msgspec.ValidationError, LookupError: they lack something.
+        msgspec.ValidationError, LookupError: a value is missing or not valid.
     """
     roles = {**plain["roles"], "roles": [plain["roles"]["roles"][name] for name in names]}
     return msgspec.convert({**plain, "roles": roles}, RoleSettings)
 
 
 def generation_of(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What the answers of a role, or of the assistant, depend on.
+    """Return the settings that the answers of a role, or of the assistant, depend on.
 
     Args:
-        plain: as `described` gives it.
-        name: of the role.
+        plain: settings as returned by `described`.
+        name: name of the role.
     """
     roles = plain["roles"]
     prompts = roles["assistant"] if name == ASSISTANT else roles["roles"][name]["prompts"]
@@ -172,12 +171,12 @@ def generation_of(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def digests_of(plain: Mapping[str, Any], model: Mapping[str, str], name: str) -> dict[str, str]:
-    """SHA-256 of what each stage of a role depends on: equal where its results are. No role depends on another.
+    """Return the SHA-256 of the inputs of each stage of a role, which do not depend on other roles.
 
     Args:
-        plain: as `described` gives it.
-        model: what is known of the model.
-        name: of the role, or the assistant's.
+        plain: settings as returned by `described`.
+        model: identity of the model.
+        name: name of the role, or the assistant's.
     """
     generate = _digest([dict(model), generation_of(plain, name)])
     role = plain["roles"]["roles"].get(name)

@@ -1,4 +1,4 @@
-"""What a condition changes in answers, in numbers with intervals."""
+"""Changes in answers under a condition, in numbers with intervals."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from steercap.errors import InvalidSpec
 from steercap.lab.measures.statistics import Estimate, cluster_means, estimate
 from steercap.lab.personas.roles.effects import PLAIN, CapRecord
 
-#: Least score of an answer that is said to be in its role.
+#: Minimum score of an answer that counts as in its role.
 IN_ROLE: Final = 50.0
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What a condition changes in the mean of a number.
+    """Change in the mean of a measure under a condition.
 
     Args:
-        kind: of the cases.
-        condition: what is compared with "plain".
-        measure: "projection" (as the model went on), "projection read", "in role" (share of the answers), "tokens" or
+        kind: kind of the cases.
+        condition: condition compared with "plain".
+        measure: "projection" (after the edits), "projection read", "in role" (share of the answers), "tokens" or
             "perplexity", whose mean is the geometric one and whose change is a factor.
-        before, after: means under "plain" and under the condition; a question's answers count as one, their mean.
-        change: after less before, of perplexity after over before.
-        low, high: the bootstrap's 95 % interval of the change, over questions; NaN of one question alone. See
+        before, after: means under "plain" and under the condition; a question's answers count as one value, their mean.
+        change: after minus before; for perplexity, after over before.
+        low, high: bootstrap 95 % interval of the change, over questions; NaN for a single question. See
             `steercap.lab.measures.statistics.estimate`.
-        count: pairs of answers.
+        count: number of pairs of answers.
     """
 
     kind: str
@@ -43,18 +43,18 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def changes(records: Sequence[CapRecord], layer: int, *, in_role: float = IN_ROLE, seed: int = 0) -> list[Change]:
-    """What each condition changes in the means of all numbers, by the kind of the cases.
+    """Compute the change in the mean of every measure under each condition, by the kind of the cases.
 
-    Answers are paired: both of a pair are to one case, with one seed. A pair counts where both have the number.
+    Answers are paired by case, with one seed. A pair counts if both have a value.
 
     Args:
-        records: as `compare_steering` gives them.
-        layer: of the projections.
-        in_role: least score of an answer that is in its role.
-        seed: of the bootstrap.
+        records: records, as returned by `compare_steering`.
+        layer: layer of the projections.
+        in_role: minimum score of an answer that counts as in its role.
+        seed: seed of the bootstrap.
 
     Raises:
-        InvalidSpec: a layer at which nothing was projected, or answers without a counterpart under "plain".
+        InvalidSpec: there are no projections at the layer, or an answer has no counterpart under "plain".
     """
     if not records:
         raise InvalidSpec("changes of no records; give those of `compare_steering`")
@@ -76,7 +76,7 @@ def changes(records: Sequence[CapRecord], layer: int, *, in_role: float = IN_ROL
 
 
 def _measures(layer: int, in_role: float) -> Mapping[str, tuple[Callable[[CapRecord], float], bool]]:
-    """How each number is read of a record, and whether it is a factor."""
+    """Return the function that reads each measure of a record, and True for measures whose change is a factor."""
     return {
         "projection": (lambda record: record.projection[layer], False),
         "projection read": (lambda record: record.read[layer], False),
@@ -95,7 +95,7 @@ def _change(  # noqa: PLR0917 -- a column each
     factor: bool,
     seed: int,
 ) -> Change | None:
-    """None where no pair has the number."""
+    """Return the change of one measure, or None if no pair has a value."""
     known: dict[int, list[tuple[float, float]]] = {}
     for before, after in pairs:
         pair = read(before), read(after)

@@ -1,1 +1,1 @@
-"""The stages of a run, one file each, in the order generate, score, filter, capture, vectors."""
+"""Stages of a run, one file each, in the order generate, score, filter, capture, vectors."""

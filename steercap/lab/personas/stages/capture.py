@@ -1,4 +1,4 @@
-"""Capture: one row per answer and layer, the mean over the answer's tokens, reduced in the workers."""
+"""Stage "capture": one row per answer and layer, the mean over the answer's tokens, reduced in the workers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ VERSION: Final = 1
 
 
 class RowsHeader(msgspec.Struct, frozen=True):
-    """The header of a file of rows.
+    """Header of a file of rows.
 
     Args:
-        version: of the file.
-        layers: what the second axis of the tensor `rows`, float32 [answers, layers, hidden], is.
-        ids: of the answers, in the order of the rows.
-        prompts: SHA-256 of the token ids that were read for each, in hexadecimal.
+        version: version of the file.
+        layers: layers along the second axis of the tensor `rows`, float32 [answers, layers, hidden].
+        ids: ids of the answers, in the order of the rows.
+        prompts: SHA-256 of the token ids read for each answer, in hexadecimal.
     """
 
     version: int
@@ -53,16 +53,16 @@ async def capture(
     room: Mapping[str, int],
     report: Report | None,
 ) -> None:
-    """Have the model read the kept answers, and write their rows to `rows/<trait>.safetensors`.
+    """Read the kept answers with the model, and write their rows to `rows/<trait>.safetensors`.
 
     As in Chen et al., Persona Vectors: prompt and answer are read once more, and the rows of the answer's tokens are
     averaged. Rows that the folder holds are not read again; those of answers that are no longer kept stay there.
 
     Args:
-        model, settings, folder: of the run.
-        records: all answers, and those whose rows are wanted.
-        room: how many tokens of each answer are read, by id; see `room_of`.
-        report: told how far it is.
+        model, settings, folder: model, settings and folder of the run.
+        records: all answers, and the kept ones, whose rows are needed.
+        room: number of tokens of each answer to read, by id; see `room_of`.
+        report: receiver of progress reports.
 
     Raises:
         The errors of `SteerModel.generate`.
@@ -84,44 +84,44 @@ async def capture(
 
 
 class Answered(Protocol):
-    """An answer that is read again."""
+    """Answer that is read again."""
 
     @property
     def id(self) -> str:
-        """Unique in a run."""
+        """Id, unique in a run."""
 
     @property
     def system_prompt(self) -> str:
-        """What it was given under; "" is none."""
+        """System prompt of the answer; "" for none."""
 
     @property
     def question_text(self) -> str:
-        """What was asked."""
+        """Text of the question."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """What was generated."""
+        """Generated tokens."""
 
 
 class Reading(Protocol):
-    """What settings say of reading."""
+    """Settings for reading answers."""
 
     @property
     def read_system(self) -> bool:
-        """Whether the system prompt comes before it."""
+        """True if the system prompt comes before an answer."""
 
 
 def room_of(tokenizer: Any, max_model_len: int, settings: Reading, responses: Sequence[Answered]) -> dict[str, int]:
-    """How many tokens of each answer can be read after its prompt, by id; 0 where none can.
+    """Return the number of tokens of each answer that can be read after its prompt, by id; 0 for none.
 
     To read, a model must generate one token too, so prompt and answer are shorter than the context. An answer may have
     filled it, and then lacks its last token.
 
     Args:
-        tokenizer: of the model.
-        max_model_len: tokens that the context holds.
-        settings: of the run.
-        responses: the answers.
+        tokenizer: tokenizer of the model.
+        max_model_len: number of tokens that the context holds.
+        settings: settings of the run.
+        responses: answers to read.
     """
     lengths: dict[tuple[str, str], int] = {}
     found = {}
@@ -137,10 +137,10 @@ def load_rows(path: str | Path) -> tuple[RowsHeader, torch.Tensor]:
     """Read a file of rows.
 
     Returns:
-        Its header, and float32 [answers, layers, hidden].
+        Its header, and the rows, float32 [answers, layers, hidden].
 
     Raises:
-        InvalidFile: no such file, or not of rows, or of a newer version.
+        InvalidFile: the file is missing, holds no rows, or is of a newer version.
     """
     header, tensors = read_tensors(Path(path))
     rows = tensors.get("rows")
@@ -151,7 +151,7 @@ def load_rows(path: str | Path) -> tuple[RowsHeader, torch.Tensor]:
 
 
 def rows_file(folder: RunFolder, trait: str) -> Path:
-    """Where the rows of a trait are; a file each, since all of them may not fit in memory."""
+    """Return the path of a trait's rows; one file for each trait, since all of them may not fit in memory."""
     return folder.path / "rows" / f"{trait}.safetensors"
 
 
@@ -191,7 +191,7 @@ async def _read(
 
 
 def prompt_of(settings: Reading, response: Answered) -> list[dict[str, str]]:
-    """The conversation that stands before an answer when it is read again."""
+    """Return the conversation before an answer when it is read again."""
     return messages_of(response.system_prompt if settings.read_system else "", response.question_text)
 
 

@@ -1,4 +1,4 @@
-"""Generate: the model answers every question under every system prompt."""
+"""Stage "generate": the model answers every question under every system prompt."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Ends(NamedTuple):
-    """What is at the end of an answer and no part of it.
+    """Tokens that may end an answer and do not belong to it.
 
     Args:
-        turn: tokens at which the model's generation configuration ends an answer.
+        turn: end-of-turn tokens of the model's generation configuration.
         special: the tokenizer's special tokens.
     """
 
@@ -33,13 +33,13 @@ class Ends(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One answer.
+    """Sampled answer.
 
     Args:
         answer: the text.
-        token_ids: what was generated, special tokens at the end left out.
-        finish: why it ended: "stop" or "length".
-        prompt_token_ids: what the model read.
+        token_ids: generated tokens, without special tokens at the end.
+        finish: reason for its end: "stop" or "length".
+        prompt_token_ids: tokens of the prompt.
     """
 
     answer: str
@@ -49,25 +49,25 @@ class Sampled(NamedTuple):
 
 
 class Sampling(Protocol):
-    """What settings say of sampling."""
+    """Settings of sampling."""
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Maximum tokens of an answer."""
 
     @property
     def temperature(self) -> float:
-        """0 is greedy."""
+        """Sampling temperature; 0 is greedy."""
 
     @property
     def top_p(self) -> float:
-        """Share of the probability that is sampled from."""
+        """Share of the probability mass to sample from."""
 
 
 async def generate(
     model: SteerModel, settings: PersonaSettings, folder: RunFolder, report: Report | None
 ) -> list[Response]:
-    """The answers to all requests, in their order; those that the folder holds are not asked for again.
+    """Return the answers to all requests, in order; those in the folder are not generated again.
 
     Raises:
         The errors of `SteerModel.chat`.
@@ -100,15 +100,15 @@ async def generate(
 
 
 def said(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: object) -> tuple[int, ...]:
-    """What was said: an answer without the token that ended the turn, and without special tokens at its end.
+    """Strip the end-of-turn token and trailing special tokens from an answer.
 
     That token is not part of an answer, and in the paper its row is not part of the mean.
 
     Args:
-        token_ids: what was generated.
+        token_ids: generated tokens.
         ends: tokens that end a turn.
-        finish: why the answer ended, "stop" or "length".
-        stop_reason: of vLLM's sample; an int is the token that ended it.
+        finish: reason for the answer's end, "stop" or "length".
+        stop_reason: stop reason of vLLM's sample; an int is the token that ended it.
     """
     ids = list(token_ids)
     # Words of the vocabulary, as some models end a turn with, are cut where they did end it, and only there.
@@ -121,11 +121,11 @@ def said(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: object)
 
 
 def ends_of(generation_config: Mapping[str, Any], special: Iterable[int]) -> Ends:
-    """The tokens that end a turn.
+    """Return the tokens that end a turn.
 
     Args:
-        generation_config: the model's; its `eos_token_id` is one token, several, or not there.
-        special: the tokenizer's special tokens.
+        generation_config: generation configuration of the model; its `eos_token_id` is one token, several, or missing.
+        special: special tokens of the tokenizer.
     """
     eos = generation_config.get("eos_token_id")
     turn = [] if eos is None else [eos] if isinstance(eos, int) else eos
@@ -133,12 +133,12 @@ def ends_of(generation_config: Mapping[str, Any], special: Iterable[int]) -> End
 
 
 def ends_in(model: SteerModel) -> Ends:
-    """The tokens that end a turn of an open model."""
+    """Return the tokens that end a turn of an open model."""
     return ends_of(model.generation_config, model.tokenizer.all_special_ids)
 
 
 def messages_of(system_prompt: str, question: str) -> list[dict[str, str]]:
-    """A question as a conversation, under a system prompt; "" is none."""
+    """Return a question as a conversation, under a system prompt; "" for none."""
     asked = {"role": "user", "content": question}
     return [{"role": "system", "content": system_prompt}, asked] if system_prompt else [asked]
 
@@ -150,14 +150,14 @@ async def sampled(
     ends: Ends,
     steering: SteeringSpec | None = None,
 ) -> Sampled:
-    """One answer.
+    """Sample one answer.
 
     Args:
         model: an open model.
         messages: the conversation.
-        params: of sampling, as `SteerModel.chat` takes them.
-        ends: the model's.
-        steering: what is changed.
+        params: sampling parameters, as for `SteerModel.chat`.
+        ends: tokens that end a turn of the model.
+        steering: edits applied during the run.
 
     Raises:
         The errors of `SteerModel.chat`.
@@ -182,7 +182,7 @@ async def _answer(model: SteerModel, settings: PersonaSettings, request: Request
 
 
 def sampling_of(settings: Sampling, seed: int) -> dict[str, Any]:
-    """Parameters of sampling, as `SteerModel.chat` takes them."""
+    """Return sampling parameters for `SteerModel.chat`."""
     return {
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,

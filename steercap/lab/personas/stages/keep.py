@@ -1,4 +1,4 @@
-"""Filter: which answers show what they were asked to show."""
+"""Stage "filter": selection of the answers that show what their prompt asks for."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ def keep(
     scores: Sequence[Score],
     room: Mapping[str, int] | None = None,
 ) -> tuple[list[Kept], dict[str, str]]:
-    """The answers that are used: positive ones from `threshold_high` up, negative ones up to `threshold_low`.
+    """Select the answers to use: positive ones from `threshold_high` up, negative ones up to `threshold_low`.
 
     Source: Chen et al., Persona Vectors, who keep pairs (`paired`), and of these the coherent ones.
 
     Args:
-        settings: of the run.
-        responses, scores: of all requests, in one order.
-        room: how many tokens of each answer can be read, by id; none that has no room is kept. All can by default.
+        settings: settings of the run.
+        responses, scores: answers to all requests and their scores, in the same order.
+        room: number of tokens of each answer that can be read, by id; answers without room are not kept. None for no
+            limit.
 
     Returns:
-        What is kept of the traits that a vector can be made of; and of the others, by name, why not.
+        The kept answers of traits with enough of them; and the reasons for the others, by name.
 
     Raises:
         TooFewKept: every trait has fewer than `min_kept` of a kind, or fewer than two questions with both kinds.
@@ -64,7 +65,7 @@ def _lack(
     kept: Sequence[Kept],
     full: Collection[str],
 ) -> str:
-    """Why no vector can be made of a trait, "" where one can."""
+    """Return the reason why a trait cannot have a vector, "" if it can."""
     mine = {sign: [one for one in kept if (one.trait, one.sign) == (trait, sign)] for sign in SIGNS}
     asked = {sign: sum((one.trait, one.sign) == (trait, sign) for one in responses) for sign in SIGNS}
     silent = sum(score.score is None and score.trait == trait for score in scores)

@@ -1,4 +1,4 @@
-"""Score: how strongly each answer shows its trait."""
+"""Stage "score": scores of how strongly each answer shows its trait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steercap.lab.personas.settings import PersonaSettings
 async def score(
     settings: PersonaSettings, folder: RunFolder, responses: Sequence[Response], report: Report | None
 ) -> list[Score]:
-    """The scores of all answers, in their order; None for those without a token or a word.
+    """Return the scores of all answers, in order; None for those without a token or a word.
 
     Raises:
         The errors of the scorer.
@@ -52,7 +52,7 @@ async def _scored(
     known: Mapping[str, Score],
     count: Count,
 ) -> dict[str, Score]:
-    """The scores of the answers of one trait that are not known."""
+    """Score the answers of one trait that have no score yet."""
     scorer, found = make_scorer(settings.scorer, settings.scorer_args), dict[str, Score]()
     for chunk in _chunks(responses):
         if all(response.id in known for response in chunk):
@@ -69,6 +69,6 @@ async def _scored(
 
 
 def _chunks(responses: Sequence[Response]) -> Iterator[Sequence[Response]]:
-    """Answers of one trait, in an order that does not depend on what was scored before: a batch decides rounding."""
+    """Yield answers of one trait in fixed chunks, regardless of what was scored before: a batch affects rounding."""
     for first in range(0, len(responses), PART_RECORDS):
         yield responses[first : first + PART_RECORDS]

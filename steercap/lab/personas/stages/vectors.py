@@ -1,4 +1,4 @@
-"""Vectors: from the rows of kept answers to directions, tried on questions that were held out."""
+"""Stage "vectors": directions from the rows of kept answers, tested on held-out questions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 def vectors(
     model: SteerModel, settings: PersonaSettings, folder: RunFolder, records: Records, report: Report | None
 ) -> DirectionSet:
-    """The directions of all traits that have kept answers, with their provenance.
+    """Return the directions of all traits that have kept answers, with their provenance.
 
-    Groups are questions, so `provenance.auc` is that of answers to questions which the vectors have not seen.
+    Groups are questions, so `provenance.auc` is computed on answers to held-out questions.
 
     Raises:
         InvalidSpec: too few questions have answers of both kinds.
-        InvalidFile: rows that cannot be read.
+        InvalidFile: rows cannot be read.
     """
     path, names = folder.path / "directions.safetensors", list(dict.fromkeys(one.trait for one in records.kept))
     if folder.is_done("vectors"):

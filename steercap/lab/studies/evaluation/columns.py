@@ -1,4 +1,4 @@
-"""Numbers by column and by line: of every method at every dose the mean of each question, or of each item of a task."""
+"""Columns of numbers for each line and dose: the mean of each question, or of each item of a task."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from steercap.lab.studies.evaluation.tasks.base import Task
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """The numbers of an evaluation; its arguments are those of `EvaluationResults`.
+    """Numbers of an evaluation; its arguments are those of `EvaluationResults`.
 
-    A *line* is a method, or several that are pooled under one name. Numbers of a column of factors are logarithms.
+    A *line* is a method, or several pooled under one name. Numbers in a column of factors are logarithms.
     """
 
     evaluation: Evaluation
@@ -40,10 +40,10 @@ class Columns:
         return [*self.measures, *self.tasks]
 
     def __getitem__(self, column: str) -> Measure | Task:
-        """The measure or task of a label.
+        """Return the measure or task of a label.
 
         Raises:
-            InvalidSpec: it was not taken.
+            InvalidSpec: the measure or task was not taken.
         """
         if column not in self.names:
             raise InvalidSpec(f"{column!r} was not taken, but {self.names}; evaluate(..., measures=, tasks=) adds it")
@@ -57,14 +57,14 @@ class Columns:
 
     @property
     def methods(self) -> list[str]:
-        """Every line once."""
+        """Names of all lines, each once."""
         return list(dict(self.lines))
 
     def doses(self, line: str) -> list[float]:
-        """The doses of a line.
+        """Return the doses of a line.
 
         Raises:
-            InvalidSpec: there is none of this name.
+            InvalidSpec: there is no line of this name.
         """
         found = [dose for name, dose in self.lines if name == line]
         if not found:
@@ -72,16 +72,16 @@ class Columns:
         return found
 
     def control_of(self, line: str) -> str:
-        """What a line is a control of, or ""."""
+        """Return the method that a line is a control of, or ""."""
         return next(method.control_of for method in self.evaluation.methods if method.line == line)
 
     def has_doses(self, line: str) -> bool:
-        """Whether it steers by edits with a scale; what was tried at dose 1 alone could be at others."""
+        """Return True if a line steers by edits with a scale, so that other doses than 1 are possible."""
         return next(method.scales for method in self.evaluation.methods if method.line == line)
 
     @cached_property
     def means(self) -> dict[str, dict[tuple[str, float], Floats]]:
-        """By column and by line and dose: float64 [questions], or of a task [items]."""
+        """Means by column, then by line and dose: float64 [questions], or [items] for a task."""
         found = {label: self.by_question(label) for label in self.values}
         for label, readings in self.readings.items():
             pooled: dict[tuple[str, float], list[Sequence[float]]] = {}
@@ -93,11 +93,11 @@ class Columns:
         return found
 
     def by_question(self, label: str, turn: int | None = None) -> dict[tuple[str, float], Floats]:
-        """The mean of each question's answers, or of those at one turn: float64 [questions] by line and dose.
+        """Return the mean of each question's answers, or of those at one turn: float64 [questions] by line and dose.
 
         Args:
-            label: a measure.
-            turn: which, from 0; None for all.
+            label: label of a measure.
+            turn: index of the turn, from 0; None for all.
         """
         lines = {method.name: method.line for method in self.evaluation.methods}
         found: dict[tuple[str, float], list[list[float]]] = {
@@ -110,7 +110,7 @@ class Columns:
         return {at: cluster_means(values, log=log) for at, values in found.items()}
 
     def along(self, line: str, column: str) -> dict[float, Floats]:
-        """A column at each dose of a line, at dose 0 without steering; of what has no doses at its own.
+        """Return a column at each dose of a line, with dose 0 for no steering; a line without doses has its own alone.
 
         A method with a system prompt has no dose 0: without its edits it is the prompt alone, which was not tried.
         """
@@ -121,22 +121,23 @@ class Columns:
         return found if self._is_prompted(line) else {0.0: means[self.evaluation.plain, 1.0], **found}
 
     def costs(self, line: str, by: str) -> dict[float, float]:
-        """The mean of a column at each dose of a line, over what was measured under all methods and doses; a dose at
-        which nothing was measured is left out.
+        """Return the mean of a column at each dose of a line.
+
+        The mean is over the questions or items measured under all methods and doses; a dose without any is left out.
         """
         shared = self._shared(by)
         along = {dose: means for dose, means in self.along(line, by).items() if not np.isnan(means).all()}
         return {dose: float(means[shared].mean()) for dose, means in along.items()}
 
     def plain_cost(self, by: str) -> float:
-        """The same without steering."""
+        """Return the mean of a column without steering, over the same questions or items as `costs`."""
         return float(self.means[by][self.evaluation.plain, 1.0][self._shared(by)].mean())
 
     def _shared(self, column: str) -> npt.NDArray[np.bool_]:
-        """The questions, or items of a task, that were measured everywhere.
+        """Return a mask of the questions, or items of a task, that were measured everywhere.
 
         Raises:
-            InvalidSpec: there are none.
+            InvalidSpec: there are no such questions.
         """
         known = [~np.isnan(means) for means in self.means[column].values()]
         found: npt.NDArray[np.bool_] = np.logical_and.reduce([one for one in known if one.any()])
@@ -148,7 +149,7 @@ class Columns:
         return next(bool(method.system) for method in self.evaluation.methods if method.line == line)
 
     def place(self, line: str, by: str, at: float) -> Place:
-        """Where a line costs an amount."""
+        """Return the place between doses at which a line has a given cost."""
         if not self.has_doses(line):
             (own,) = self.doses(line)
             return Place(own, own, 0.0, reached=False)

@@ -1,4 +1,4 @@
-"""An evaluation: methods beside each other on the same questions, and what of it the answers depend on."""
+"""Evaluation of methods on the same questions, and the definition that its answers depend on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from steercap.steering.spec import SteeringSpec
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """A method at a dose.
+    """Method at a dose.
 
     Args:
-        method: its name.
-        dose: factor on its steering; of a method without any 1.
+        method: name of the method.
+        dose: factor on its steering; 1 for a method without steering.
     """
 
     method: str
@@ -30,11 +30,11 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class Conversation(NamedTuple):
-    """A conversation to be had.
+    """Conversation to run.
 
     Args:
-        number: the place of its first answer among all of the folder.
-        condition: how it is brought about.
+        number: number of its first answer in the folder.
+        condition: condition to run it under.
         question: index of the question.
         sample: index of the sample.
     """
@@ -46,12 +46,12 @@ class Conversation(NamedTuple):
 
 
 class Known(msgspec.Struct, frozen=True):
-    """A condition that a folder has answers under, or will have.
+    """Condition that a folder has, or will have, answers under.
 
     Args:
         digest: SHA-256 of its edits and its system prompt.
-        method: what it was called when it came; for people.
-        dose: of it.
+        method: name of the method when it was added; for readers.
+        dose: dose of the method.
     """
 
     digest: str
@@ -60,16 +60,16 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answers of an evaluation depend on, whatever is compared.
+    """Everything that the answers of an evaluation depend on, regardless of the methods compared.
 
     Args:
-        model: what the model is; see `steercap.files.fingerprint`.
-        questions: the turns of each.
-        sampling: vLLM's sampling parameters.
-        samples: conversations about each question.
-        chat: whether questions go through the chat template.
-        seed: of the sampling.
-        conditions: those that have a place among the answers, in its order; more may come.
+        model: identity of the model; see `steercap.files.fingerprint`.
+        questions: turns of each question.
+        sampling: vLLM sampling parameters.
+        samples: number of conversations about each question.
+        chat: True if questions go through the chat template.
+        seed: seed of the sampling.
+        conditions: conditions in the order of their answers; more may be added.
     """
 
     model: dict[str, str]
@@ -83,24 +83,24 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Evaluation:
-    """Methods that answer the same questions.
+    """Set of methods that answer the same questions.
 
-    The method of no steering and no prompt is always among them, called "none" unless one of yours is it.
+    The method without steering and prompt is always included, named "none" unless you name it yourself.
 
     Args:
-        methods: what is compared.
-        questions: what is asked: a text, or several that the user says one after another, each after the model's own
-            answer to the one before. Questions that no vector was made from and no dose was chosen with.
-        sampling: vLLM's sampling parameters except `n` and `seed`, which the evaluation sets.
-        samples: conversations about each question; the same question, sample and turn have the same seed under every
-            method.
-        chat: whether questions go through the chat template; if not, each is a text that the model goes on with, after
-            the system prompt and an empty line where a method has one.
-        seed: of the sampling.
+        methods: methods to compare.
+        questions: questions, each a text, or several texts that the user says one after another, each after the model's
+            own answer to the one before. Questions that no vector was made from and no dose was chosen with.
+        sampling: vLLM sampling parameters except `n` and `seed`, which the evaluation sets.
+        samples: number of conversations about each question; the same question, sample and turn have the same seed
+            under every method.
+        chat: put questions through the chat template; if False, each is a text that the model continues, after the
+            system prompt and an empty line if a method has one.
+        seed: seed of the sampling.
 
     Raises:
-        InvalidSpec: no method or no question, two methods of one name, a control of a method that is not there, several
-            turns without a chat, or a number that does not fit.
+        InvalidSpec: no method or no question, two methods of one name, a control of a missing method, several turns
+            without a chat, or a number out of range.
     """
 
     methods: Sequence[Method]
@@ -164,19 +164,19 @@ class Evaluation:
 
     @property
     def turns(self) -> int:
-        """Most turns that a question has."""
+        """Maximum number of turns of a question."""
         return max(map(len, self.questions))
 
     @property
     def plain(self) -> str:
-        """The name of the method that changes nothing."""
+        """Name of the method that changes nothing."""
         return next(method.name for method in self.methods if method.is_plain)
 
     def method(self, name: str) -> Method:
-        """A method by its name.
+        """Return a method by its name.
 
         Raises:
-            InvalidSpec: there is none.
+            InvalidSpec: there is no such method.
         """
         for method in self.methods:
             if method.name == name:
@@ -184,24 +184,24 @@ class Evaluation:
         raise InvalidSpec(f"{name!r} is not evaluated; {choices(name, [one.name for one in self.methods])}")
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Every method at each of its doses, in their order."""
+        """Return every method at each of its doses, in order."""
         return tuple(Condition(method.name, dose) for method in self.methods for dose in method.doses)
 
     def spec(self, condition: Condition) -> SteeringSpec | None:
-        """The edits of a condition; None for none."""
+        """Return the edits of a condition; None for none."""
         return self.method(condition.method).spec(condition.dose)
 
     def digest(self, condition: Condition) -> str:
-        """SHA-256 of all that a condition changes, in hexadecimal."""
+        """Return the SHA-256 of a condition's edits and system prompt, in hexadecimal."""
         spec = self.spec(condition)
         said = ["" if spec is None else spec.sha256, self.method(condition.method).system]
         return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
 
     def conversations(self, places: Mapping[Condition, int]) -> Iterator[Conversation]:
-        """All conversations to be had; those of one condition together, so that few steering slots are in use at once.
+        """Yield all conversations, grouped by condition, so that few steering slots are in use at once.
 
         Args:
-            places: of each condition among those of the folder.
+            places: index of each condition in the folder.
         """
         per = len(self.questions) * self.samples * self.turns
         for condition in self.conditions():
@@ -209,11 +209,11 @@ class Evaluation:
                 yield Conversation(places[condition] * per + at * self.turns, condition, question, sample)
 
     def prompt(self, condition: Condition, said: Sequence[str]) -> Any:
-        """What the model reads.
+        """Return the prompt that the model reads.
 
         Args:
-            condition: whose system prompt.
-            said: what user and model have said, in turns; the user begins and ends.
+            condition: condition with the system prompt.
+            said: texts of user and model, in turns; the user begins and ends.
         """
         system = self.method(condition.method).system
         if not self.chat:
@@ -222,17 +222,17 @@ class Evaluation:
         return [*([{"role": "system", "content": system}] if system else []), *spoken]
 
     def sampling_of(self, question: int, sample: int, turn: int) -> dict[str, Any]:
-        """vLLM's sampling parameters of one answer; its seed does not depend on the condition."""
+        """Return vLLM sampling parameters of one answer; its seed does not depend on the condition."""
         return {**self.sampling, "seed": derived_seed(f"{self.seed}/{question}/{sample}/{turn}")}
 
     def definition(self, model: Mapping[str, str]) -> Definition:
-        """What the answers depend on.
+        """Return the definition that the answers depend on.
 
         Args:
-            model: what the model is; see `steercap.files.fingerprint`.
+            model: identity of the model; see `steercap.files.fingerprint`.
 
         Raises:
-            InvalidSpec: sampling parameters that JSON cannot say.
+            InvalidSpec: the sampling parameters are not JSON-compatible.
         """
         found = Definition(
             model=dict(model),

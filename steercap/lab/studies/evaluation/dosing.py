@@ -1,4 +1,4 @@
-"""A spec at a dose, a spec over text that is read as if it had been written, and a spec of random vectors as long."""
+"""Specs derived from a method's spec: scaled to a dose, moved onto a text that is read, or with random vectors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from steercap.steering.spec import SteeringSpec
 
 
 def dosed(spec: SteeringSpec, dose: float) -> SteeringSpec:
-    """The edits with their scale times a dose.
+    """Return the edits with their scale multiplied by a dose.
 
     Args:
-        spec: what dose 1 is.
-        dose: the factor; at 1 any spec is its own.
+        spec: edits at dose 1.
+        dose: factor; at 1, any spec is returned unchanged.
 
     Raises:
-        InvalidSpec: an edit without a scale, such as a Cap, at another dose than 1.
+        InvalidSpec: an edit has no scale, such as a Cap, and the dose is not 1.
     """
     if dose == 1:
         return spec
@@ -39,26 +39,26 @@ def dosed(spec: SteeringSpec, dose: float) -> SteeringSpec:
 
 
 def has_doses(spec: SteeringSpec) -> bool:
-    """Whether every edit has a scale."""
+    """Return True if every edit has a scale."""
     return all(_has_scale(edit) for edit in spec.flat())
 
 
 def _has_scale(edit: Any) -> bool:
-    """Whether an edit has a scale that its whole change is multiplied by."""
+    """Return True if an edit has a scale that multiplies its whole change."""
     return "scale" in {field.name for field in dataclasses.fields(edit)}
 
 
 def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
-    """The edits on a text that is read, where they would be if the model had written it after its prompt.
+    """Return the edits for reading a text, placed as if the model had generated it after its prompt.
 
     Args:
-        spec: of a generation.
-        prompt_len: tokens of the prompt.
-        total: tokens of prompt and text.
+        spec: edits of a generation.
+        prompt_len: number of tokens of the prompt.
+        total: number of tokens of prompt and text.
 
     Raises:
-        InvalidSelection, EmptySelection: tokens that such a text does not have.
-        InvalidSpec: a Replace, whose rows belong to positions already.
+        InvalidSelection, EmptySelection: the edits select tokens that such a text does not have.
+        InvalidSpec: an edit is a Replace, whose rows belong to fixed positions.
     """
 
     def placed(edit: Any) -> Any:
@@ -73,19 +73,19 @@ def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
 
 
 def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> SteeringSpec:
-    """Edits whose directions are random, as long as those they are compared with.
+    """Return edits with random directions of the same norms as the given ones.
 
-    A vector becomes one uniform on the sphere of its length. `read` and `write` of a LowRank are turned: their singular
-    values stay, and so does every product of a row of one with a row of the other.
+    A vector becomes one uniform on the sphere of its length. `read` and `write` of a LowRank are rotated: their
+    singular values stay, and so does every scalar product of a row of one with a row of the other.
 
     Args:
-        spec: what is matched.
-        name: of the method, for the draw.
-        index: which of the random ones, from 0.
-        seed: of the draw.
+        spec: edits to match.
+        name: name of the method, for the draw.
+        index: index of the random control, from 0.
+        seed: seed of the draw.
 
     Raises:
-        InvalidSpec: an edit other than Add and LowRank: what size it is depends on the rows.
+        InvalidSpec: an edit is other than Add and LowRank: its size depends on the rows.
     """
     place = -1
 
@@ -108,7 +108,7 @@ def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> Steerin
 
 
 def _turned(read: torch.Tensor, write: torch.Tensor, turn: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in other directions: the span of their rows is carried to a random one by an isometry."""
+    """Rotate both: an isometry maps the span of their rows to a random one."""
     rows = torch.cat([read, write]).double()
     basis = torch.linalg.qr(rows.T).Q  # [width, rows at most]
     other = torch.linalg.qr(torch.randn(basis.shape, generator=turn).double()).Q
@@ -117,6 +117,6 @@ def _turned(read: torch.Tensor, write: torch.Tensor, turn: torch.Generator) -> t
 
 
 def _each(spec: SteeringSpec, change: Callable[[Any], Any]) -> SteeringSpec:
-    """The spec with every edit changed, those of specs within it too, in order."""
+    """Return the spec with every edit changed, nested specs included, in order."""
     changed = [_each(edit, change) if isinstance(edit, SteeringSpec) else change(edit) for edit in spec.edits]
     return SteeringSpec(changed, preserve_norm=spec.preserve_norm)

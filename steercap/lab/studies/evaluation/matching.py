@@ -1,4 +1,4 @@
-"""Where a method costs a given amount: between which of its doses, and how far from the lesser."""
+"""Interpolation of the dose at which a method has a given cost."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 
 from steercap.lab.measures.statistics import Floats
 
-#: What is this little beyond a dose, in shares of the way to it, is at it: costs are exponentials of logarithms.
+#: Tolerance for being at a dose, as a share of the step: costs are exponentials of logarithms.
 ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True)
 class Place:
-    """A dose between two that were tried.
+    """Dose between two that were tried.
 
     Args:
-        low, high: the two; equal where it is one of them. Dose 0 is no steering.
-        share: how far it is from the lesser to the greater, in [0, 1].
-        reached: whether the method costs there what was wanted.
+        low, high: tried doses on both sides; equal if it is one of them. Dose 0 is no steering.
+        share: position from the first to the second, in [0, 1].
+        reached: True if the method has the wanted cost there.
     """
 
     low: float
@@ -30,11 +30,11 @@ class Place:
 
     @property
     def dose(self) -> float:
-        """The dose."""
+        """Interpolated dose."""
         return self.low + self.share * (self.high - self.low)
 
     def between(self, at: Mapping[float, Floats]) -> Floats:
-        """What has been measured at both, interpolated; of a factor, in its logarithm.
+        """Interpolate values measured at both doses; for a factor, its logarithm.
 
         Args:
             at: float64 [clusters] by dose, 0 included.
@@ -46,24 +46,24 @@ class Place:
 
 
 def path(doses: Sequence[float]) -> list[float]:
-    """The doses from 0 upwards; those below 0 alone from 0 downwards. Where both were tried, it goes upwards.
+    """Return the doses in order from 0 upwards; if all are below 0, from 0 downwards.
 
     Args:
-        doses: that were tried, without 0.
+        doses: tried doses, without 0.
     """
     up = sorted(dose for dose in doses if dose > 0)
     return [0.0, *(up or sorted(doses, reverse=True))]
 
 
 def place_of(costs: Mapping[float, float], wanted: float) -> Place:
-    """Where the cost is first what is wanted, going along a straight line from dose to dose.
+    """Find where the cost first equals the wanted one, on straight lines from dose to dose.
 
     Args:
-        costs: by dose, in the order of the path; of a factor its logarithm.
-        wanted: on the same scale.
+        costs: costs by dose, in the order of the path; for a factor, its logarithm.
+        wanted: wanted cost, on the same scale.
 
     Returns:
-        The place; if the cost is nowhere that, the dose that costs most, dose 0 aside, and that it was not reached.
+        The place; if the cost is never reached, the dose with the highest cost, except dose 0, marked as not reached.
     """
     doses = list(costs)
     for low, high in pairwise(doses):

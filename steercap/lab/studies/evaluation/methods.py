@@ -1,4 +1,4 @@
-"""A method: one way of bringing about a behaviour, at some doses; and the controls that say what it is worth."""
+"""Method of an evaluation: steering at some doses or a system prompt; and controls for it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ from steercap.steering.edits.base import Edit
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec, spec_of
 
-#: What the method without steering and without a prompt is called, where nobody names it.
+#: Default name of the method without steering and prompt.
 PLAIN = "none"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Method:
-    """What is compared: steering at doses, a system prompt, both, or nothing.
+    """Method to compare: steering at doses, a system prompt, both, or nothing.
 
     Args:
-        name: what it is called in tables and pictures.
-        steering: a SteeringSpec or an edit, which says itself where it applies; or LayerVectors, which are added at
-            `layers`; None for none. A member of a DirectionSet is LayerVectors; a trained file is read by
-            `SteeringSpec.load`.
-        doses: factors on the scale of every edit, each tried by itself; not 0, which is no method. What has no scale,
-            such as a Cap, has dose 1 alone.
-        layers: of LayerVectors, where they are added, all at once; all that they have by default.
-        tokens: of LayerVectors, which tokens; "generated" by default.
-        system: a system prompt; "" for that of the model's chat template.
-        control_of: the name of the method that it is a control of, "" for a method of its own. Controls are drawn in
-            grey, and have no comparison of their own.
-        pooled: methods of one such name are one in tables and pictures: several random vectors, say.
+        name: name in tables and pictures.
+        steering: a SteeringSpec or an edit, with its own scope; or LayerVectors, which are added at `layers`; None for
+            none. A member of a DirectionSet is LayerVectors; a trained file is read by `SteeringSpec.load`.
+        doses: factors on the scale of every edit, each tried by itself; not 0, which is no method. An edit without a
+            scale, such as a Cap, has dose 1 alone.
+        layers: for LayerVectors, the layers to add them at, all at once; by default all that they have.
+        tokens: for LayerVectors, the tokens to edit; "generated" by default.
+        system: system prompt; "" for that of the model's chat template.
+        control_of: name of the method that it is a control of, "" for none. Controls are drawn in grey, and have no
+            comparison of their own.
+        pooled: name under which methods are pooled in tables and pictures, such as several random vectors.
 
     Raises:
-        InvalidSpec: an empty name, no dose or one that is 0, not finite, twice, or not 1 where there is nothing to
-            scale; layers or tokens without LayerVectors, or a layer that they lack.
+        InvalidSpec: an empty name, no dose or one that is 0, not finite, duplicated, or not 1 with nothing to scale;
+            layers or tokens without LayerVectors, or a layer that they lack.
     """
 
     name: str
@@ -69,33 +68,33 @@ class Method:
 
     @property
     def line(self) -> str:
-        """What it is called where methods are pooled."""
+        """Name of its line in tables and pictures, pooled or its own."""
         return self.pooled or self.name
 
     @property
     def is_plain(self) -> bool:
-        """Whether it changes nothing."""
+        """True if it changes nothing."""
         return self.steering is None and not self.system
 
     @property
     def scales(self) -> bool:
-        """Whether its steering can be had at several doses."""
+        """True if its steering can be scaled to several doses."""
         return isinstance(self.steering, SteeringSpec) and has_doses(self.steering)
 
     def spec(self, dose: float) -> SteeringSpec | None:
-        """Its steering at a dose."""
+        """Return its steering at a dose."""
         assert self.steering is None or isinstance(self.steering, SteeringSpec)
         return None if self.steering is None else dosed(self.steering, dose)
 
     def random(self, count: int = 1, *, seed: int = 0) -> list[Method]:
-        """Controls: the same edits with random vectors of the same norms, at the same doses.
+        """Return controls: the same edits with random vectors of the same norms, at the same doses.
 
         Args:
-            count: how many; they are pooled.
-            seed: of the draws.
+            count: number of controls; they are pooled.
+            seed: seed of the draws.
 
         Raises:
-            InvalidSpec: no steering, or an edit that has no random control of its size.
+            InvalidSpec: the method has no steering, or an edit that has no random control of its size.
         """
         if self.steering is None:
             raise InvalidSpec(f"Method {self.name!r} has no steering, and so no random control")
@@ -151,18 +150,18 @@ async def shuffled(
     negative_groups: Sequence[Hashable] | None = None,
     seed: int = 0,
 ) -> LayerVectors:
-    """A control: the direction that the same texts give where labels are exchanged in half of the groups, drawn.
+    """Extract a control direction from the same texts with labels exchanged in a random half of the groups.
 
-    It has what comes with any direction between texts of this kind, but as many texts of the trait on one side as on
-    the other. It is as long as the vector that it is compared with; at its own length it would do less merely by being
-    shorter.
+    It shares the properties of any direction between such texts, but has as many texts of the trait on one side as on
+    the other. It is scaled to the norm of the vector it is compared with; at its own norm it would do less merely by
+    being shorter.
 
     Args:
         model: an open model.
         positive, negative: the texts that the vector was extracted from.
-        like: the vector; layers, site and norms are its own.
-        method, tokens, groups, negative_groups: as it was extracted with, see `steercap.lab.directions.extract`.
-        seed: of the draw.
+        like: the vector; the control takes its layers, site and norms.
+        method, tokens, groups, negative_groups: arguments of its extraction, see `steercap.lab.directions.extract`.
+        seed: seed of the draw.
 
     Returns:
         Vectors at the layers of `like`.
@@ -200,7 +199,7 @@ async def shuffled(
 
 
 def listed(methods: Sequence[Method]) -> Iterator[Method]:
-    """The methods, and before them that of no steering, if none of them is it."""
+    """Yield the methods, preceded by the plain one if it is missing."""
     if not any(method.is_plain for method in methods):
         yield Method(name=PLAIN)
     yield from methods

@@ -1,4 +1,4 @@
-"""One picture: what methods bring about against what they cost, and all of them where they cost the same."""
+"""Picture of methods: effect against cost, and all methods at equal cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steercap.lab.studies.sweeps.plots import PLAIN, RANDOM, scale_log
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Of the palette of Okabe and Ito, which the colour-blind tell apart; then other marks begin.
+#: Colours of the colour-blind-safe Okabe-Ito palette; after these, other marks begin.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKS: Final = ("o", "s", "^", "D", "v", "P")
 #: Marks of controls, in grey.
@@ -26,7 +26,7 @@ DOSES, COLUMN, HEIGHT, DPI = 4.4, 2.0, 3.0, 150
 
 
 class Drawn(Protocol):
-    """What is drawn: `EvaluationResults`."""
+    """Interface of `EvaluationResults`, for drawing."""
 
     @property
     def columns(self) -> list[str]:
@@ -34,22 +34,22 @@ class Drawn(Protocol):
 
     @property
     def plain(self) -> str:
-        """The method that changes nothing."""
+        """Name of the method that changes nothing."""
 
     def summary(self) -> list[Line]:
-        """Every method at every dose."""
+        """Return every method at every dose."""
 
     def matched(self, *, by: str, at: float | None = None) -> list[Matched]:
-        """Methods where they cost the same."""
+        """Return the methods at equal cost."""
 
     def reached_by_all(self, by: str) -> float:
-        """What all reach."""
+        """Return the highest cost that all methods reach."""
 
     def is_log(self, column: str) -> bool:
-        """Whether a column holds factors."""
+        """Return True if a column holds factors."""
 
     def axis(self, column: str) -> str:
-        """What a column is called."""
+        """Return the axis label of a column."""
 
     def check(self, *columns: str) -> None:
         """Check that columns are known."""
@@ -63,22 +63,23 @@ def plot_methods(
     by: str,
     at: float | Mapping[str, float] | None = None,
 ) -> Path:
-    """Draw what methods bring about and what they cost.
+    """Draw the effects of methods against their costs.
 
-    On the left the first column against the cost, each method a line through its doses, from no steering on. A dashed
-    line is where all are compared. On the right a panel a column: each method there, with its interval. Open marks are
-    methods that never cost as much, or have no doses, as they are. Controls are grey.
+    On the left is the first column against the cost, each method a line through its doses, from no steering on. A
+    dashed line is the cost at which all are compared. On the right is a panel for each column: each method at that
+    cost, with its interval. Open marks are methods that never reach that cost, or have no doses. Controls are grey.
 
     Args:
-        results: of an evaluation; or of several by what each is called, such as a trait: a row each.
-        to: the file; its ending says the format.
-        columns: measures and tasks, the first that which methods are for; all by default, that of the cost aside. For
-            several results, by their names.
-        by: what methods cost.
-        at: how much; by default the most that every method with doses reaches. For several results, by their names.
+        results: results of one evaluation, or of several by name, such as a trait, a row each.
+        to: file to write; its suffix sets the format.
+        columns: measures and tasks, first the one that methods aim at; by default all but the cost. For several
+            results, by their names.
+        by: measure or task of the cost.
+        at: cost at which to compare; by default the highest that every method with doses reaches. For several results,
+            by their names.
 
     Raises:
-        InvalidSpec: a column that was not taken, none at all, or no method with doses.
+        InvalidSpec: a column was not taken, there is none, or no method has doses.
     """
     rows = results if isinstance(results, Mapping) else {"": results}
     chosen = {
@@ -126,7 +127,7 @@ def _figure(
 
 
 def _styles(results: Iterable[Drawn]) -> dict[str, dict[str, Any]]:
-    """Colour and mark of each method: no steering black, controls grey."""
+    """Return colour and mark of each method: no steering black, controls grey."""
     found: dict[str, dict[str, Any]] = {}
     own = controls = 0
     for one in results:
@@ -145,7 +146,7 @@ def _styles(results: Iterable[Drawn]) -> dict[str, dict[str, Any]]:
 
 
 def _draw_doses(axes: Any, results: Drawn, column: str, styles: Mapping[str, Any], *, by: str, at: float) -> None:
-    """The column against the cost, a line a method."""
+    """Draw the column against the cost, a line for each method."""
     lines: dict[str, list[Line]] = {}
     for line in results.summary():
         lines.setdefault(line.method, []).append(line)
@@ -182,7 +183,7 @@ def _draw_doses(axes: Any, results: Drawn, column: str, styles: Mapping[str, Any
 def _draw_matched(
     panels: Sequence[Any], results: Drawn, columns: Sequence[str], matched: Sequence[Matched], styles: Mapping[str, Any]
 ) -> None:
-    """Every method where it costs what all do: a panel a column, a row a method, from the top."""
+    """Draw every method at equal cost: a panel for each column, a row for each method, from the top."""
     for at, (axes, column) in enumerate(zip(panels, columns, strict=False)):
         for place, line in enumerate(matched):
             own = line.means[column]
@@ -216,7 +217,7 @@ def _draw_matched(
 
 
 def _bars(found: Sequence[Estimate]) -> list[list[float]]:
-    """Lengths below and above; 0 where there is no interval."""
+    """Return the lengths below and above; 0 without an interval."""
     pairs = [(one.value - one.low, one.high - one.value) if one.low == one.low else (0.0, 0.0) for one in found]
     return [[max(below, 0.0) for below, _ in pairs], [max(above, 0.0) for _, above in pairs]]
 

@@ -1,4 +1,4 @@
-"""Fixed texts read under a method: log probabilities of tokens, with edits where they would have been made."""
+"""Log probabilities of fixed texts under a method, with its edits placed as in generation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FIRST_SCORED: Final = 1
 
 
 class Parts(NamedTuple):
-    """The token ids of what is read.
+    """Token ids of a prompt and a text to read.
 
     Args:
-        prompt: what the model is asked.
-        lead: how the answer begins.
-        text: how it goes on; scored.
+        prompt: tokens of the prompt.
+        lead: tokens of the beginning of the answer.
+        text: tokens of its continuation; scored.
     """
 
     prompt: list[int]
@@ -37,20 +37,20 @@ class Parts(NamedTuple):
 
     @property
     def ids(self) -> list[int]:
-        """All of them."""
+        """All token ids in order."""
         return [*self.prompt, *self.lead, *self.text]
 
 
 def parts_of(tokenizer: Any, prompt: Any, item: Item) -> list[Parts]:
-    """What is read of an item: one for each of its texts.
+    """Tokenize an item: one result for each of its texts.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         prompt: a text, or a conversation for the chat template.
-        item: whose prompt that is, with or without the system prompt of a method.
+        item: item of the prompt, which may include a method's system prompt.
 
     Raises:
-        InvalidSpec: a text without a token.
+        InvalidSpec: a text has no token.
     """
     read = tokenizer.encode(prompt) if isinstance(prompt, str) else templated(tokenizer, prompt, {}, spans=False)[0]
     lead = tokenizer.encode(item.lead, add_special_tokens=False) if item.lead else []
@@ -63,15 +63,15 @@ def parts_of(tokenizer: Any, prompt: Any, item: Item) -> list[Parts]:
 async def logprobs_of(
     model: SteerModel, parts: Sequence[Parts], spec: SteeringSpec | None
 ) -> list[npt.NDArray[np.float64]]:
-    """Natural log probability of each token of each text, given all before it: float64 [tokens] each.
+    """Return the natural log probability of each token of each text, given all before it: float64 [tokens] each.
 
     Args:
         model: an open model.
-        parts: what is read.
-        spec: edits as for a generation, moved to where they would have been made; None for none.
+        parts: tokens to read.
+        spec: edits as for a generation, moved to the corresponding tokens; None for none.
 
     Raises:
-        InvalidSpec: edits that cannot be on a text that is read: see `over_read`; a LogitBias that reaches into it.
+        InvalidSpec: an edit cannot apply to a text that is read, see `over_read`; or a LogitBias reaches into it.
         WorkerFailure: vLLM gives no log probabilities.
         The errors of `SteerModel.generate`.
     """
@@ -82,7 +82,7 @@ async def logprobs_of(
 
 
 def _scored(parts: Parts, logprobs: Sequence[Any] | None) -> npt.NDArray[np.float64]:
-    """Those of the text, from vLLM's entry for each token: a mapping that holds the token itself."""
+    """Return the log probabilities of the text from vLLM's entry for each token, a mapping that holds the token."""
     ids = parts.ids
     if logprobs is None or len(logprobs) != len(ids):
         got = "none" if logprobs is None else len(logprobs)

@@ -1,4 +1,4 @@
-"""What an evaluation found: every answer with its numbers, methods beside each other, and what they cost."""
+"""Results of an evaluation: answers with their numbers, comparisons of methods, and costs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from steercap.lab.studies.evaluation.tasks.base import Task
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: What methods cost by default: the task of neutral prose.
+#: Default cost: the task of neutral prose.
 COST = "neutral"
 
 
@@ -40,11 +40,11 @@ class EvaluationResults:
     Intervals are of 95 %, over questions or the items of a task, see `steercap.lab.measures.statistics.estimate`.
 
     Args:
-        evaluation: what was asked.
+        evaluation: evaluation that was run.
         answers: every answer, in the order of the evaluation.
-        values: a number for each answer, by measure.
-        readings: a number for each item under each condition, by task.
-        measures, tasks: those taken, by label.
+        values: value of each answer, by measure.
+        readings: value of each item under each condition, by task.
+        measures, tasks: measures and tasks taken, by label.
     """
 
     evaluation: Evaluation
@@ -61,12 +61,12 @@ class EvaluationResults:
 
     @property
     def plain(self) -> str:
-        """The method that changes nothing."""
+        """Name of the method that changes nothing."""
         return self.evaluation.plain
 
     @property
     def table(self) -> pa.Table:
-        """A row for each answer, its numbers in columns of their own, as a pyarrow Table."""
+        """Answers as a pyarrow Table, one row each, with their values in further columns."""
         with extra("evaluation"):
             import pyarrow as pa
 
@@ -77,7 +77,7 @@ class EvaluationResults:
         return pa.Table.from_pylist(rows)
 
     def save(self, to: str | Path) -> Path:
-        """Write the table of answers as one Parquet file, which appears whole or not at all."""
+        """Write the table of answers to one Parquet file, atomically."""
         with extra("evaluation"):
             from pyarrow import parquet
 
@@ -86,7 +86,7 @@ class EvaluationResults:
         return Path(to)
 
     def summary(self) -> list[Line]:
-        """Every method at every dose, in the order of the evaluation; pooled methods are one."""
+        """Return every method at every dose, in the order of the evaluation; pooled methods are one."""
         return [
             Line(
                 line,
@@ -98,28 +98,28 @@ class EvaluationResults:
         ]
 
     def doses(self, method: str) -> list[float]:
-        """The doses of a method, in the order of the evaluation.
+        """Return the doses of a method, in the order of the evaluation.
 
         Args:
-            method: its name, or that which it is pooled under.
+            method: name of the method, or its pooled name.
 
         Raises:
-            InvalidSpec: there is none.
+            InvalidSpec: there is no such method.
         """
         return self._numbers.doses(method)
 
     def compare(self, column: str, *, against: str | None = None, dose: float | None = None) -> list[Comparison]:
-        """Every method at every dose against one of them, on the same questions, p adjusted for all of these.
+        """Compare every method at every dose with one of them, on the same questions, with p adjusted for all.
 
-        Controls are left out: where they cost the same, `compare_matched` has them.
+        Controls are left out: `compare_matched` compares them at equal cost.
 
         Args:
             column: a measure or task.
-            against: name of the method; that of no steering by default.
-            dose: of it; may be left out if there is one.
+            against: name of the method to compare with; no steering by default.
+            dose: its dose; may be left out if there is only one.
 
         Raises:
-            InvalidSpec: a column, method or dose that is not there, or several doses and none given.
+            InvalidSpec: a column, method or dose is missing, or there are several doses and none is given.
         """
         self.check(column)
         against = self.evaluation.plain if against is None else against
@@ -139,32 +139,32 @@ class EvaluationResults:
         )
 
     def matched(self, *, by: str = COST, at: float | None = None) -> list[Matched]:
-        """Methods where they cost the same, interpolated between doses: question by question, along a straight line.
+        """Return the methods at equal cost, interpolated linearly between doses, question by question.
 
-        A method has a way from no steering through its doses; the first place where it costs the amount counts. One
-        that never gets there is given at the dose that costs most, and says so; what has no doses is given as it is.
+        Each method is followed from no steering through its doses; the first place with the given cost counts. A method
+        that never reaches it is given at its most costly dose, and marked; a method without doses is given as it is.
 
         Args:
-            by: what they cost: a measure or task; the perplexity of neutral prose by default.
-            at: how much; by default what `reached_by_all` says.
+            by: measure or task of the cost; the perplexity of neutral prose by default.
+            at: cost; by default that of `reached_by_all`.
 
         Raises:
-            InvalidSpec: a column that was not taken.
+            InvalidSpec: a column was not taken.
         """
         self.check(by)
         at = self.reached_by_all(by) if at is None else at
         return [self._matched(line, self._numbers.place(line, by, at)) for line in self._numbers.methods]
 
     def reached_by_all(self, by: str = COST) -> float:
-        """The most that every method with doses costs at one of them, controls aside.
+        """Return the highest cost that every method with doses reaches at one of them, controls aside.
 
-        Methods that nowhere cost more than no steering do not count: they would leave nothing to compare but dose 0.
+        Methods that never cost more than no steering are ignored: they would leave nothing to compare but dose 0.
 
         Args:
-            by: what they cost.
+            by: measure or task of the cost.
 
         Raises:
-            InvalidSpec: no method has doses and costs more than no steering, or a column that was not taken.
+            InvalidSpec: no method has doses and costs more than no steering, or a column was not taken.
         """
         self.check(by)
         most = []
@@ -181,18 +181,18 @@ class EvaluationResults:
     def compare_matched(
         self, column: str, *, against: str, by: str = COST, at: float | None = None
     ) -> list[Comparison]:
-        """Every method against one of them where they cost the same, on the same questions, p adjusted for them all.
+        """Compare every method with one of them at equal cost, on the same questions, with p adjusted for all.
 
-        Controls are compared too. Left out are methods that never cost as much, and those without doses, which are as
-        they are: see `matched`; but for the one that all are compared with, which may be such a one.
+        Controls are compared too. Methods that never reach the cost are left out, and those without doses: see
+        `matched`. The method that all are compared with may be without doses.
 
         Args:
             column: a measure or task.
-            against: name of the method.
-            by, at: as for `matched`.
+            against: name of the method to compare with.
+            by, at: arguments as for `matched`.
 
         Raises:
-            InvalidSpec: a column or method that is not there, or `against` never costs as much.
+            InvalidSpec: a column or method is missing, or `against` never reaches the cost.
         """
         self.check(column, by)
         self.doses(against)
@@ -217,13 +217,13 @@ class EvaluationResults:
         )
 
     def drift(self, column: str) -> list[Drift]:
-        """Every method in the course of the conversations, turn by turn.
+        """Return every method's course over the turns of the conversations.
 
         Args:
             column: a measure.
 
         Raises:
-            InvalidSpec: a measure that was not taken, or questions of one turn.
+            InvalidSpec: the measure was not taken, or questions have one turn.
         """
         if column not in self.values or self.evaluation.turns < 2:
             raise InvalidSpec(
@@ -238,14 +238,14 @@ class EvaluationResults:
         return found
 
     def markdown(self) -> str:
-        """The summary as a Markdown table."""
+        """Return the summary as a Markdown table."""
         return tables.markdown(self.summary(), self.columns)
 
     def save_summary(self, to: str | Path) -> Path:
-        """Write the summary: a `.md` as Markdown, a `.parquet` with a row for each method, dose and column.
+        """Write the summary: `.md` as Markdown, `.parquet` with a row for each method, dose and column.
 
         Raises:
-            InvalidFile: another ending.
+            InvalidFile: the suffix is another one.
         """
         return tables.save(self.summary(), self.columns, Path(to))
 
@@ -257,17 +257,17 @@ class EvaluationResults:
         """Check that measures or tasks were taken.
 
         Raises:
-            InvalidSpec: one was not.
+            InvalidSpec: one was not taken.
         """
         for column in columns:
             _ = self._numbers[column]
 
     def is_log(self, column: str) -> bool:
-        """Whether a column holds factors."""
+        """Return True if a column holds factors."""
         return self._numbers[column].log
 
     def axis(self, column: str) -> str:
-        """What a column is called on an axis."""
+        """Return the axis label of a column."""
         return self._numbers[column].axis or column
 
     @cached_property

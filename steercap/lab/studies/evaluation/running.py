@@ -1,4 +1,4 @@
-"""An evaluation in one engine: every answer, number and reading that is not there yet."""
+"""Runner of an evaluation in one engine: every missing answer, value and reading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from steercap.steering.spec import SteeringSpec
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Columns of the table of answers, which no measure may be called as.
+#: Columns of the table of answers, which no measure may have as its label.
 COLUMNS: Final = Answer.__struct_fields__
 
 
@@ -40,25 +40,25 @@ async def evaluate(
     concurrent: int = CONCURRENT,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> EvaluationResults:
-    """Have every question answered under every method at every dose, and see what it does to fixed texts.
+    """Have every question answered under every method at every dose, and measure answers and fixed texts.
 
-    All requests run in one engine, each with its own steering, and share its batches. What is done is kept: run it
-    again, however it ended, and only what is missing is asked, also where methods, doses, measures or tasks were added.
+    All requests run in one engine, each with its own steering, and share its batches. An interrupted evaluation
+    resumes: run it again and only missing requests are made, also after methods, doses, measures or tasks were added.
 
     Args:
         model: an open model.
-        evaluation: what is compared, and on what.
-        out: folder of answers and numbers, made if it is not there.
-        measures: of the answers: names in `steercap.lab.studies.sweeps.MEASURES`, or measure objects.
-        tasks: of fixed texts: names in `TASKS`, or task objects; they say what a method costs.
-        concurrent: requests under way at once.
-        progress: called with what is being done ("answers", or the label of a task), how many of it are there, and
-            how many there will be.
+        evaluation: methods to compare, and questions.
+        out: folder of answers and values, created if needed.
+        measures: measures of the answers: names in `steercap.lab.studies.sweeps.MEASURES`, or measure objects.
+        tasks: tasks of fixed texts: names in `TASKS`, or task objects; they measure the cost of a method.
+        concurrent: maximum concurrent requests.
+        progress: function called with the kind of work ("answers", or the label of a task), the number finished, and
+            the number in all.
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
         RunDiffers: the folder holds answers to other questions, of another model, or sampled otherwise.
-        InvalidSpec: two measures or tasks of one label, or edits that cannot be on a text that is read.
+        InvalidSpec: two measures or tasks have one label, or an edit cannot apply to a text that is read.
         The errors of `SteerModel.generate`, before anything is answered where an edit does not fit the engine.
     """
     require("evaluation")
@@ -83,7 +83,7 @@ def read_results(
     measures: Sequence[str | Measure] = (),
     tasks: Sequence[str | Task] = ("passages", "choices"),
 ) -> EvaluationResults:
-    """What `evaluate` has left in a folder, without an engine: to draw it otherwise, or compare something else.
+    """Load the results of `evaluate` from a folder, without an engine.
 
     Args:
         evaluation: all or some of the methods and doses that were evaluated, on the same questions.
@@ -93,7 +93,7 @@ def read_results(
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
         RunDiffers: the folder holds another evaluation.
-        InvalidFile: it holds none, or lacks some of this one.
+        InvalidFile: the folder holds no evaluation, or lacks a part of this one.
     """
     require("evaluation")
     folder = Folder(out, evaluation, FOLDER.read(out).model)
@@ -115,11 +115,11 @@ def _results(
 
 
 def tasks_of(given: Sequence[str | Task]) -> tuple[Task, ...]:
-    """Tasks by name, or made with arguments of their own.
+    """Resolve tasks given by name or as objects.
 
     Raises:
-        UnknownName: a name that no task has.
-        InvalidSpec: something that is not a task, or two of one label.
+        UnknownName: no task has a name.
+        InvalidSpec: an entry is not a task, or two have one label.
     """
     found: dict[str, Task] = {}
     for one in given:
@@ -133,17 +133,17 @@ def tasks_of(given: Sequence[str | Task]) -> tuple[Task, ...]:
 
 
 def _silent(_what: str, _done: int, _all: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 class _Reading(NamedTuple):
-    """An item that is to be read.
+    """Item to read.
 
     Args:
-        number: its place among those of the folder.
-        item: its index.
-        parts: the tokens of each of its texts.
-        spec: the edits; None for none.
+        number: number of the reading in the folder.
+        item: index of the item.
+        parts: tokens of each of its texts.
+        spec: edits; None for none.
     """
 
     number: int
@@ -154,7 +154,7 @@ class _Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class _Run:
-    """An evaluation under way; see `evaluate`."""
+    """Running evaluation; see `evaluate`."""
 
     model: SteerModel
     evaluation: Evaluation
@@ -163,7 +163,7 @@ class _Run:
     tell: Callable[[str, int, int], None]
 
     async def answer(self) -> None:
-        """Have all conversations that are not there yet, each from where it stopped."""
+        """Run all missing conversations, each from where it stopped."""
         kept, questions = self.folder.answers, self.evaluation.questions
         wanted = {one.number: one for one in self.evaluation.conversations(self.folder.places)}
         turns = {number: len(questions[one.question]) for number, one in wanted.items()}
@@ -190,7 +190,7 @@ class _Run:
         kept.join()
 
     async def read(self, task: Task) -> None:
-        """Read what a task has, under every condition that it was not read under yet."""
+        """Read the items of a task under every condition that is missing."""
         kept = self.folder.readings(task)
         wanted = {number for one in self.evaluation.conditions() for number in self.folder.numbers(one, task)}
         done = len(wanted & kept.rows.keys())
@@ -209,14 +209,14 @@ class _Run:
         kept.join()
 
     def _steered(self, conversations: Sequence[Conversation]) -> Iterator[tuple[Conversation, SteeringSpec | None]]:
-        """Conversations with their steering, which those of one condition share."""
+        """Yield conversations with their steering, which those of one condition share."""
         for condition, alike in groupby(conversations, lambda one: one.condition):
             spec = self.evaluation.spec(condition)
             for conversation in alike:
                 yield conversation, spec
 
     async def _asked(self, at: Conversation, spec: SteeringSpec | None, said: Sequence[str]) -> Answer:
-        """The next answer of a conversation, steered as its condition says and no other way."""
+        """Request the next answer of a conversation, steered by its condition alone."""
         prompt, turn = self.evaluation.prompt(at.condition, said), len(said) // 2
         params = self.evaluation.sampling_of(at.question, at.sample, turn)
         call: Any = self.model.generate if isinstance(prompt, str) else self.model.chat
@@ -237,7 +237,7 @@ class _Run:
         )
 
     def _unread(self, task: Task, begun: set[int]) -> Iterator[_Reading]:
-        """Items that are to be read; those of one condition together."""
+        """Yield items to read, grouped by condition."""
         for condition in self.evaluation.conditions():
             spec = self.evaluation.spec(condition)
             for item, number in enumerate(self.folder.numbers(condition, task)):

@@ -1,10 +1,10 @@
-"""An evaluation's folder: answers and numbers as they come, whatever methods come later.
+"""Folder of an evaluation: answers and values, to which methods may be added later.
 
-evaluation.json                       what the answers depend on, and which condition has which place among them
+evaluation.json                       inputs of the answers, and the order of conditions among them
 answers/00007-3f2a9c.parquet          every answer, by its number
 values/repetition-5d41/...            numbers of one measure, by the number of the answer
 tasks/choices-77ab/...                numbers of one task, by the number of condition and item
-results.parquet, methods.parquet, methods.md, methods.png     what came of it
+results.parquet, methods.parquet, methods.md, methods.png     results
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from steercap.lab.studies.sweeps.store import Row, Table, Value, folder_of
 
 
 class Answer(Answered, frozen=True, kw_only=True):
-    """One answer of an evaluation; see `Answered`.
+    """Answer of an evaluation; see `Answered`.
 
     Args:
-        number: its place in the folder.
-        method, dose: how it was brought about; the method as it was called then.
-        question, sample, turn: which question, which conversation about it, and which answer in that.
-        finish_reason: why it ended, as vLLM says it: "stop" or "length".
+        number: number of the answer in the folder.
+        method, dose: condition of the answer, with the method's name at that time.
+        question, sample, turn: index of the question, of the conversation about it, and of the answer in that.
+        finish_reason: vLLM's finish reason: "stop" or "length".
     """
 
     number: int
@@ -44,12 +44,12 @@ class Answer(Answered, frozen=True, kw_only=True):
 
 
 class Folder:
-    """The folder of one evaluation, to which methods and doses may be added.
+    """Folder of one evaluation, to which methods and doses may be added.
 
     Args:
-        path: the folder, made if it is not there.
-        evaluation: whose it is.
-        model: what the model is; see `steercap.files.fingerprint`.
+        path: the folder, created if needed.
+        evaluation: evaluation of the folder.
+        model: identity of the model; see `steercap.files.fingerprint`.
 
     Raises:
         RunDiffers: it holds answers to other questions, of another model or sampled otherwise.
@@ -76,23 +76,23 @@ class Folder:
         self.answers: Table[Answer] = Table(self.path / "answers", Answer)
 
     def values(self, measure: Measure) -> Table[Value]:
-        """What is kept of one measure; made otherwise, it is another."""
+        """Return the table of values of a measure; one with other arguments has another table."""
         return Table(self.path / "values" / folder_of(measure.label, measure), Value)
 
     def readings(self, task: Task) -> Table[Value]:
-        """What is kept of one task; made otherwise, it is another."""
+        """Return the table of values of a task; one with other arguments has another table."""
         return Table(self.path / "tasks" / folder_of(task.label, task), Value)
 
     def numbers(self, condition: Condition, task: Task) -> range:
-        """The numbers of the items of a task under a condition."""
+        """Return the numbers of a task's items under a condition."""
         place, count = self.places[condition], len(task.items)
         return range(place * count, (place + 1) * count)
 
     def answers_of(self, evaluation: Evaluation) -> list[Answer]:
-        """All answers of an evaluation in its order, under the names that its methods have now.
+        """Return all answers of an evaluation in order, under its methods' current names.
 
         Raises:
-            InvalidFile: some are missing.
+            InvalidFile: an answer is missing.
         """
         found = []
         for one in evaluation.conversations(self.places):
@@ -102,19 +102,19 @@ class Folder:
         return found
 
     def values_of(self, measure: Measure, answers: Sequence[Answer]) -> list[float]:
-        """The number of each answer by a measure.
+        """Return the value of each answer by a measure.
 
         Raises:
-            InvalidFile: some are missing.
+            InvalidFile: a value is missing.
         """
         kept = self.values(measure)
         return [self._there(kept, one.number, measure).value for one in answers]
 
     def readings_of(self, task: Task, evaluation: Evaluation) -> dict[Condition, list[float]]:
-        """The number of each item of a task under each condition.
+        """Return the value of each item of a task under each condition.
 
         Raises:
-            InvalidFile: some are missing.
+            InvalidFile: a value is missing.
         """
         kept = self.readings(task)
         return {
@@ -129,11 +129,11 @@ class Folder:
 
 
 def check_same(path: str | Path, evaluation: Evaluation) -> None:
-    """Check that a folder holds no other evaluation; of which model is not asked.
+    """Check that a folder holds no other evaluation; the model is not compared.
 
     Args:
-        path: the folder, which need not be there.
-        evaluation: that is to be run.
+        path: the folder, which need not exist.
+        evaluation: evaluation to run.
 
     Raises:
         RunDiffers, InvalidFile: as for `Folder`.
@@ -148,7 +148,7 @@ def _differing(found: Definition, wanted: Definition) -> list[str]:
 
 
 def _fields(definition: Definition) -> dict[str, object]:
-    """What a definition says by name, of the model each thing by itself; which conditions there are does not count."""
+    """Return a definition's fields by name, those of the model separately, without conditions."""
     said = msgspec.structs.asdict(definition)
     model = said.pop("model")
     del said["conditions"]

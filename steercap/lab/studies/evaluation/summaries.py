@@ -1,4 +1,4 @@
-"""What an evaluation comes to: lines of a table, comparisons, methods at one cost, conversations turn by turn."""
+"""Summaries of an evaluation: table lines, comparisons, methods at equal cost, and course over turns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from steercap.lab.measures.statistics import Difference, Estimate, benjamini_hoc
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A method at a dose, in every column.
+    """Method at a dose, with its means in every column.
 
     Args:
-        method: its name, or that which it is pooled under.
-        dose: factor on its steering; of a method without any 1.
-        control_of: the method that it is a control of, or "".
-        means: by measure, over questions, and by task, over its items.
+        method: name of the method, or its pooled name.
+        dose: factor on its steering; 1 for a method without steering.
+        control_of: name of the method that it is a control of, or "".
+        means: means by measure, over questions, and by task, over its items.
     """
 
     method: str
@@ -27,16 +27,16 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """One thing against another on the same questions.
+    """Comparison of one method with another on the same questions.
 
     Args:
-        column: the measure or task.
-        method, dose: what is compared; where it was interpolated between doses, the dose between them.
-        against, against_dose: with what.
-        difference: by how much it is above.
-        holm: p adjusted for all comparisons of the list that this came in, so that no false one is among those below a
-            level; see `steercap.lab.measures.statistics.holm`.
-        bh: the same for the share of false ones.
+        column: measure or task.
+        method, dose: method and dose, which may be interpolated.
+        against, against_dose: method and dose it is compared with.
+        difference: difference of the first minus the second.
+        holm: p adjusted for all comparisons of its list, controlling the probability of any false one below a level;
+            see `steercap.lab.measures.statistics.holm`.
+        bh: p adjusted to control the share of false ones.
     """
 
     column: str
@@ -50,14 +50,14 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Matched(msgspec.Struct, frozen=True):
-    """A method where it costs as much as the others.
+    """Method at a cost equal to that of the others.
 
     Args:
-        method, control_of: as for `Line`.
-        how: "interpolated" between two doses, or dose 0 and the least; "as it is", for what has no doses; "never", if
-            no dose costs as much: then it is at the dose that costs most.
-        dose: where that is.
-        means: by column, at that dose. The dose is taken as given: the intervals are of the questions alone.
+        method, control_of: fields as for `Line`.
+        how: "interpolated" between two doses, or dose 0 and the least; "as it is", for a method without doses; "never",
+            if no dose reaches the cost: then it is at its most costly dose.
+        dose: dose of the method there.
+        means: means by column, at that dose. Intervals do not include the uncertainty of the dose.
     """
 
     method: str
@@ -68,13 +68,12 @@ class Matched(msgspec.Struct, frozen=True):
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """A method in the course of a conversation.
+    """Course of a method over the turns of a conversation.
 
     Args:
-        method, dose: as for `Line`.
-        turns: the mean at each turn, over the questions that have one.
-        slope: how much it changes from turn to turn: mean of the questions' least-squares slopes; of a factor, the
-            factor.
+        method, dose: fields as for `Line`.
+        turns: mean at each turn, over the questions that have one.
+        slope: change per turn, the mean of the questions' least-squares slopes; for a factor, the factor.
     """
 
     method: str
@@ -84,10 +83,10 @@ class Drift(msgspec.Struct, frozen=True):
 
 
 def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """The same comparisons, their p adjusted for all of them: give those of all traits together, say.
+    """Return the comparisons with p adjusted for all of them, such as those of all traits together.
 
     Args:
-        comparisons: that are looked at together.
+        comparisons: comparisons that are considered together.
     """
     p = [one.difference.p for one in comparisons]
     return [

@@ -1,4 +1,4 @@
-"""One table: methods at their doses, a column a measure or task, each with its interval."""
+"""Tables of methods at their doses, with a column for each measure or task and its interval."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steercap.lab.studies.evaluation.summaries import Comparison, Line, Matched
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A method, dose and column of the table, as it stands in Parquet; see `Line` and `Estimate`."""
+    """Value of one method, dose and column, as stored in Parquet; see `Line` and `Estimate`."""
 
     method: str
     dose: float
@@ -29,11 +29,11 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def markdown(lines: Sequence[Line], columns: Sequence[str]) -> str:
-    """A Markdown table: a row for each method and dose.
+    """Format a Markdown table with a row for each method and dose.
 
     Args:
-        lines: of an evaluation.
-        columns: which of its columns, in this order.
+        lines: lines of an evaluation.
+        columns: columns to show, in this order.
     """
     rows = [
         [_name(line.method, line.control_of), f"{line.dose:g}", *(interval(line.means[column]) for column in columns)]
@@ -43,11 +43,11 @@ def markdown(lines: Sequence[Line], columns: Sequence[str]) -> str:
 
 
 def matched_markdown(lines: Sequence[Matched], columns: Sequence[str]) -> str:
-    """A Markdown table of methods where they cost the same; those that never do, or have no doses, say so.
+    """Format a Markdown table of methods at equal cost; those that never reach it, or have no doses, are marked.
 
     Args:
-        lines: of an evaluation.
-        columns: which of its columns, in this order.
+        lines: methods of an evaluation at equal cost.
+        columns: columns to show, in this order.
     """
     rows = [
         [
@@ -61,10 +61,10 @@ def matched_markdown(lines: Sequence[Matched], columns: Sequence[str]) -> str:
 
 
 def compared_markdown(comparisons: Sequence[Comparison]) -> str:
-    """A Markdown table of differences with their p, by itself and adjusted.
+    """Format a Markdown table of differences with raw and adjusted p.
 
     Args:
-        comparisons: that are looked at together.
+        comparisons: comparisons that are considered together.
     """
     rows = [
         [
@@ -80,10 +80,10 @@ def compared_markdown(comparisons: Sequence[Comparison]) -> str:
 
 
 def save(lines: Sequence[Line], columns: Sequence[str], to: Path) -> Path:
-    """Write the table; it appears whole or not at all.
+    """Write the table to a file, atomically.
 
     Raises:
-        InvalidFile: the name ends in something other than .md or .parquet.
+        InvalidFile: the suffix is neither .md nor .parquet.
     """
     if to.suffix == ".md":
         with write_whole(to) as scratch:
@@ -102,7 +102,7 @@ def save(lines: Sequence[Line], columns: Sequence[str], to: Path) -> Path:
 
 
 def interval(found: Estimate) -> str:
-    """A mean with its interval in few characters, "" where nothing was measured."""
+    """Format a mean with its interval, "" for no value."""
     if math.isnan(found.value):
         return ""
     if math.isnan(found.low):

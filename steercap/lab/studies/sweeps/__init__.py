@@ -1,4 +1,4 @@
-"""Experiments: many ways of steering in one engine, with the controls that say what they are worth."""
+"""Sweeps: many ways of steering in one engine, with controls."""
 
 from steercap.lab.measures import MEASURES
 from steercap.lab.measures.base import Answered, Measure

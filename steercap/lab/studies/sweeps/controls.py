@@ -1,4 +1,4 @@
-"""Vectors that ought to do nothing in particular: random ones, as long as those they are compared with."""
+"""Control vectors: random ones with the norms of those they are compared with."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from steercap.steering.layers import LayerVectors
 
 
 def random_like(vectors: LayerVectors, index: int, seed: int, layers: Iterable[int] | None = None) -> LayerVectors:
-    """A random vector for each layer, as long as the one it is compared with.
+    """Draw a random vector for each layer, with the norm of the given one.
 
     Directions are uniform on the sphere. Each depends on the seed, the name of the vectors, the index and the layer
     alone, so it is the same whatever else is swept.
 
     Args:
-        vectors: those to match.
-        index: which of the random ones, from 0.
-        seed: of the draw.
+        vectors: vectors to match.
+        index: index of the random control, from 0.
+        seed: seed of the draw.
         layers: some of the layers; all by default.
     """
     matched = {
@@ -31,7 +31,7 @@ def random_like(vectors: LayerVectors, index: int, seed: int, layers: Iterable[i
 
 
 def derived_seed(text: str) -> int:
-    """A seed of 63 bits that depends on a text alone."""
+    """Derive a 63-bit seed from a text alone."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 

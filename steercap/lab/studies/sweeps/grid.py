@@ -1,4 +1,4 @@
-"""A sweep: what is steered, how strongly, on which prompts, and the controls that go with it."""
+"""Sweep over vectors, layers, operations and scales on the same prompts, with its controls."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from steercap.steering.spec import SteeringSpec
 
 
 class Condition(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of steering.
+    """One way of steering in a sweep.
 
     Args:
-        vector: name of the vector; of a control, the vector it is compared with; "" where nothing is steered.
-        operation: name of the operation, "" where nothing is steered.
-        layers: where, together.
-        scale: of the operation; of a reversed control its own, so minus the other's; 0 where nothing is steered.
+        vector: name of the vector; for a control, the vector it is compared with; "" without steering.
+        operation: name of the operation, "" without steering.
+        layers: layers steered together.
+        scale: scale of the operation; for a reversed control its own, minus the other's; 0 without steering.
         control: "" for the vector itself, "none" for no steering, "random-03" for the fourth random vector, "reversed"
             for the vector at a scale of the other sign.
     """
@@ -40,11 +40,11 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(NamedTuple):
-    """One answer to be had.
+    """Request for one answer.
 
     Args:
-        number: its place in the sweep, from 0.
-        condition: how it is steered.
+        number: number in the sweep, from 0.
+        condition: condition to steer it by.
         prompt: index of the prompt.
         sample: index of the sample.
     """
@@ -56,11 +56,11 @@ class Request(NamedTuple):
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answers of a sweep depend on, in words: two sweeps of one definition are the same sweep.
+    """Everything that the answers of a sweep depend on: two sweeps of one definition are the same sweep.
 
     Args:
         vectors: SHA-256 of the vectors at the layers swept, by name.
-        model: what the model is; see `steercap.files.fingerprint`.
+        model: identity of the model; see `steercap.files.fingerprint`.
     """
 
     model: dict[str, str]
@@ -86,29 +86,29 @@ class Sweep:
     of the negative texts to that of the positive ones. With `relative=True` it is the length of what is added as a
     fraction of the row's norm. For what it means to other operations, see `OPERATIONS`.
 
-    Every sweep holds the prompts without steering, once: condition "none", which also stands for every scale that
+    Every sweep includes the prompts without steering, once: condition "none", which also stands for every scale that
     changes nothing, such as 0 of "add".
 
     Args:
         vectors: LayerVectors by name; a DirectionSet is such a mapping.
-        layers: what is steered: `(10, 14)` is each layer alone, `[(10,), (10, 12, 14)]` one alone and three at once,
+        layers: layers to steer: `(10, 14)` is each layer alone, `[(10,), (10, 12, 14)]` one alone and three at once,
             each with its own vector.
         scales: numbers, NumPy's included; the opposite sign is another condition.
         operations: names in `OPERATIONS`.
-        tokens: which tokens are steered, as in every edit.
-        relative: whether scales are fractions of the row's norm; for "add" only.
-        random: random vectors of the same norm at each layer, for each vector: all operations, layers and scales. The
-            norm matters only to "add"; for the other operations they are random directions.
-        reversed: whether each scale is tried with the opposite sign too, for operations where that is the reverse
+        tokens: tokens to steer, as in every edit.
+        relative: True if scales are fractions of the row's norm; for "add" only.
+        random: number of random vectors of the same norm at each layer, for each vector: all operations, layers and
+            scales. The norm matters only to "add"; for the other operations they are random directions.
+        reversed: try each scale with the opposite sign too, for operations where that is the reverse
             (`Operation.signed`): not for "cap" and "set_projection".
-        seed: of the random vectors and of the sampling.
+        seed: seed of the random vectors and of the sampling.
         prompts: str, or conversations of {"role", "content"} dicts.
-        sampling: vLLM's sampling parameters except `n` and `seed`, which the sweep sets.
-        samples: answers to each prompt; the same prompt and sample have the same seed under every condition.
+        sampling: vLLM sampling parameters except `n` and `seed`, which the sweep sets.
+        samples: number of answers to each prompt; the same prompt and sample have the same seed under every condition.
 
     Raises:
-        InvalidSpec: an empty axis, a name or number twice, a layer without a vector, or a number that does not fit.
-        UnknownName: an operation that does not exist.
+        InvalidSpec: an empty axis, a duplicated name or number, a layer without a vector, or a number out of range.
+        UnknownName: an operation does not exist.
     """
 
     vectors: Mapping[str, LayerVectors]
@@ -138,7 +138,7 @@ class Sweep:
         self._check_numbers()
 
     def _check_kinds(self) -> None:
-        """Check that every argument is of the type that it must be, and make numbers and truth values plain."""
+        """Check the types of all arguments, and convert numbers and truth values to plain ones."""
         for axis in ("vectors", "layers", "scales", "operations", "prompts"):
             given = plain(getattr(self, axis))
             if axis != "vectors":
@@ -189,11 +189,11 @@ class Sweep:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Layers steered together."""
+        """Groups of layers steered together."""
         return self.layers  # type: ignore[return-value]  # normalised above
 
     def conditions(self) -> tuple[Condition, ...]:
-        """All ways of steering: none first, then each vector with its controls."""
+        """Return all ways of steering: none first, then each vector with its controls."""
         found: dict[Condition, None] = {Condition(control="none"): None}
         for name, operation, layers in product(self.vectors, self.operations, self.groups):
             neutral = OPERATIONS[operation].neutral
@@ -208,7 +208,7 @@ class Sweep:
         return tuple(found)
 
     def spec(self, condition: Condition) -> SteeringSpec | None:
-        """The edits of one condition, made when they are asked for: a large sweep has more vectors than memory."""
+        """Return the edits of one condition, created on demand: a large sweep has more vectors than memory."""
         if condition.control == "none":
             return None
         vectors = self.vectors[condition.vector]
@@ -224,24 +224,24 @@ class Sweep:
         )
 
     def requests(self) -> Iterator[Request]:
-        """All answers to be had; those of one condition together, so that few steering slots are in use at once."""
+        """Yield all requests, grouped by condition, so that few steering slots are in use at once."""
         each = product(self.conditions(), range(len(self.prompts)), range(self.samples))
         for number, (condition, prompt, sample) in enumerate(each):
             yield Request(number, condition, prompt, sample)
 
     def sampling_of(self, request: Request) -> dict[str, Any]:
-        """vLLM's sampling parameters of one answer; its seed depends on prompt and sample, not on the condition."""
+        """Return vLLM sampling parameters of one answer; its seed depends on prompt and sample, not the condition."""
         seed = derived_seed(f"{self.seed}/{request.prompt}/{request.sample}")
         return {**self.sampling, "seed": seed}
 
     def definition(self, model: Mapping[str, str]) -> Definition:
-        """What the answers depend on.
+        """Return the definition that the answers depend on.
 
         Args:
-            model: what the model is; see `steercap.files.fingerprint`.
+            model: identity of the model; see `steercap.files.fingerprint`.
 
         Raises:
-            InvalidSpec: sampling parameters or prompts that JSON cannot say.
+            InvalidSpec: the sampling parameters or prompts are not JSON-compatible.
         """
         swept = sorted({layer for layers in self.groups for layer in layers})
         found = Definition(
@@ -279,7 +279,7 @@ def _several(given: object, axis: str) -> list[Any]:
 
 
 def _together(layers: object) -> tuple[int, ...]:
-    """Layers steered at once, from an index or several."""
+    """Return the layers steered at once, from an index or several."""
     index = index_of(layers)
     indices: list[int | None] = [index]
     if index is None:

@@ -1,4 +1,4 @@
-"""Pictures of sweeps: what a dose does, beside what random vectors of the same norm do."""
+"""Pictures of sweeps: measures against scale, beside random vectors of the same norm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: Of the palette of Okabe and Ito, which the colour-blind tell apart.
+#: Colours of the colour-blind-safe Okabe-Ito palette.
 STEERED, REVERSED, RANDOM, PLAIN = "#0072B2", "#D55E00", "#999999", "#000000"
 #: Size of one panel in inches, and dots per inch: two columns and rows make some 60 kB.
 PANEL: Final = (4.2, 2.9)
@@ -28,22 +28,22 @@ DPI: Final = 110
 
 
 class Plotted(Protocol):
-    """What is drawn: `SweepResults`."""
+    """Interface of `SweepResults`, for drawing."""
 
     @property
     def sweep(self) -> Sweep:
-        """What was asked."""
+        """Sweep that was run."""
 
     @property
     def values(self) -> Mapping[str, Sequence[float]]:
-        """A number for each answer, by measure."""
+        """Value of each answer, by measure."""
 
     @property
     def measures(self) -> Mapping[str, Measure]:
-        """The measures by label."""
+        """Measures by label."""
 
     def summary(self) -> Sequence[Summary]:
-        """Means by condition."""
+        """Return means by condition."""
 
     def check(self, *measures: str) -> None:
         """Check that measures are known."""
@@ -52,16 +52,16 @@ class Plotted(Protocol):
 def plot_doses(
     results: Plotted, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None
 ) -> Path:
-    """Draw each measure against the scale of one vector: a row a measure, a column an operation and its layers.
+    """Draw each measure against the scale of one vector: a row per measure, a column per operation and its layers.
 
     The vector is drawn with one standard error over prompts, the scales of the other sign dashed, every random
     vector as a thin line in the band from the least to the greatest, and no steering as a dot where the scale
     changes nothing, or else as a level. Measures that are factors, such as perplexity, have a logarithmic axis.
 
     Args:
-        results: of a sweep.
-        path: the file; its ending says the format.
-        vector: name of the vector; may be left out if there is one.
+        results: results of a sweep.
+        path: file to write; its suffix sets the format.
+        vector: name of the vector; may be left out if there is only one.
         measures: labels, in the order of the rows; all by default.
 
     Raises:
@@ -115,7 +115,7 @@ def _figure(results: Plotted, vector: str, labels: Sequence[str]) -> Figure:
 
 
 def _chosen(results: Plotted, vector: str | None, measures: Sequence[str] | None) -> tuple[str, list[str]]:
-    """The vector and the measures to draw."""
+    """Return the vector and the measures to draw."""
     labels = list(results.values) if measures is None else list(measures)
     results.check(*labels)
     names = list(results.sweep.vectors)
@@ -127,7 +127,7 @@ def _chosen(results: Plotted, vector: str | None, measures: Sequence[str] | None
 
 
 def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
-    """One panel: random vectors below, then no steering, the reversed scales, and the vector on top."""
+    """Draw one panel: random vectors below, then no steering, the reversed scales, and the vector on top."""
     if log:
         scale_log(axes)
     neutral = OPERATIONS[operation].neutral
@@ -152,11 +152,11 @@ def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: st
 
 
 def scale_log(axes: Any, which: str = "y") -> None:
-    """A logarithmic axis that says 2, 3, 5, 10, ..., whatever part of it is seen.
+    """Make an axis logarithmic, with ticks at 2, 3, 5, 10, ..., for any visible range.
 
     Args:
-        axes: matplotlib's.
-        which: of the two, "x" or "y".
+        axes: matplotlib axes.
+        which: axis to change, "x" or "y".
     """
     with extra("plots"):
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter

@@ -1,4 +1,4 @@
-"""What a sweep found: every answer with its numbers, means by condition, and effects beside their controls."""
+"""Results of a sweep: answers with their values, means by condition, and effects beside their controls."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SweepResults:
-    """Answers of a sweep and their numbers.
+    """Answers of a sweep and their values.
 
     Args:
-        sweep: what was asked.
+        sweep: sweep that was run.
         records: every answer, in the order of the sweep.
-        values: a number for each answer, by measure.
+        values: value of each answer, by measure.
         measures: the measures by label.
     """
 
@@ -43,7 +43,7 @@ class SweepResults:
 
     @property
     def table(self) -> pa.Table:
-        """A row for each answer, its numbers in columns of their own, as a pyarrow Table."""
+        """Answers as a pyarrow Table, one row each, with their values in further columns."""
         with extra("experiments"):
             import pyarrow as pa
 
@@ -54,7 +54,7 @@ class SweepResults:
         return pa.Table.from_pylist(rows)
 
     def save(self, path: str | Path) -> Path:
-        """Write the table as one Parquet file, which appears whole or not at all."""
+        """Write the table to one Parquet file, atomically."""
         with extra("experiments"):
             from pyarrow import parquet
 
@@ -63,7 +63,7 @@ class SweepResults:
         return Path(path)
 
     def summary(self) -> list[Summary]:
-        """Means of every measure by condition, in the order of the sweep."""
+        """Return means of every measure by condition, in the order of the sweep."""
         places: dict[Condition, list[int]] = {}
         for place, record in enumerate(self.records):
             places.setdefault(record.condition, []).append(place)
@@ -73,10 +73,10 @@ class SweepResults:
         ]
 
     def effects(self, measure: str) -> list[Effect]:
-        """Every vector at every scale, with its controls.
+        """Return every vector at every scale, with its controls.
 
         Raises:
-            InvalidSpec: a measure that was not taken.
+            InvalidSpec: the measure was not taken.
         """
         self.check(measure)
         places: dict[tuple[str, str, tuple[int, ...]], dict[Condition, Mean]] = {}
@@ -109,7 +109,7 @@ class SweepResults:
         """Check that measures were taken.
 
         Raises:
-            InvalidSpec: one was not.
+            InvalidSpec: one was not taken.
         """
         if missing := [measure for measure in measures if measure not in self.values]:
             raise InvalidSpec(f"{missing} was not measured, but {list(self.values)}; run_sweep(..., measures=) adds it")
@@ -122,11 +122,11 @@ class SweepResults:
 
 
 def mean_of(by_prompt: Sequence[Sequence[float]], *, log: bool = False) -> Mean:
-    """Mean and standard error over prompts; answers to one prompt are alike, so prompts are what is counted.
+    """Compute mean and standard error over prompts; answers to one prompt are dependent, so prompts are the units.
 
     Args:
-        by_prompt: the values of each prompt's answers, NaN where there is none.
-        log: whether the mean is the geometric one.
+        by_prompt: values of each prompt's answers, NaN for a missing one.
+        log: True for the geometric mean.
     """
     known: list[npt.NDArray[Any]] = []
     for values in by_prompt:

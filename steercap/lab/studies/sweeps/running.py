@@ -1,4 +1,4 @@
-"""A sweep in one engine: every answer that is not there yet, then every number that is not there yet."""
+"""Runner of a sweep in one engine: every missing answer, then every missing value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 AnyAnswer = TypeVar("AnyAnswer", bound=Answered)
 
-#: Requests under way: more than any batch of vLLM's defaults, few enough to hold in memory.
+#: Concurrent requests: more than any batch of vLLM's defaults, few enough to hold in memory.
 CONCURRENT: Final = 512
 #: Answers measured at once, and then kept.
 MEASURED: Final = 256
@@ -42,22 +42,22 @@ async def run_sweep(
 ) -> SweepResults:
     """Have every prompt answered under every condition, and measure the answers.
 
-    All requests run in one engine, each with its own steering, and share its batches. What is done is kept: run it
-    again, however it ended, and only what is missing is asked. A process that is killed loses two seconds of work.
+    All requests run in one engine, each with its own steering, and share its batches. An interrupted sweep resumes: run
+    it again and only missing requests are made. A killed process loses two seconds of work.
 
     Args:
         model: an open model.
-        sweep: what to try.
-        out: folder for answers and values, made if it is not there.
+        sweep: sweep to run.
+        out: folder for answers and values, created if needed.
         measures: names in `MEASURES`, or measure objects; you can add others in a later call.
-        concurrent: requests under way at once.
-        progress: called with the number of answers so far, and of all answers.
+        concurrent: maximum concurrent requests.
+        progress: function called with the number of answers so far, and of all answers.
 
     Raises:
         MissingExtra: the extra "experiments" is not installed.
         RunDiffers: the folder holds another sweep, or that of another model: other weights are another model, whatever
             their folder is called.
-        PointNotArmed, InvalidVector: the vectors do not fit the engine; before anything runs.
+        PointNotArmed, InvalidVector: the vectors do not fit the engine; raised before anything runs.
         The errors of `SteerModel.generate`; what was answered until then is kept.
     """
     require("experiments")
@@ -105,7 +105,7 @@ async def _answer(
 
 
 def _steered(sweep: Sweep, requests: Iterable[Request]) -> Iterator[tuple[Request, SteeringSpec | None]]:
-    """Requests with their steering, which those of one condition share."""
+    """Yield requests with their steering, which those of one condition share."""
     for condition, alike in groupby(requests, lambda request: request.condition):
         spec = sweep.spec(condition)
         for request in alike:
@@ -113,7 +113,7 @@ def _steered(sweep: Sweep, requests: Iterable[Request]) -> Iterator[tuple[Reques
 
 
 async def _asked(model: SteerModel, sweep: Sweep, request: Request, spec: SteeringSpec | None) -> Record:
-    """One answer, steered as its condition says and no other way."""
+    """Request one answer, steered by its condition alone."""
     prompt, params = sweep.prompts[request.prompt], sweep.sampling_of(request)
     call: Any = model.generate if isinstance(prompt, str) else model.chat
     output = (await call(prompt, params, steering=spec, raw_output=True)).output
@@ -139,13 +139,13 @@ async def _asked(model: SteerModel, sweep: Sweep, request: Request, spec: Steeri
 async def measured(
     model: SteerModel, measure: Measure, records: Sequence[AnyAnswer], kept: Table[Value]
 ) -> list[float]:
-    """The number of each record, those that are missing measured now, and kept.
+    """Return the value of each record, measuring and storing those that are missing.
 
     Args:
-        model: that gave the answers.
-        measure: what is asked of them.
-        records: the answers, which have a field `number`.
-        kept: the numbers that are there.
+        model: model that gave the answers.
+        measure: measure to apply.
+        records: answers, with a field `number`.
+        kept: table of stored values.
 
     Raises:
         The errors of the measure; what was measured until then is kept.
@@ -165,16 +165,16 @@ async def measured(
 def measures_of(
     given: Iterable[str | Measure], columns: Sequence[str] = Record.__struct_fields__
 ) -> tuple[Measure, ...]:
-    """Measures by name, or made with arguments of their own.
+    """Resolve measures given by name or as objects.
 
     Args:
         given: names in `MEASURES`, or measures.
-        columns: of the table that they will be columns of.
+        columns: column names of the table of answers, which labels must not repeat.
 
     Raises:
-        UnknownName: a name that no measure has.
-        InvalidSpec: something that is not a measure, one that needs arguments, two of one label, or a label that is a
-            column of every such table, as "text" is of a sweep's.
+        UnknownName: no measure has a name.
+        InvalidSpec: an entry is not a measure, or needs arguments; two have one label; or a label is a column of every
+            such table, as "text" is of a sweep's.
     """
     found: dict[str, Measure] = {}
     for one in given:

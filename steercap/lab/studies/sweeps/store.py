@@ -1,9 +1,9 @@
-"""A sweep's folder: its definition, answers and values as they come, in Parquet parts that appear whole or not at all.
+"""Folder of a sweep: its definition, answers and values, in Parquet parts that are written atomically.
 
-sweep.json                            what the answers depend on
+sweep.json                            inputs of the answers
 answers/00007-3f2a9c.parquet          answers, some hundreds a part; one part when all are there
 values/repetition-5d41/...            numbers of one measure, by the number of the answer
-results.parquet                       both in one table, when all is there
+results.parquet                       both in one table, when the sweep is complete
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from steercap.files.tables import Parts
 from steercap.lab.measures.base import Answered, Measure
 from steercap.lab.studies.sweeps.grid import Condition, Definition, Request, Sweep
 
-#: Seconds between parts: what a killed process loses at most. A part takes some milliseconds to write.
+#: Seconds between parts, the most that a killed process loses. A part takes some milliseconds to write.
 FLUSH_SECONDS: Final = 2.0
 #: Rows of a part at most.
 PART_RECORDS: Final = 1024
 
 
 class Record(Answered, frozen=True, kw_only=True):
-    """One answer of a sweep, and how it was had; see `Condition` and `Answered`.
+    """Answer of a sweep, with its condition; see `Condition` and `Answered`.
 
     Args:
-        number: its place in the sweep.
-        prompt_index, sample: which prompt, and which answer to it.
-        finish_reason: why it ended, as vLLM says it: "stop" or "length".
+        number: number in the sweep.
+        prompt_index, sample: index of the prompt, and of the answer to it.
+        finish_reason: vLLM's finish reason: "stop" or "length".
     """
 
     number: int
@@ -49,7 +49,7 @@ class Record(Answered, frozen=True, kw_only=True):
 
     @property
     def condition(self) -> Condition:
-        """How it was steered."""
+        """Condition by which it was steered."""
         return Condition(
             vector=self.vector,
             operation=self.operation,
@@ -59,17 +59,17 @@ class Record(Answered, frozen=True, kw_only=True):
         )
 
     def answers(self, request: Request) -> bool:
-        """Whether it is the answer to a request."""
+        """Return True if it is the answer to a request."""
         asked = (request.number, request.condition, request.prompt, request.sample)
         return (self.number, self.condition, self.prompt_index, self.sample) == asked
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """What a measure said of one answer.
+    """Value of a measure for one answer.
 
     Args:
-        number: place of the answer in the sweep.
-        value: what was measured, NaN where there was nothing.
+        number: number of the answer in the sweep.
+        value: measured value, NaN if nothing could be measured.
     """
 
     number: int
@@ -77,19 +77,19 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Row = TypeVar("Row", bound=msgspec.Struct)
-#: What rows are known by.
+#: Key of a row.
 NUMBER: Final[Callable[[Any], int]] = attrgetter("number")
 
 
 class Table(Generic[Row]):
-    """Rows of one kind by their numbers, those that a folder holds and those that come; what is there twice is once.
+    """Table of rows by number: those stored in a folder and those added; a number is kept once.
 
     Args:
-        folder: where their parts are.
-        kind: type of the rows, which have a field `number`.
+        folder: folder of their parts.
+        kind: type of the rows, with a field `number`.
 
     Raises:
-        InvalidFile: a part that is something else.
+        InvalidFile: a part holds something else.
     """
 
     def __init__(self, folder: Path, kind: type[Row]) -> None:
@@ -97,30 +97,30 @@ class Table(Generic[Row]):
         self.rows: dict[int, Row] = {NUMBER(row): row for row in self._parts.read()}
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Take rows; they are written before long."""
+        """Add rows; they are written soon."""
         for row in rows:
             self.rows[NUMBER(row)] = row
             self._parts.add(row)
 
     def flush(self) -> None:
-        """Write what was not written yet."""
+        """Write the rows that were not written yet."""
         self._parts.flush()
 
     def join(self) -> None:
-        """Make one part of all."""
+        """Rewrite all parts as one."""
         self.flush()
         self._parts.replace([self.rows[number] for number in sorted(self.rows)])
 
 
 class Folder:
-    """The folder of one sweep.
+    """Folder of one sweep.
 
     Args:
-        path: the folder, made if it is not there.
-        definition: of the sweep.
+        path: the folder, created if needed.
+        definition: definition of the sweep.
 
     Raises:
-        RunDiffers: a sweep of another definition is in it.
+        RunDiffers: the folder holds a sweep of another definition.
         InvalidFile: its sweep.json cannot be read.
     """
 
@@ -131,27 +131,27 @@ class Folder:
         self.answers: Table[Record] = Table(self.path / "answers", Record)
 
     def values(self, measure: Measure) -> Table[Value]:
-        """What is kept of one measure; made otherwise, it is another."""
+        """Return the table of values of a measure; one with other arguments has another table."""
         return Table(self.path / "values" / folder_of(measure.label, measure), Value)
 
 
 def folder_of(label: str, made: object) -> str:
-    """The name of the folder of what a measure says.
+    """Return the name of the folder of a measure's values.
 
     Args:
-        label: what it is called.
-        made: what it is, which its `repr` says in full.
+        label: label of the measure.
+        made: the measure, whose `repr` identifies it.
     """
     digest = hashlib.sha256(repr(made).encode()).hexdigest()[:8]
     return f"{''.join(letter if letter.isalnum() else '-' for letter in label)}-{digest}"
 
 
 def check_same(path: str | Path, sweep: Sweep) -> None:
-    """Check that a folder holds no other sweep; of which model is not asked.
+    """Check that a folder holds no other sweep; the model is not compared.
 
     Args:
-        path: the folder, which need not be there.
-        sweep: that is to be run.
+        path: the folder, which need not exist.
+        sweep: sweep to run.
 
     Raises:
         RunDiffers, InvalidFile: as for `Folder`.
@@ -166,7 +166,7 @@ def _differing(found: Definition, wanted: Definition) -> list[str]:
 
 
 def _fields(definition: Definition) -> dict[str, object]:
-    """What a definition says by name, of the model each thing by itself."""
+    """Return a definition's fields by name, those of the model separately."""
     said = msgspec.structs.asdict(definition)
     model = said.pop("model")
     return {**{f"model.{name}": value for name, value in model.items()}, **said}

@@ -1,4 +1,4 @@
-"""What a sweep comes to: means by condition, and a vector beside its controls."""
+"""Summaries of a sweep: means by condition, and effects of a vector beside its controls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from steercap.lab.studies.sweeps.grid import Condition
 
 
 class Mean(msgspec.Struct, frozen=True):
-    """The mean of a measure under one condition.
+    """Mean of a measure under one condition.
 
     Args:
-        value: mean over prompts of the mean over each prompt's answers; of a measure that is a factor (`Measure.log`)
-            the geometric one. NaN where nothing could be measured.
-        error: standard error over prompts, of a factor that of its logarithm; NaN of fewer than two prompts.
-        count: answers that could be measured.
+        value: mean over prompts of the mean over each prompt's answers; for a measure that is a factor (`Measure.log`)
+            the geometric one. NaN if nothing could be measured.
+        error: standard error over prompts, for a factor that of its logarithm; NaN for fewer than two prompts.
+        count: number of answers that could be measured.
     """
 
     value: float
@@ -29,9 +29,9 @@ class Summary(msgspec.Struct, frozen=True):
     """Means of all measures under one condition.
 
     Args:
-        condition: how answers were steered.
-        answers: how many there are.
-        means: by measure.
+        condition: condition of the answers.
+        answers: number of answers.
+        means: means by measure.
     """
 
     condition: Condition
@@ -40,12 +40,12 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """A vector at one scale, with its controls, by one measure.
+    """Effect of a vector at one scale on one measure, with its controls.
 
     Args:
-        condition: the vector's.
-        steered, plain: with the vector, and without steering.
-        turned: at the scale of the other sign, None if that was not swept.
+        condition: condition of the vector.
+        steered, plain: means with the vector, and without steering.
+        turned: mean at the scale of the opposite sign, None if that was not swept.
         random: means of the random vectors at the same place and scale, in their order.
     """
 
@@ -57,8 +57,9 @@ class Effect(msgspec.Struct, frozen=True):
 
     @property
     def outside(self) -> float:
-        """How far the mean lies outside the range of the random vectors, over the width of that range; 0 inside,
-        infinite if they all agree, NaN without them, or where one of these means could not be taken.
+        """Distance of the mean outside the range of the random vectors, over the width of that range; 0 inside.
+
+        Infinite if all random vectors agree, NaN without them, or if one of these means is NaN.
         """
         if not self.random or any(map(math.isnan, (*self.random, self.steered.value))):
             return math.nan

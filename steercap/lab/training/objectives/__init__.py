@@ -1,4 +1,4 @@
-"""What training makes small: one file per objective. To add one, add a file whose `MEMBER` is an `Objective`."""
+"""Registry of training objectives, one file each. To add one, add a file whose `MEMBER` is an `Objective`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What an objective is: a number for each example, to be made small, of what the edited model makes of its tokens."""
+"""Base class of objectives: a loss for each example, computed from the edited model's logits."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from steercap.lab.training.batches import Batch, Padded
 from steercap.lab.training.examples import Tokens
 from steercap.lab.training.formula import Doses
 
-#: Of each sequence the sum of the log probabilities of its response's tokens.
+#: Sum of the log probabilities of the response's tokens, for each sequence.
 Sums = Float[torch.Tensor, " n"]
 
 
 class Steered(Protocol):
-    """The model with its edits, as objectives see it."""
+    """Interface of the model with its edits, for objectives."""
 
     def logits(self, padded: Padded, doses: Doses = ...) -> Float[torch.Tensor, "counted vocabulary"]:
-        """Logits in float32 where a token of a response is predicted, sequence by sequence."""
+        """Return float32 logits at positions that predict a token of a response, sequence by sequence."""
 
     def log_probs(self, padded: Padded, doses: Doses = ...) -> Sums:
-        """Of each sequence the log probability of its response."""
+        """Return the log probability of each sequence's response."""
 
 
 class Objective(ABC):
-    """What is made small. A member is frozen data, its fields the objective's settings."""
+    """Training objective. A member is frozen data, its fields the objective's settings."""
 
     #: The kind of examples it takes.
     example: ClassVar[type]
-    #: Whether edits must write something from the beginning on, for their directions to be taken away.
+    #: True if edits must write something from the start, because their directions are removed in the loss.
     needs_direction: ClassVar[bool] = False
 
     @abstractmethod
     def tokens(self, tokenizer: Any, example: Any) -> tuple[Tokens, ...]:
-        """The sequences that an example comes to, as many for each.
+        """Tokenize an example to its sequences, equally many for each example.
 
         Raises:
-            InvalidPrompt: nothing to learn is in one.
+            InvalidPrompt: a sequence has no token to learn.
         """
 
     @abstractmethod
     def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
-        """The loss of each example."""
+        """Return the loss of each example."""
 
 
 def unedited(padded: Padded) -> Doses:
-    """Doses that leave every sequence as it is."""
+    """Return doses that leave every sequence unedited."""
     return Doses(factors=torch.zeros(len(padded.ids), device=padded.ids.device))
 
 
 def lengths(padded: Padded) -> Int[torch.Tensor, " n"]:
-    """Tokens of each response."""
+    """Return the number of tokens of each response."""
     return padded.counted.sum(-1)
 
 
 def mean_of(values: Float[torch.Tensor, " counted"], padded: Padded) -> Float[torch.Tensor, " n"]:
-    """Of each sequence the mean of values of its counted tokens."""
+    """Return the mean of values over each sequence's counted tokens."""
     rows = padded.counted.nonzero()[:, 0]
     sums = torch.zeros(len(padded.ids), dtype=values.dtype, device=values.device).index_add(0, rows, values)
     return sums / lengths(padded)

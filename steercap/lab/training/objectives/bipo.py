@@ -19,11 +19,11 @@ from steercap.lab.training.objectives.base import Objective, Steered, unedited
 class BiPO(Objective):
     """-log σ(d β (log p_d(c|x)/p(c|x) - log p_d(r|x)/p(r|x))): p_d has the edit times d, and d is 1 or -1, drawn.
 
-    So that the edit makes the chosen response likelier, and its opposite the rejected one. Where nothing is drawn, as
-    on what is held out, the loss is the mean over both signs.
+    The edit makes the chosen response likelier, and its opposite the rejected one. If nothing is drawn, as in
+    validation, the loss is the mean over both signs.
 
     Args:
-        beta: β.
+        beta: coefficient β.
     """
 
     beta: float = 0.1
@@ -50,7 +50,7 @@ class BiPO(Objective):
 
 
 def pair(tokenizer: Any, example: Preference) -> tuple[Tokens, Tokens]:
-    """The chosen response behind its prompt, and the rejected one."""
+    """Tokenize the prompt with the chosen response, and with the rejected one."""
     chosen, rejected = (tokens_of(tokenizer, example.prompt, one) for one in (example.chosen, example.rejected))
     return chosen, rejected
 

@@ -1,4 +1,4 @@
-"""Distillation of a system prompt: the edited model without it is to predict what the model with it predicts."""
+"""Distillation of a system prompt: the edited model without it is trained to predict as the model with it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from steercap.lab.training.objectives.base import Objective, Steered, mean_of, u
 class Distillation(Objective):
     """Mean over a response's tokens of KL(p(·|system, x, y) ‖ p_edited(·|x, y)), in nats.
 
-    Hinton et al. 2015 (arXiv:1503.02531); of prompts: Snell et al. 2022 (arXiv:2209.15189).
+    Hinton et al. 2015 (arXiv:1503.02531); for prompts: Snell et al. 2022 (arXiv:2209.15189).
 
     Args:
-        temperature: of both distributions; the loss is multiplied by its square, as Hinton et al. do.
+        temperature: temperature of both distributions; the loss is multiplied by its square, as in Hinton et al.
     """
 
     temperature: float = 1.0

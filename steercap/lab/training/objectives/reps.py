@@ -18,17 +18,16 @@ from steercap.lab.training.objectives.bipo import pair
 
 @dataclass(frozen=True)
 class RePS(Objective):
-    """-log σ(Δ⁺) - log σ(Δ⁻): with the edit the chosen response is to be likelier, with its direction taken away the
-    rejected one.
+    """-log σ(Δ⁺) - log σ(Δ⁻): the edit makes the chosen response likelier, removing its direction the rejected one.
 
         Δ⁺ = β⁺/|c| log p⁺(c|x) - 1/|r| log p⁺(r|x);   β⁺ = max(log p(r|x) - log p(c|x), 1)
         Δ⁻ = β⁻/|r| log p⁰(r|x) - 1/|c| log p⁰(c|x);   β⁻ = max(log p(c|x) - log p(r|x), 1)
 
-    p⁺ has the edit times a factor that is drawn. p⁰ has `h <- h - relu(h·w) w / ‖w‖²` in place of it, for each
-    direction w that it writes, so the edit must not begin at zero. p is the model without any, and gives no gradient.
+    p⁺ has the edit times a drawn factor. p⁰ has `h <- h - relu(h·w) w / ‖w‖²` instead of it, for each direction w that
+    it writes, so the edit must not begin at zero. p is the model without any, and gives no gradient.
 
     Args:
-        factors: what the edit is multiplied by: one of these, drawn; where nothing is drawn, the mean over all.
+        factors: factors of the edit, one of which is drawn; if nothing is drawn, the loss is the mean over all.
     """
 
     factors: tuple[float, ...] = (1.0,)
@@ -56,7 +55,7 @@ class RePS(Objective):
 
 
 def _mean_log_probs(model: Steered, both: Padded, doses: Doses) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each chosen and each rejected response, the mean log probability of its tokens."""
+    """Return the mean log probability of the tokens of each chosen and each rejected response."""
     chosen, rejected = (model.log_probs(both, doses) / lengths(both)).chunk(2)
     return chosen, rejected
 

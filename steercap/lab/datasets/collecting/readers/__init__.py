@@ -1,4 +1,4 @@
-"""CORPORA: one file per kind of file that documents are read from. To add one, add a file with a `MEMBER`."""
+"""Registry of corpus readers, one file per file format. To add one, add a file with a `MEMBER`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Arrow files, as `datasets.save_to_disk` of Hugging Face writes them: a document a row, mapped and not read whole."""
+"""Reader of Arrow files, as written by Hugging Face's `datasets.save_to_disk`: a document a row, memory-mapped."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from steercap.errors import InvalidFile
 from steercap.lab.datasets.collecting.readers.base import RECORDS, Asked, Found, Reader, values_of
 from steercap.lab.datasets.collecting.readers.parquet import column_in
 
-#: How the files begin that have their batches listed at the end; the others are streams.
+#: First bytes of files in the IPC file format, with batches listed at the end; others are streams.
 _LISTED: Final = b"ARROW1"
-#: How a stream ends that is whole (https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format). A reader
-#: takes the end of the file for it too, wherever between two batches that is.
+#: Last bytes of a complete stream (https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format). A reader
+#: also accepts the end of the file, wherever between two batches that is.
 _END: Final = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Arrow(Reader):
-    """Files of Arrow's IPC, streams and listed ones."""
+    """Reader of Arrow IPC files, in stream or file format."""
 
     suffixes = (".arrow",)
 
@@ -43,10 +43,10 @@ class Arrow(Reader):
 
 @contextmanager
 def _opened(path: Path, mapped: Any) -> Iterator[tuple[Any, Iterator[tuple[Any, int]]]]:
-    """The schema, and each batch with the bytes of the file up to its end.
+    """Yield the schema, and an iterator of batches, each with the bytes of the file up to its end.
 
     Raises:
-        OSError: a stream that was cut short.
+        OSError: a stream is truncated.
     """
     with extra("datasets"):
         import pyarrow as pa

@@ -1,4 +1,4 @@
-"""What reads one kind of file, and what all of them share."""
+"""Base class of corpus readers, and the functions they share."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from typing import IO, Any, Final, Literal, NamedTuple
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
-#: What a text file is cut into.
+#: Unit that is one document in a text file.
 Unit = Literal["line", "file", "paragraph"]
-#: Bytes of one document, unpacked: a file that has no ends of lines is none of documents.
+#: Maximum bytes of one document, uncompressed: a file without line ends is not a corpus.
 MOST_BYTES: Final = 256 << 20
-#: Suffixes of packed files.
+#: Suffixes of compressed files.
 PACKED: Final = (".gz", ".zst")
-#: What holds a document in a record, looked for in this order where no column is named.
+#: Keys of the document in a record, tried in this order if no column is named.
 KEYS: Final = ("text", "messages", "tokens")
-#: Records that are taken out of a table at once.
+#: Records converted from a table at once.
 RECORDS: Final = 256
 
 
 class Bad(NamedTuple):
-    """In the place of an item: why it cannot be read."""
+    """Placeholder for an unreadable item, with the reason."""
 
     reason: str
 
 
 class Found(NamedTuple):
-    """One item of a file.
+    """Item of a file.
 
     Args:
-        place: in the file: "line 5".
-        item: what is there, or `Bad`.
-        bytes: of the file that were read up to here, as it lies on disk.
+        place: place in the file: "line 5".
+        item: the item, or `Bad`.
+        bytes: bytes of the file on disk read up to here.
     """
 
     place: str
@@ -49,11 +49,11 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """How files are read.
+    """Settings for reading files.
 
     Args:
-        column: what records are looked up by; None for what `content_of` looks for.
-        unit: what a text file is cut into.
+        column: key or column of documents in records; None for the default ones, see `content_of`.
+        unit: unit that is one document in a text file.
     """
 
     column: str | None = None
@@ -61,25 +61,25 @@ class Asked:
 
 
 class Reader(abc.ABC):
-    """Reads files of one kind; of each no more than it must at a time."""
+    """Reader of one file format; holds as little of a file in memory as it can."""
 
-    #: How the names of such files end.
+    #: Suffixes of such files' names.
     suffixes: tuple[str, ...]
 
     @abc.abstractmethod
     def items(self, path: Path, asked: Asked) -> Iterator[Found]:
-        """What a file holds, in its order.
+        """Yield the items of a file, in order.
 
         Raises:
-            InvalidFile: it cannot be read, or not on to its end.
+            InvalidFile: the file cannot be read to its end.
         """
 
     def count(self, path: Path) -> int | None:  # noqa: ARG002 -- what any of them needs
-        """How many documents a file says it holds, None where it does not say."""
+        """Return the number of documents stated in a file, or None."""
         return None
 
     def reads(self, path: Path) -> bool:
-        """Whether it reads files of this name."""
+        """Return True if it reads files of this name."""
         name = path.name.lower()
         for packed in PACKED:
             name = name.removesuffix(packed)
@@ -88,10 +88,10 @@ class Reader(abc.ABC):
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """A file's bytes, unpacked, and how many of them as they lie on disk were read.
+    """Open a file, decompressed; yield it with a function that returns the bytes read on disk.
 
     Raises:
-        InvalidFile: it cannot be read, or is truncated or damaged.
+        InvalidFile: the file cannot be read, or is truncated or damaged.
     """
     try:
         with path.open("rb") as raw, _opened(path, raw) as found:
@@ -102,7 +102,7 @@ def unpacked(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
 
 
 def _require_begun(path: Path) -> None:
-    """What is packed is never empty."""
+    """Check that a compressed file is not empty."""
     if path.suffix.lower() in PACKED and not path.stat().st_size:
         raise EOFError("it is empty")
 
@@ -123,12 +123,12 @@ def _opened(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Lines that are not empty, with their numbers from 1, and the bytes of the file that were read so far.
+    """Yield non-empty lines, with their numbers from 1 and the bytes of the file read so far.
 
-    The byte order mark that a file may begin with is none of its first line's.
+    A byte order mark at the start of the file is dropped.
 
     Raises:
-        InvalidFile: it cannot be read, or a line is longer than `MOST_BYTES`.
+        InvalidFile: the file cannot be read, or a line is longer than `MOST_BYTES`.
     """
     number = 0
     with unpacked(path) as (content, at):
@@ -143,7 +143,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
 
 
 def utf8(data: bytes) -> str | Bad:
-    """A text, or why it is none."""
+    """Decode UTF-8, or return the reason why it is invalid."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -151,7 +151,7 @@ def utf8(data: bytes) -> str | Bad:
 
 
 def values_of(column: Any) -> list[Any]:
-    """The values of a column of Arrow's, `Bad` in the place of those that are not UTF-8."""
+    """Return the values of an Arrow column, with `Bad` for those that are not UTF-8."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -159,7 +159,7 @@ def values_of(column: Any) -> list[Any]:
 
 
 def half_of_pair(error: UnicodeEncodeError) -> str:
-    """What to say of a text that UTF-8 does not hold."""
+    """Return the message for a text with an unpaired surrogate, which UTF-8 cannot hold."""
     return f"{error.object[error.start]!r} is half of a surrogate pair, and no text"
 
 

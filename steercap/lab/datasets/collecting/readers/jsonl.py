@@ -1,4 +1,4 @@
-"""JSON lines: a record, a text, token ids or messages a line."""
+"""Reader of JSON lines: a record, a text, token ids or messages a line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steercap.lab.datasets.collecting.readers.base import Asked, Bad, Found, Rea
 
 
 class JsonLines(Reader):
-    """Files of a JSON value a line; `.gz` and `.zst` too."""
+    """Reader of files with a JSON value per line; `.gz` and `.zst` too."""
 
     suffixes = (".jsonl", ".ndjson", ".json.lines")
 
@@ -31,7 +31,10 @@ def _value(decode: Any, line: bytes) -> Any:
 
 
 def _half_in(line: bytes) -> str:
-    """That all that is wrong with a line is half of a surrogate pair, which Python's own decoder lets pass; else ""."""
+    """Return the message if an unpaired surrogate is all that is wrong with a line, else "".
+
+    Python's own JSON decoder accepts such a line.
+    """
     try:
         json.dumps(json.loads(line), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

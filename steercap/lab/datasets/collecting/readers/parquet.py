@@ -1,4 +1,4 @@
-"""Parquet: a document a row, read row group by row group."""
+"""Reader of Parquet: a document a row, read row group by row group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steercap.lab.datasets.collecting.readers.base import KEYS, RECORDS, Asked, 
 
 
 class Parquet(Reader):
-    """Files of Parquet; only the column that is wanted is read."""
+    """Reader of Parquet files; only the needed column is read."""
 
     suffixes = (".parquet",)
 
@@ -42,10 +42,10 @@ class Parquet(Reader):
 
 
 def column_in(names: Any, asked: Asked, path: Path) -> str:
-    """The column that holds documents.
+    """Return the name of the column that holds documents.
 
     Raises:
-        InvalidFile: there is none.
+        InvalidFile: there is no such column.
     """
     wanted = KEYS if asked.column is None else (asked.column,)
     for name in wanted:

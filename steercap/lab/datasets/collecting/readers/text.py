@@ -1,4 +1,4 @@
-"""Text files: a document a line, a paragraph, or a file."""
+"""Reader of text files: a document a line, a paragraph, or a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steercap.lab.datasets.collecting.readers.base import lines as lines_of
 
 
 class Texts(Reader):
-    """Files of UTF-8; `.gz` and `.zst` too. Lines end with a newline, paragraphs with blank lines."""
+    """Reader of UTF-8 text files; `.gz` and `.zst` too. Lines end with a newline, paragraphs with blank lines."""
 
     suffixes = (".txt", ".text")
 

@@ -1,1 +1,1 @@
-"""Pictures of this room's tables, of a size that a paper prints; PDF or SVG where the name of the file says it."""
+"""Pictures of the analysis tables, in print sizes; the file name's suffix sets the format, such as PDF or SVG."""

@@ -1,4 +1,4 @@
-"""What the pictures have in common: sizes in inches of a printed page, colours, labels, and how a file is written."""
+"""Shared drawing code of the pictures: print sizes in inches, colours, labels, and writing of files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 #: Width of a column and of a page of text in inches; dots per inch of pictures that have dots.
 COLUMN, PAGE, DPI = 3.4, 6.9, 160
-#: Of the palette of Okabe and Ito, which the colour-blind tell apart; grey is chance.
+#: Colours of the colour-blind-safe Okabe-Ito palette; grey is chance.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 CHANCE: Final = "#999999"
 INK: Final = "#222222"
-#: Both ways from nothing: blue is less, red is more.
+#: Diverging colour map: blue is negative, red is positive.
 DIVERGING: Final = "RdBu_r"
-#: Where a name may stand: points to the right of its dot and above it, and which of its corners is there.
+#: Candidate places of a name: offset in points to the right of its dot and above it, and the anchor of the text.
 SIDES: Final = (
     (4, 0, "left", "center"),
     (-4, 0, "right", "center"),
@@ -35,7 +35,7 @@ SIDES: Final = (
     (4, -6, "left", "top"),
     (-4, -6, "right", "top"),
 )
-#: What matplotlib is told, in place of its defaults.
+#: matplotlib settings.
 STYLE: Final[Mapping[str, Any]] = {
     "font.size": 8,
     "axes.titlesize": 8.5,
@@ -54,11 +54,13 @@ STYLE: Final[Mapping[str, Any]] = {
 
 
 class Picture:
-    """A figure while it is drawn: `with Picture(path, width, height) as figure:`; left without an error, it is a file.
+    """Figure that is written to a file when its block ends: `with Picture(path, width, height) as figure:`.
+
+    After an error in the block, no file is written.
 
     Args:
-        path: the file, which appears whole or not at all; its ending says the format.
-        width, height: in inches.
+        path: file to write, atomically; its suffix sets the format.
+        width, height: size in inches.
     """
 
     def __init__(self, path: str | Path, width: float, height: float) -> None:
@@ -85,19 +87,20 @@ class Picture:
 
 
 def bare(axes: Any) -> None:
-    """Take away the frame's upper and right line."""
+    """Hide the upper and right line of the frame."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5) -> None:
-    """Names beside points, each on the first side where it covers no other name and no point, and stays in the axes;
-    on the last of them where there is none.
+    """Draw names beside points, each on the first side where it fits.
+
+    A name fits if it covers no other name and no point, and stays in the axes; if no side fits, the last one is used.
 
     Args:
-        axes: where, its limits as they are to be.
-        names: as they are drawn.
-        points: [names, 2].
-        size: of the letters.
+        axes: axes to draw in, with final limits.
+        names: names as drawn.
+        points: coordinates, [names, 2].
+        size: font size.
     """
     axes.figure.draw_without_rendering()  # so that places in the axes are known
     renderer: Any = axes.figure.canvas.get_renderer()
@@ -116,25 +119,25 @@ def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5)
 
 
 def written(name: str) -> str:
-    """A name as it is drawn: no dollar begins a formula, what cannot be drawn has a sign; spaces stay spaces."""
+    """Return a name as drawn: escaped for matplotlib, undrawable characters replaced, spaces kept."""
     return drawn(name).replace("·", " ")
 
 
 def token(text: str, width: int = 14) -> str:
-    """A token as it is drawn, its spaces to be seen."""
+    """Return a token as drawn, with visible spaces."""
     return drawn(text if len(text) <= width else f"{text[: width - 1]}…")
 
 
 def only(rows: Sequence[Mapping[str, Any]], column: str, asked: Any) -> Any:
-    """The one value of a column, or the one asked for.
+    """Return the single value of a column, or the requested one.
 
     Args:
-        rows: of a table.
-        column: `layer`, mostly.
-        asked: by the user; None for the only one there is.
+        rows: rows of a table.
+        column: name of the column, such as `layer`.
+        asked: value requested by the user; None for the only one.
 
     Raises:
-        InvalidSpec: there are several and none was asked for, or it is not there.
+        InvalidSpec: there are several values and none was requested, or the requested one is missing.
     """
     found = sorted({row[column] for row in rows})
     if asked is None and len(found) == 1:
@@ -145,5 +148,5 @@ def only(rows: Sequence[Mapping[str, Any]], column: str, asked: Any) -> Any:
 
 
 def limit(values: Any, least: float = 1e-12) -> float:
-    """The greatest magnitude of some numbers, for a scale that is even on both sides."""
+    """Return the greatest magnitude of some numbers, at least `least`, for a symmetric scale."""
     return max(float(np.nanmax(np.abs(values))), least)

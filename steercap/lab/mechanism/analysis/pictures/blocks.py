@@ -1,4 +1,4 @@
-"""What vectors touch: heads as a map of layers × heads, neurons as points over the layers."""
+"""Pictures of heads as maps of layers × heads, and of neurons as points over the layers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from steercap.lab.mechanism.analysis.tables import about, rows_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Inches of a cell; heads that are named in a map.
+#: Size of a cell in inches; number of heads named in a map.
 CELL, NAMED = 0.12, 3
-#: Columns that hold a name of the vectors, by table.
+#: Columns that hold the vectors' names, by table.
 NAMES = ("name", "query")
-#: What is drawn by default, the first that a table has.
+#: Columns drawn by default, the first that a table has.
 VALUES = ("copied_z", "z")
 SAID = {"copied_z": "copied, z", "strength_z": "strength, z", "z": "z"}
 
@@ -41,17 +41,17 @@ SAID = {"copied_z": "copied, z", "strength_z": "strength, z", "z": "z"}
 def plot_heads(
     table: pa.Table, path: str | Path, *, value: str | None = None, part: str | None = None, key: str | None = None
 ) -> Path:
-    """Layers × heads, a panel for each vector: red above what random vectors give, blue below; the outermost are named.
+    """Draw layers × heads, a panel for each vector: red above chance, blue below; the outermost heads are named.
 
     Args:
-        table: of `ov_circuit`, `qk_circuit` or `head_reads`.
-        path: the file; its ending says the format.
-        value: the column that is drawn; "copied_z" or "z" by default.
-        part: of `head_reads`, "q", "k" or "v".
-        key: of `qk_circuit`, the vector in the key's row; each query's own by default.
+        table: table from `ov_circuit`, `qk_circuit` or `head_reads`.
+        path: file to write; its suffix sets the format.
+        value: column to draw; "copied_z" or "z" by default.
+        part: for `head_reads`, "q", "k" or "v".
+        key: for `qk_circuit`, the vector in the key's row; each query's own by default.
 
     Raises:
-        InvalidSpec: another table, a column it does not have, or `head_reads` and no part.
+        InvalidSpec: another table, a missing column, or `head_reads` without a part.
     """
     maker = "ov_circuit, qk_circuit or head_reads"
     rows = rows_of(table, "layer", "head", maker=maker)
@@ -100,7 +100,7 @@ def _draw_maps(maps: dict[str, Any], layers: Sequence[int], path: Path, said: st
 
 
 def _mark(axes: Any, values: Any, layers: Sequence[int]) -> str:
-    """Frame the outermost heads; their names, layer.head, the outermost first."""
+    """Frame the outermost heads; return their names, layer.head, the outermost first."""
     with extra("analysis"):
         from matplotlib.patches import Rectangle
 
@@ -113,12 +113,12 @@ def _mark(axes: Any, values: Any, layers: Sequence[int]) -> str:
 
 
 def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 4) -> Path:
-    """The neurons that read or write each vector most, over the layers; the dashed lines are chance.
+    """Draw the neurons that read or write each vector most, over the layers; dashed lines are chance.
 
     Args:
-        table: of `neuron_reads` or `neuron_writes`.
-        path: the file; its ending says the format.
-        named: the outermost neurons of each vector, which are named layer.neuron.
+        table: table from `neuron_reads` or `neuron_writes`.
+        path: file to write; its suffix sets the format.
+        named: number of outermost neurons of each vector to name, as layer.neuron.
 
     Raises:
         InvalidSpec: another table.

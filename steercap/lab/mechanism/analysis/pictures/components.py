@@ -1,4 +1,4 @@
-"""Principal components of many vectors: how much each explains, and where the vectors lie on the first two."""
+"""Pictures of principal components: variance explained, and the vectors on the first two components."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ COMPONENTS = 20
 
 
 def plot_scree(table: pa.Table, path: str | Path) -> Path:
-    """How much of the variance each component explains, over the band of random vectors of the same norms.
+    """Draw the variance explained by each component, over the band of random vectors of the same norms.
 
     Args:
-        table: of `scree`.
-        path: the file; its ending says the format.
+        table: table from `scree`.
+        path: file to write; its suffix sets the format.
 
     Raises:
         InvalidSpec: another table.
@@ -45,11 +45,11 @@ def plot_scree(table: pa.Table, path: str | Path) -> Path:
 
 
 def plot_scores(table: pa.Table, path: str | Path) -> Path:
-    """Each vector by name on the first two components, or on the first as a line if there is one alone.
+    """Draw each vector by name on the first two components.
 
     Args:
-        table: of `scores`.
-        path: the file; its ending says the format.
+        table: table from `scores`, with two components at least.
+        path: file to write; its suffix sets the format.
 
     Raises:
         InvalidSpec: another table.

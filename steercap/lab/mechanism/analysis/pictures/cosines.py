@@ -1,4 +1,4 @@
-"""How vectors lie to each other: a matrix of cosines beside its tree, and methods layer by layer."""
+"""Pictures of cosines: a matrix of vectors beside its cluster tree, and methods layer by layer."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from steercap.lab.mechanism.analysis.tables import about, rows_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Of `method_similarity`, what is drawn: column, its name in the legend, and how.
+#: Lines drawn of `method_similarity`: column, name in the legend, and style.
 LINES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("cosine", "same rows", {"color": COLOURS[0], "linewidth": 1.2}),
     ("apart", "different halves", {"color": COLOURS[1], "linewidth": 1.2}),
     ("ceiling", "ceiling of halves", {"color": COLOURS[1], "linewidth": 0.9, "linestyle": ":"}),
     ("shuffled", "same rows, labels shuffled", {"color": CHANCE, "linewidth": 1.0}),
 )
-#: Most names whose cosines are written into their cells.
+#: Maximum number of names for which cosines are written into the cells.
 WRITTEN = 12
 
 
 def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = None, layer: int | None = None) -> Path:
-    """A matrix of cosines: red alike, blue opposite, white orthogonal; with a tree, in its order and beside it.
+    """Draw a matrix of cosines: red positive, blue negative, white orthogonal; with a tree, in its order and beside it.
 
     Args:
-        table: of `cosines`.
-        path: the file; its ending says the format.
-        tree: of `merges`, of the same vectors.
-        layer: which, if the table has several; the tree's by default.
+        table: table from `cosines`.
+        path: file to write; its suffix sets the format.
+        tree: table from `merges`, for the same vectors.
+        layer: layer to draw, if the table has several; the tree's by default.
 
     Raises:
         InvalidSpec: another table, several layers and none named, or a tree of other vectors.
@@ -92,7 +92,7 @@ def _write(axes: Any, values: Any) -> None:
 
 
 def _draw_tree(axes: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """The merges, leaves at the right in the order of the names."""
+    """Draw the merges, leaves at the right in the order of the names."""
     places: dict[str, tuple[float, float]] = {name: (0.0, place) for place, name in enumerate(names)}
     for row in rows:
         (near, upper), (far, lower) = places[row["left"]], places[row["right"]]
@@ -107,11 +107,11 @@ def _draw_tree(axes: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) 
 
 
 def plot_methods(table: pa.Table, path: str | Path) -> Path:
-    """Cosines of every two methods, layer by layer, with what the data allow and what nothing gives.
+    """Draw cosines of every two methods, layer by layer, with the ceiling and the chance level.
 
     Args:
-        table: of `method_similarity`.
-        path: the file; its ending says the format.
+        table: table from `method_similarity`.
+        path: file to write; its suffix sets the format.
 
     Raises:
         InvalidSpec: another table.

@@ -1,4 +1,4 @@
-"""Where vectors matter: the effect layer by layer beside random vectors, and token by token."""
+"""Pictures of sweeps: the effect of a vector by layer beside random vectors, and by layer and token."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def plot_layer_sweep(table: pa.Table, path: str | Path, *, metric: str = "change of the metric") -> Path:
-    """The mean effect over prompts by layer, with a band of one standard error; in grey the range of random vectors.
+    """Draw the mean effect over prompts by layer, with one standard error; in grey the range of random vectors.
 
     Args:
-        table: of `layer_sweep`.
-        path: the file; its ending says the format.
-        metric: what the vertical axis is called.
+        table: table from `layer_sweep`.
+        path: file to write; its suffix sets the format.
+        metric: label of the vertical axis.
 
     Raises:
         InvalidSpec: another table.
@@ -60,7 +60,7 @@ def plot_layer_sweep(table: pa.Table, path: str | Path, *, metric: str = "change
 
 
 def _draw_random(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """The range of the means of random vectors."""
+    """Draw the range of the means of random vectors."""
     each = [_by_layer([row for row in rows if row["control"] == one]) for one in sorted({r["control"] for r in rows})]
     if each:
         means = np.array([mean for _, mean, _ in each])
@@ -69,7 +69,7 @@ def _draw_random(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _by_layer(rows: Sequence[dict[str, Any]]) -> tuple[list[int], Any, Any]:
-    """Layers, and the mean and standard error over prompts at each."""
+    """Return layers, and the mean and standard error over prompts at each."""
     layers = sorted({row["layer"] for row in rows})
     values = [np.array([row["difference"] for row in rows if row["layer"] == layer]) for layer in layers]
     error = [one.std(ddof=1) / np.sqrt(len(one)) if len(one) > 1 else 0.0 for one in values]
@@ -79,14 +79,14 @@ def _by_layer(rows: Sequence[dict[str, Any]]) -> tuple[list[int], Any, Any]:
 def plot_position_sweep(
     table: pa.Table, path: str | Path, *, prompt: int = 0, name: str | None = None, metric: str = "change of the metric"
 ) -> Path:
-    """Layers × tokens of one prompt: red where adding the vector raises the metric, blue where it lowers it.
+    """Draw layers × tokens of one prompt: red where adding the vector raises the metric, blue where it lowers it.
 
     Args:
-        table: of `position_sweep`.
-        path: the file; its ending says the format.
-        prompt: which.
-        name: of the vector, if there are several.
-        metric: what the colours are called.
+        table: table from `position_sweep`.
+        path: file to write; its suffix sets the format.
+        prompt: index of the prompt.
+        name: name of the vector, if there are several.
+        metric: label of the colour scale.
 
     Raises:
         InvalidSpec: another table, or no such prompt or vector.

@@ -1,4 +1,4 @@
-"""What vectors say: the tokens they raise and lower, as bars."""
+"""Picture of the tokens that vectors raise and lower, as bars."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from steercap.lab.mechanism.analysis.tables import about, rows_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: Panels beside each other, and the tokens of either end that one shows.
+#: Panels in a row, and the number of tokens shown for either end.
 ACROSS, TOKENS = 3, 8
 
 
 def plot_tokens(table: pa.Table, path: str | Path, *, layer: int | None = None, top: int = TOKENS) -> Path:
-    """The tokens that each vector raises and lowers most, a panel each; the dashed lines are chance.
+    """Draw the tokens that each vector raises and lowers most, a panel each; dashed lines are chance.
 
-    Bars are z-scores: standard deviations of what random vectors give to that token. A random vector goes beyond a
+    Bars are z-scores, in standard deviations of that token's logit under random vectors. A random vector goes beyond a
     dashed line at one token of the vocabulary, on average.
 
     Args:
-        table: of `vector_lens`.
-        path: the file; its ending says the format.
-        layer: which, if the table has several.
-        top: tokens of either end.
+        table: table from `vector_lens`.
+        path: file to write; its suffix sets the format.
+        layer: layer to draw, if the table has several.
+        top: number of tokens for either end.
 
     Raises:
         InvalidSpec: another table, or several layers and none named.
@@ -63,7 +63,7 @@ def plot_tokens(table: pa.Table, path: str | Path, *, layer: int | None = None, 
 
 
 def _draw(axes: Any, rows: list[dict[str, Any]], chance: float, most: float) -> None:
-    """Raised tokens to the right, lowered ones to the left, the strongest on top."""
+    """Draw raised tokens to the right, lowered ones to the left, the strongest on top."""
     for end, colour, sign in (("raised", COLOURS[1], 1), ("lowered", COLOURS[0], -1)):
         own = [row for row in rows if row["end"] == end]
         axes.barh([row["place"] for row in own], [row["z"] for row in own], color=colour, height=0.72)

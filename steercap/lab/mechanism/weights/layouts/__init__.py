@@ -1,4 +1,4 @@
-"""WHICH WEIGHTS: one file a way of naming them. To add one, add a file with a `MEMBER`.
+"""Registry of weight layouts, one file per naming scheme. To add one, add a file with a `MEMBER`.
 
 Only dense weights that were checked against transformers' modules are here; all others are refused by name.
 """
@@ -16,10 +16,10 @@ LAYOUTS: Registry[Layout] = Registry("layout", sys.modules[__name__], Layout)
 
 
 def layout_of(architectures: Sequence[str]) -> Layout:
-    """How the first known of some architectures names its weights.
+    """Return the weight layout of the first known architecture.
 
     Raises:
-        UnsupportedModel: none is known; the message lists those that are.
+        UnsupportedModel: no architecture is known; the message lists those that are.
     """
     for architecture in architectures:
         for layout in LAYOUTS.values():

@@ -1,4 +1,4 @@
-"""What a layout is: which modules of transformers' decoder layer hold which weights."""
+"""Layout: module names of the weights in transformers' decoder layer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Names of a decoder layer's weights, as transformers has them; "" is a module that there is not.
+    """Module names of a decoder layer's weights in transformers; "" for a module that does not exist.
 
-    The last projections of both blocks, and what is multiplied by a factor, are the family's to say.
+    The last projections of both blocks, and factors, are defined by the family.
 
     Args:
         architectures: names in `config.json`.
-        attn_norm: the norm of what the attention block reads; "" where it reads the stream as it is.
-        query, key, value: projections of their own.
-        fused: one projection that makes all three, in place of these.
-        order: of its outputs: "stacked" is all queries, all keys, all values; "by_head" the three of each head.
+        attn_norm: norm before the attention block; "" if it reads the stream directly.
+        query, key, value: separate projections.
+        fused: one projection for all three, instead of these.
+        order: order of its outputs: "stacked" is all queries, all keys, all values; "by_head" the three of each head.
         query_norm, key_norm: norms of queries and keys, of each head or of all at once.
-        attn_post: the norm of what the attention block adds.
-        mlp_norm: as `attn_norm`, for the feed-forward block.
+        attn_post: norm of the attention block's output.
+        mlp_norm: norm before the feed-forward block, as `attn_norm`.
         gate, up: projections to the neurons; without a gate, `up` alone.
-        gate_up: one projection that makes both, gates first, in place of these.
-        mlp_post: as `attn_post`.
+        gate_up: one projection for both, gates first, instead of these.
+        mlp_post: norm of the feed-forward block's output.
     """
 
     architectures: tuple[str, ...]
@@ -44,12 +44,12 @@ class Layout:
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """The modules of the attention block, but for its last projection."""
+        """Names of the attention block's modules, without its last projection."""
         projections = (self.fused,) if self.fused else (self.query, self.key, self.value)
         return tuple(filter(None, (self.attn_norm, *projections, self.query_norm, self.key_norm, self.attn_post)))
 
     @property
     def neurons(self) -> tuple[str, ...]:
-        """The modules of the feed-forward block, but for its last projection."""
+        """Names of the feed-forward block's modules, without its last projection."""
         projections = (self.gate_up,) if self.gate_up else (self.gate, self.up)
         return tuple(filter(None, (self.mlp_norm, *projections, self.mlp_post)))

@@ -1,4 +1,4 @@
-"""Llama, and all that name their weights as it does: projections of their own, a gate, norms before the blocks."""
+"""Llama, and models with the same weight names: separate projections, a gate, norms before the blocks."""
 
 from steercap.lab.mechanism.weights.layouts.base import Layout
 

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: blocks read the stream as it is, a norm is behind each, and others are of all queries and keys."""
+"""OLMo 2 and 3: blocks read the stream directly; a norm follows each block, and norms span all queries and all keys."""
 
 from steercap.lab.mechanism.weights.layouts.base import Layout
 

@@ -1,4 +1,4 @@
-"""AT WHAT COST: one file a task of fixed texts. To add one, add a file whose `MEMBER` is its class."""
+"""Registry of tasks of fixed texts, one file each. To add one, add a file whose `MEMBER` is its class."""
 
 import sys
 

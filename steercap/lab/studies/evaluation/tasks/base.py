@@ -1,4 +1,4 @@
-"""What a task is: fixed texts that the model reads under a method, and a number for each."""
+"""Base class of tasks: fixed texts that the model reads under a method, with a value for each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from steercap.errors import InvalidSpec
 
 
 class Item(NamedTuple):
-    """What is read.
+    """Prompt and texts of a task to read.
 
     Args:
-        prompt: what the user says.
-        lead: how the answer begins: read as if the model had written it, and not scored.
-        texts: ways to go on, each read by itself after the lead, and scored.
+        prompt: text of the user.
+        lead: beginning of the answer: read as if the model had written it, and not scored.
+        texts: continuations, each read by itself after the lead, and scored.
     """
 
     prompt: str
@@ -28,15 +28,15 @@ class Item(NamedTuple):
 
 
 def first_of(items: Sequence[Item], first: int | None, what: str) -> Sequence[Item]:
-    """The first items of a task.
+    """Return the first items of a task.
 
     Args:
-        items: all of them.
-        first: how many; None for all.
-        what: the task, for the message.
+        items: all items.
+        first: number of items; None for all.
+        what: name of the task, for the message.
 
     Raises:
-        InvalidSpec: there are not as many.
+        InvalidSpec: there are not enough items.
     """
     count = len(items) if first is None else index_of(first)
     if count is None or not 1 <= count <= len(items):
@@ -45,35 +45,35 @@ def first_of(items: Sequence[Item], first: int | None, what: str) -> Sequence[It
 
 
 class Task(ABC):
-    """Fixed texts, and a number for each item, from log probabilities of tokens. Its `repr` says all that the number
-    depends on: kept values are recognised by it.
+    """Task of fixed texts, with a value for each item from log probabilities of tokens.
 
-    The texts are read as answers after the prompt of a method, its system prompt included, and its edits are where they
-    would be if the model had written them: those of tokens="generated" begin behind the prompt.
+    The `repr` contains everything that the value depends on: stored values are recognised by it. The texts are read as
+    answers after the prompt of a method, its system prompt included, and its edits are placed as if the model had
+    generated them: those of tokens="generated" begin after the prompt.
     """
 
-    #: Whether it is a factor, so that its mean is the geometric one and its axis logarithmic.
+    #: True if it is a factor, with a geometric mean and a logarithmic axis.
     log: ClassVar[bool] = False
-    #: What it is called on an axis, with its unit.
+    #: Axis label, with its unit.
     axis: ClassVar[str] = ""
-    #: Whether more of it is better, less of it, or neither.
+    #: Direction of improvement: "more", "less", or "" for neither.
     better: ClassVar[str] = ""
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """Its column in tables."""
+        """Column name in tables."""
 
     @property
     @abstractmethod
     def items(self) -> Sequence[Item]:
-        """What is read, always in one order."""
+        """Items to read, always in the same order."""
 
     @abstractmethod
     def value(self, item: int, logprobs: Sequence[npt.NDArray[np.float64]]) -> float:
-        """The number of one item.
+        """Return the value of one item.
 
         Args:
-            item: its index.
+            item: index of the item.
             logprobs: natural log probability of each token of each of its texts: float64 [tokens] each.
         """

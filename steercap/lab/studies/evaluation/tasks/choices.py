@@ -1,4 +1,4 @@
-"""What a model still knows: multiple choice, answered by log probabilities."""
+"""Multiple-choice questions, answered by log probabilities, to measure remaining knowledge."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from steercap.lab.studies.evaluation.tasks.shipped import read_shipped
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question with its answers.
+    """Question with its answers.
 
     Args:
-        question: what is asked.
-        lead: how every answer begins. It has a few words, so that edits of generated tokens reach what is scored: the
-            first word of an answer is still predicted by the last token of the prompt.
-        right: how it goes on.
-        wrong: how it does not, one at least.
+        question: text of the question.
+        lead: beginning of every answer. It has a few words, so that edits of generated tokens affect the scored tokens:
+            the first word of an answer is still predicted by the last token of the prompt.
+        right: right continuation.
+        wrong: wrong continuations, one at least.
     """
 
     question: str
@@ -42,19 +42,19 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Choices(Task):
-    """Whether the right answer has the greatest log probability, summed over its tokens: 1 or 0, the mean is accuracy.
+    """Accuracy of multiple choice: 1 if the right answer has the greatest log probability, summed over tokens, else 0.
 
-    The model chooses by what it would rather say, not by letters, which small models do not understand. Equal log
-    probabilities are no choice, and wrong.
+    The choice is by probability of the texts, not by letters, which small models do not understand. Equal log
+    probabilities count as wrong.
 
     Args:
         questions: those that come with steercap by default: forty of everyday knowledge, written for it, each with
             three wrong answers of about the same length; chance is 0.25.
 
-        first: only so many of them, from the first; all by default.
+        first: number of questions to use, from the first; all by default.
 
     Raises:
-        InvalidSpec: no question, something else, or fewer than `first`.
+        InvalidSpec: there is no question, an entry is not a Choice, or there are fewer than `first`.
     """
 
     axis = "accuracy, multiple choice"

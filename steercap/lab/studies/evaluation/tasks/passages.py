@@ -1,4 +1,4 @@
-"""How surprising plain prose is: perplexity of fixed passages under a method."""
+"""Perplexity of fixed neutral passages under a method."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from steercap.lab.studies.evaluation.tasks.shipped import read_shipped
 
 @dataclass(frozen=True)
 class Passages(Task):
-    """exp of the mean negative log-likelihood of a passage's tokens, given a question that it answers: 1 and more.
+    """Perplexity of a passage given a question that it answers: exp of the mean negative log-likelihood, 1 or more.
 
-    The passages are the same for every method, so that this says what a method does to the model's language, whatever
-    it does to the subject. A method that asks for another style makes plain prose less likely, and ought to; that is
-    a part of what it costs.
+    The passages are the same for every method, so this measures a method's effect on the model's language, apart from
+    the subject. A method that asks for another style makes plain prose less likely by design; that is part of its cost.
 
     Args:
-        texts: a passage by the question that it answers; those that come with steercap by default: twelve of some 40
+        texts: passages by the question that each answers; those that come with steercap by default: twelve of some 40
             words, written for it, about things that everybody knows.
 
-        first: only so many of them, from the first; all by default.
+        first: number of passages to use, from the first; all by default.
 
     Raises:
-        InvalidSpec: no passage, an empty one, or fewer than `first`.
+        InvalidSpec: there is no passage, an empty one, or fewer than `first`.
     """
 
     log = True

@@ -1,4 +1,4 @@
-"""The texts that come with steercap, written for it and free of any data set."""
+"""Texts shipped with steercap, written for it and free of any data set."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Kind = TypeVar("Kind")
 
 @functools.cache
 def read_shipped(name: str, kind: type[Kind]) -> Kind:
-    """What a YAML file of `steercap/lab/studies/evaluation/shipped` holds.
+    """Read a YAML file of `steercap/lab/studies/evaluation/shipped`.
 
     Args:
-        name: of the file, without its ending.
-        kind: the type of it all.
+        name: name of the file, without its suffix.
+        kind: type to decode to.
     """
     with extra("experiments"):
         import yaml

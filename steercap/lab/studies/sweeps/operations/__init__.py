@@ -1,4 +1,4 @@
-"""SWEPT BY: one file an operation that a sweep gives doses of. To add one, add a file with a `MEMBER`."""
+"""Registry of operations that a sweep can scale, one file each. To add one, add a file with a `MEMBER`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Take a share of the projection on the vector out."""
+"""Operation that removes a share of the projection on the vector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steercap.steering.edits.base import Edit
 
 
 class Ablating(Operation):
-    """The scale is the share taken out, 1 - keep: 1 removes the projection, 0 nothing, and -1 doubles it."""
+    """Ablation; the scale is the share removed, 1 - keep: 1 removes the projection, 0 nothing, and -1 doubles it."""
 
     neutral = 0.0
     axis = "share of the projection taken out"

@@ -1,4 +1,4 @@
-"""Add a multiple of the vector."""
+"""Operation that adds a multiple of the vector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steercap.steering.edits.base import Edit
 
 
 class Adding(Operation):
-    """The scale is how many times the vector is added; relative, the length of what is added over the row's norm."""
+    """Addition; the scale is the multiple of the vector or, with `relative`, the added norm over the row's norm."""
 
     neutral = 0.0
     axis = "times the vector"

@@ -1,4 +1,4 @@
-"""What a sweep needs of an operation: the edit that belongs to a vector and a scale."""
+"""Base class of operations: a vector and a scale give an edit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from steercap.steering.edits.base import Edit
 
 
 class Operation(ABC):
-    """An operation of `steercap.steering.edits` with one number that is swept: its scale."""
+    """Operation of `steercap.steering.edits` with a scale that is swept."""
 
-    #: The scale at which it changes nothing; None if there is none.
+    #: Scale at which it changes nothing; None if there is none.
     neutral: ClassVar[float | None]
-    #: What the scale counts, on an axis.
+    #: Axis label of the scale.
     axis: ClassVar[str]
-    #: Whether its scale can be a fraction of the row's norm.
+    #: True if its scale can be a fraction of the row's norm.
     relative: ClassVar[bool] = False
-    #: Whether minus the scale is the opposite of what the scale does, so that there is a reversed control.
+    #: True if minus the scale has the opposite effect, so that there is a reversed control.
     signed: ClassVar[bool] = True
 
     @abstractmethod
     def edit(self, vector: Float[torch.Tensor, " hidden"], scale: float, *, relative: bool, **scope: Any) -> Edit:
-        """The edit of one vector at one scale.
+        """Return the edit of one vector at one scale.
 
         Args:
-            vector: [hidden], in the units of the stream.
-            scale: what it means is the operation's to say.
-            relative: whether the scale is a fraction of the row's norm; only where the operation can.
+            vector: vector, [hidden], in the units of the stream.
+            scale: scale, as defined by the operation.
+            relative: True if the scale is a fraction of the row's norm; only for operations that allow it.
             scope: `layer`, `site` and `tokens` of the edit.
         """

@@ -1,4 +1,4 @@
-"""Bound the projection on the vector from above."""
+"""Operation that bounds the projection on the vector from above."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from steercap.steering.edits.cap import Cap
 
 
 class Capping(Operation):
-    """The scale is the greatest projection on the unit vector, in the units of the stream; no scale is neutral.
+    """Cap; the scale is the greatest projection on the unit vector, in the units of the stream; no scale is neutral.
 
     Another sign is another bound, not the reverse, so there is no reversed control. The vector's length does not count,
-    so random vectors of the same norm are random directions: how far they move a row depends on the row.
+    so random vectors of the same norm are random directions: the change of a row depends on the row.
     """
 
     neutral = None

@@ -1,4 +1,4 @@
-"""Set the projection on the vector to a value."""
+"""Operation that sets the projection on the vector to a value."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from steercap.steering.edits.set_projection import SetProjection
 
 
 class Setting(Operation):
-    """The scale is the projection on the unit vector, in the units of the stream; no scale is neutral.
+    """Set projection; the scale is the projection on the unit vector, in the units of the stream; none is neutral.
 
     Another sign is another value, not the reverse, so there is no reversed control. The vector's length does not count,
-    so random vectors of the same norm are random directions: how far they move a row depends on the row.
+    so random vectors of the same norm are random directions: the change of a row depends on the row.
     """
 
     neutral = None
