@@ -45,7 +45,6 @@ from steercap.lab.mechanism import (
     analysis,
     views,
 )
-from steercap.lab.mechanism.weights.layouts import LAYOUTS
 from steercap.lab.personas import (
     roles,
 )
@@ -152,7 +151,7 @@ def test_each_argument_is_described(public) -> None:
         assert sorted(name.lstrip("*") for group in described for name in group.split(", ")) == names
 
 
-@pytest.mark.parametrize("registry", [SITES, FAMILIES, ENCODINGS, METHODS, SKETCHES, OBJECTIVES, LAYOUTS])
+@pytest.mark.parametrize("registry", [SITES, FAMILIES, ENCODINGS, METHODS, SKETCHES, OBJECTIVES])
 def test_a_registry_names_what_it_knows(registry) -> None:
     """An unknown name is an error that lists the known ones; each member is a file, or an entry in one."""
     with pytest.raises(UnknownName, match=f"known: .*'{next(iter(registry))}'"):
@@ -196,7 +195,6 @@ DIRECTIONS = DirectionSet({name: LayerVectors({1: [1.0, 2.0]}) for name in ("opt
                 METHODS,
                 SKETCHES,
                 OBJECTIVES,
-                LAYOUTS,
                 MEASURES,
                 TASKS,
                 SCORERS,
