@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from steercap.core.coding import RAW
-from steercap.core.messages import Attached, LineRange, Owner, Parcel
+from steercap.core.messages import Attached, CapturedRows, LineRange, Owner
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
 from steercap.core.schema import PointSchema
@@ -28,7 +28,7 @@ from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
 TICK = 0.0005
 
 
-def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Parcel]]:
+def deliveries(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[CapturedRows]]:
     """An arena full of requests, and where each one's rows are."""
     schemas = (PointSchema((args.width,), "bfloat16"),) * args.points
     record = record_of(schemas, RAW).lines
@@ -62,7 +62,7 @@ def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Par
         )
         labels = np.arange(args.rows).tobytes()
         found.append(
-            Parcel(
+            CapturedRows(
                 owner=Owner(f"r{request}", 0),
                 coding=RAW,
                 points=attached.points,
@@ -87,7 +87,7 @@ async def stalls(seen: list[float]) -> None:
 
 async def main(args: argparse.Namespace) -> dict[int, list[float]]:
     """Deliver everything, a few times; GB a second by the number of threads."""
-    _segment, attached, found = parcels(args)
+    _segment, attached, found = deliveries(args)
     moved = args.requests * args.rows * args.points * args.width * 2
     reader = SharedReader(attached)
     rank = Rank(0, attached, reader)
@@ -99,12 +99,12 @@ async def main(args: argparse.Namespace) -> dict[int, list[float]]:
         for _ in range(args.repeat):
             watch = asyncio.create_task(stalls(seen))
             start = time.perf_counter()
-            deliveries = await fetcher.deliver([[rank]], [[[parcel]] for parcel in found])
+            deliveries = await fetcher.deliver([[rank]], [[[captured_rows]] for captured_rows in found])
             seconds.append(time.perf_counter() - start)
             watch.cancel()
             assert all(delivery.failure is None for delivery in deliveries)
-            for parcel, delivery in zip(found, deliveries, strict=True):
-                stop = parcel.lines[-1].start + parcel.lines[-1].count
+            for captured_rows, delivery in zip(found, deliveries, strict=True):
+                stop = captured_rows.lines[-1].start + captured_rows.lines[-1].count
                 size = args.width * 2
                 last = lines[stop - -(-size // LINE_BYTES) : stop].flatten()[:size]
                 (rows,) = delivery.shards[args.points - 1]

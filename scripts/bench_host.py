@@ -43,10 +43,10 @@ from rich.table import Table
 
 from steercap.core.messages import (
     Call,
-    Census,
     Collect,
+    GetStats,
+    GetSteeringRecord,
     Owner,
-    Settle,
     Wanted,
     decode_answer,
     decode_call,
@@ -55,9 +55,9 @@ from steercap.core.messages import (
 from steercap.core.plan import Plan
 from steercap.worker.accumulators import Accumulators
 from steercap.worker.biasing import Biasing
-from steercap.worker.ledger import Ledger
+from steercap.worker.request_table import RequestTable
 from steercap.worker.runtime import Runtime
-from steercap.worker.series import Series
+from steercap.worker.steady_decode import SteadyDecode
 from steercap.worker.taps import cuda
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.transfers import Transfers
@@ -68,10 +68,10 @@ BLOCK: Final = 16
 STAGES: Final[Sequence[tuple[Any, str]]] = (
     (Runtime, "begin_step"),
     (Biasing, "begin"),
-    (Ledger, "make_step"),
-    (Ledger, "_find_all"),
-    (Series, "next"),
-    (Ledger, "_step_of"),
+    (RequestTable, "make_step"),
+    (RequestTable, "_find_all"),
+    (SteadyDecode, "next"),
+    (RequestTable, "_step_of"),
     (Accumulators, "update"),
     (CudaTaps, "open"),
     (CudaTaps, "_upload"),
@@ -83,8 +83,8 @@ STAGES: Final[Sequence[tuple[Any, str]]] = (
     (CudaTaps, "_copy_away"),
     (Runtime, "_take_completed"),
     (Runtime, "_take_in"),
-    (Ledger, "label"),
-    (Ledger, "complete_pass"),
+    (RequestTable, "label"),
+    (RequestTable, "complete_pass"),
 )
 
 #: One line of a table.
@@ -144,11 +144,11 @@ def measure_passes(
         rank.attach(requests * total)
         plans, took = rank.register(names, total, mode)
         before, after = zip(*steady(rank, names, passes, profiler), strict=True)
-        parcels = rank.check(plans, total)
+        deliveries = rank.check(plans, total)
         row: Row = {"requests": requests, "mode": mode, **spread("before", before), **spread("after", after)}
         row["register"] = 1e6 * statistics.median(took) if took else 0.0
         if isinstance(rank.transfers, NoDevice):
-            assert rank.transfers.copied == len(parcels) * total * rank.record_bytes, "bytes of rows were not copied"
+            assert rank.transfers.copied == len(deliveries) * total * rank.record_bytes, "bytes of rows were not copied"
             row |= {"uploads": rank.transfers.uploads, "calls": len(rank.transfers.sizes)}
             row["copies"] = sum(map(len, rank.transfers.sizes))
     return row
@@ -176,7 +176,7 @@ def measure_churn(requests: int, every: int, passes: int) -> Row:
             starts = np.array(list(live.values()))
             counts = np.where(starts == 0, PROMPT, 1)
             times.append(rank.run(list(live), starts, counts))
-            rank.ask(Census(), [Owner(name, 0) for name in gone])  # their rows are given back
+            rank.ask(GetStats(), [Owner(name, 0) for name in gone])  # their rows are given back
             live = dict(zip(live, (starts + counts).tolist(), strict=True))
         for name, total in live.items():
             rank.check([Plan(name, PROMPT, limit, capture=everything())], total)
@@ -194,7 +194,7 @@ def measure_settle(question: str, requests: int, passes: int, repeats: int = 15)
         plans, _ = rank.register(names, total + 4, "steer" if question == "settle" else "capture")
         steady(rank, names, passes)
         wanted = tuple(Wanted(Owner(name, 0), total) for name in names)
-        asked = Settle(wanted, (False,) * requests) if question == "settle" else Collect(wanted)
+        asked = GetSteeringRecord(wanted, (False,) * requests) if question == "settle" else Collect(wanted)
         frame = encode(Call((), asked))
         took = [timed(partial(rank.runtime.answer, frame)) for _ in range(repeats)]
         answer = rank.runtime.answer(frame)
@@ -237,7 +237,7 @@ def measure_client(requests: Sequence[int], repeats: int) -> list[Row]:
     ]
     for count in requests:
         wanted = tuple(Wanted(Owner(f"steercap-abc-{number}", 0), 327) for number in range(count))
-        call = Call((), Settle(wanted, (True,) * count))
+        call = Call((), GetSteeringRecord(wanted, (True,) * count))
         frame = encode(call)
         rows.append(repeated(f"settle of {count}, encoded", partial(encode, call), repeats, len(frame)))
         rows.append(repeated(f"settle of {count}, decoded", partial(decode_call, frame), repeats, len(frame)))

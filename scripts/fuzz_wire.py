@@ -1,7 +1,7 @@
 """Attack the frames between client and workers: python scripts/fuzz_wire.py --rounds 20000, or --guided SECONDS.
 
 Each round sends a worker without a model a question and a plan that may say anything, answers a client anything, and has
-it fetch a parcel that is wrong somewhere; every 50 rounds an honest request must be served to the last bit, and nothing
+it fetch rows that are wrong somewhere; every 50 rounds an honest request must be served to the last bit, and nothing
 be held. With --guided, atheris mutates frames by the code that they reach; it is not among the pinned packages.
 """
 

@@ -193,8 +193,8 @@ class Bench:
         """Check what was captured, fetch some of it, and free it before the next run."""
         import torch
 
-        for handle, parcels in zip(handles, found, strict=True):
-            _check_rows(run, handle, parcels, workload.rows)
+        for handle, deliveries in zip(handles, found, strict=True):
+            _check_rows(run, handle, deliveries, workload.rows)
         if fetch:
             dtype: torch.dtype = self.model.engine.vllm_config.model_config.dtype
             width = self.model.points[handles[0].points[0]].width
@@ -213,16 +213,18 @@ class Bench:
 
 
 async def rows_readable(model: Any, handles: Sequence[Any]) -> list[list[Any]]:
-    """Wait until every row is readable by this process: each handle's parcels, one a capturing worker."""
+    """Wait until every row is readable by this process: each handle's captured rows, of each capturing worker."""
     located = await model.serving.opened().locate([handle.lifecycle.source.wanted for handle in handles])
-    return [[parcel for engine in engines for parcel in engine] for engines in located]
+    return [[captured_rows for engine in engines for captured_rows in engine] for engines in located]
 
 
 def _stored_bytes(found: Sequence[Sequence[Any]]) -> int:
     """What rows take in the arenas of all workers together."""
     from steercap.core.records import LINE_BYTES
 
-    return LINE_BYTES * int(sum(lines.count for parcels in found for parcel in parcels for lines in parcel.lines))
+    return LINE_BYTES * int(
+        sum(lines.count for deliveries in found for captured_rows in deliveries for lines in captured_rows.lines)
+    )
 
 
 def _check_outputs(run: Run, workload: Workload) -> None:
@@ -235,18 +237,20 @@ def _check_outputs(run: Run, workload: Workload) -> None:
             raise NotReal(f"{run.mode}: {output.num_cached_tokens} prompt tokens came from the prefix cache")
 
 
-def _check_rows(run: Run, handle: Any, parcels: Sequence[Any], rows: int) -> None:
+def _check_rows(run: Run, handle: Any, deliveries: Sequence[Any], rows: int) -> None:
     import numpy as np
 
     from steercap.core.messages import Unknown
 
     points: set[int] = set()
-    for parcel in parcels:
-        if isinstance(parcel, Unknown) or parcel.failure:
-            raise NotReal(f"{run.mode}: a worker has no rows of {handle.request_id}: {parcel}")
-        if parcel.points and not np.array_equal(np.frombuffer(parcel.positions, dtype=np.int64), np.arange(rows)):
+    for captured_rows in deliveries:
+        if isinstance(captured_rows, Unknown) or captured_rows.failure:
+            raise NotReal(f"{run.mode}: a worker has no rows of {handle.request_id}: {captured_rows}")
+        if captured_rows.points and not np.array_equal(
+            np.frombuffer(captured_rows.positions, dtype=np.int64), np.arange(rows)
+        ):
             raise NotReal(f"{run.mode}: {handle.request_id} has not one row for each of {rows} positions")
-        points |= set(parcel.points)
+        points |= set(captured_rows.points)
     if len(points) != len(handle.points):
         raise NotReal(f"{run.mode}: rows at {len(points)} points of {handle.request_id}, not {len(handle.points)}")
 

@@ -17,13 +17,13 @@ from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
+    CapturedRows,
     Collect,
     Configure,
     Configured,
+    GetSteeringRecord,
     Owner,
-    Parcel,
     Placed,
-    Settle,
     Vectors,
     Wanted,
     decode_answer,
@@ -232,7 +232,7 @@ class Rank:
             self._graphs[tokens] = graph
         return self._graphs[tokens]
 
-    def check(self, plans: Sequence[Plan], total: int) -> list[Parcel]:
+    def check(self, plans: Sequence[Plan], total: int) -> list[CapturedRows]:
         """Check that the worker did what was timed; returns where captured rows are.
 
         Raises:
@@ -242,17 +242,19 @@ class Rank:
         self.runtime.forget([plan.key for plan in plans])
         wanted = tuple(Wanted(Owner(plan.key, 0), total) for plan in plans)
         if plans[0].steering is not None:
-            records = self.ask(Settle(wanted, (True,) * len(wanted))).records
+            records = self.ask(GetSteeringRecord(wanted, (True,) * len(wanted))).records
             for plan, record in zip(plans, records, strict=True):
                 check_edits(plan.key, plan, self.ready.configuration, total, [[record]])
         if plans[0].capture is None:
             return []
-        parcels: list[Parcel] = list(self.ask(Collect(wanted)).parcels)
-        for parcel in parcels:
-            assert isinstance(parcel, Parcel), f"the worker does not know a request: {parcel}"
-            assert parcel.failure is None, parcel.failure
-            assert np.array_equal(np.frombuffer(parcel.positions, dtype=np.int64), np.arange(total)), parcel.owner
-        return parcels
+        deliveries: list[CapturedRows] = list(self.ask(Collect(wanted)).deliveries)
+        for captured_rows in deliveries:
+            assert isinstance(captured_rows, CapturedRows), f"the worker does not know a request: {captured_rows}"
+            assert captured_rows.failure is None, captured_rows.failure
+            assert np.array_equal(np.frombuffer(captured_rows.positions, dtype=np.int64), np.arange(total)), (
+                captured_rows.owner
+            )
+        return deliveries
 
 
 def everything() -> CapturePlan:

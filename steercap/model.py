@@ -14,7 +14,7 @@ from steercap.captures.fetching import fetch_all
 from steercap.captures.handle import CaptureHandle, flat
 from steercap.captures.lens import MOST_BYTES, Lens, unembed
 from steercap.config import Overflow, Preset, Settings, Transport, with_preset
-from steercap.core.ownership import Unshared
+from steercap.core.ownership import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokenizing import tokens_of
@@ -23,7 +23,7 @@ from steercap.engine import environment
 from steercap.engine.stats import Stats, stats_of
 from steercap.errors import UnsupportedModel
 from steercap.files.fingerprint import identity_of, tokenizer_of
-from steercap.requests.answers import Answers
+from steercap.requests.answers import LocalBackend
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
 from steercap.requests.proof import Claim
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 INSTEAD: Final = "an engine has one owner; make another SteerModel of the same path"
 
 
-class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
+class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     """Model served by vLLM whose activations can be read and changed while it generates, embeds or classifies.
 
     Args:
@@ -135,7 +135,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)
-        self._answers = Answers(self.serving)
+        self._answers = LocalBackend(self.serving)
 
     @staticmethod
     def connect(
@@ -254,7 +254,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             SketchMemoryFull: there is no room for it.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = await self.serving.surviving(lambda engine: begun(engine, kind, size, spec))
+        running = await self.serving.with_restart(lambda engine: begun(engine, kind, size, spec))
         try:
             with joining(self, running):
                 yield running
@@ -286,7 +286,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             EngineFailure: the engine has died or was closed.
         """
         asked: Any = {"normed": normed, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
-        return await self.serving.surviving(lambda engine: unembed(engine, rows, **asked))
+        return await self.serving.with_restart(lambda engine: unembed(engine, rows, **asked))
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC. Nested lists and None are allowed; handles already fetched are left alone.
@@ -347,7 +347,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     async def stats(self) -> Stats:
         """Return the present use of the model's memory and slots, and its limits."""
-        return await self.serving.surviving(lambda engine: stats_of(engine, self.serving.restarts))
+        return await self.serving.with_restart(lambda engine: stats_of(engine, self.serving.restarts))
 
     # Attributes
 
@@ -429,5 +429,5 @@ def _alike(model: str, settings: Settings, engine_args: Mapping[str, Any], cut: 
     found = SteerModel(model)
     found.settings = settings
     found.serving = Serving(model, settings, engine_args, cut=cut)
-    found._answers = Answers(found.serving)  # noqa: SLF001 -- of this class
+    found._answers = LocalBackend(found.serving)  # noqa: SLF001 -- of this class
     return found

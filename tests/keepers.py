@@ -11,7 +11,7 @@ import torch
 from steercap.captures.checks import Expected
 from steercap.captures.lifecycle import Lifecycle, Source
 from steercap.core.coding import RAW
-from steercap.core.messages import Owner, Parcel
+from steercap.core.messages import CapturedRows, Owner
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
@@ -42,7 +42,7 @@ def kept(keeper: Keeper, ticket: Any = None) -> Lifecycle:
 
 
 def delivery(token_ids=TOKENS[:2]) -> Delivery:
-    parcel = Parcel(
+    captured_rows = CapturedRows(
         owner=Owner("r", 0),
         coding=RAW,
         points=(0,),
@@ -53,4 +53,4 @@ def delivery(token_ids=TOKENS[:2]) -> Delivery:
         writes=2,
         failure=None,
     )
-    return Delivery((parcel,), {0: (torch.ones(2, 4),)}, None)
+    return Delivery((captured_rows,), {0: (torch.ones(2, 4),)}, None)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from steercap.core.messages import Parcel
+from steercap.core.messages import CapturedRows
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
@@ -121,18 +121,18 @@ def known_schemas(armed: Mapping[Point, int], width: int, layers: int) -> dict[P
     }
 
 
-def rows_of(runtime: Runtime, parcel: Parcel) -> list[torch.Tensor]:
-    """What a client on this machine makes of a parcel: the rows of every point, decoded."""
-    return [rows if isinstance(rows, torch.Tensor) else rows.decoded() for rows in kept_of(runtime, parcel)]
+def rows_of(runtime: Runtime, captured_rows: CapturedRows) -> list[torch.Tensor]:
+    """What a client on this machine makes of captured rows: the rows of every point, decoded."""
+    return [rows if isinstance(rows, torch.Tensor) else rows.decoded() for rows in kept_of(runtime, captured_rows)]
 
 
-def kept_of(runtime: Runtime, parcel: Parcel) -> list[torch.Tensor | CodedRows]:
+def kept_of(runtime: Runtime, captured_rows: CapturedRows) -> list[torch.Tensor | CodedRows]:
     """The same, in a lossy codec as it keeps them."""
-    assert parcel.failure is None
+    assert captured_rows.failure is None
     assert runtime._arena is not None
-    schemas = runtime.taps.layouts.schemas(parcel.points)
-    source = Readable(runtime._arena.lines, parcel.lines)
-    return assemble(parcel, schemas, source, runtime.taps.installed.shard)
+    schemas = runtime.taps.layouts.schemas(captured_rows.points)
+    source = Readable(runtime._arena.lines, captured_rows.lines)
+    return assemble(captured_rows, schemas, source, runtime.taps.installed.shard)
 
 
 def device_of(kind: str) -> torch.device:

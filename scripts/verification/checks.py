@@ -638,10 +638,10 @@ async def _held(machine: Machine, model: SteerModel) -> dict[str, int]:
     """What the engine holds, and how much memory is used: on the GPU, and by this process and its children."""
     gc.collect()
     handles, claimed, in_use = await settled(model)
-    stats, census = await model.stats(), await model.serving.opened().census()
+    stats, engines = await model.stats(), await model.serving.opened().get_stats()
     held = {"handles": handles, "claimed": claimed, "in use": in_use, "slots": stats.steering_slots_in_use}
     held |= {"vectors": stats.vector_bytes_in_use, "waiting": stats.requests_waiting}
-    held["steered"] = sum(count.steered for workers in census for count in workers)
+    held["steered"] = sum(count.steered for workers in engines for count in workers)
     ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
     held["RSS MiB"] = sum(process.memory_info().rss for process in ours) >> 20
     if machine.cuda:

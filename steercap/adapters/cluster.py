@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from steercap.adapters.entry import CHOICES, STREAM
 from steercap.adapters.reaper import MARK
-from steercap.adapters.refusal import FOLDER
+from steercap.adapters.startup_error import FOLDER
 
 
 def tell_workers(config: Any, marked: Mapping[str, str]) -> None:

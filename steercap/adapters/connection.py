@@ -15,7 +15,7 @@ from typing import Any, Final
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from steercap.adapters.death import Processes
+from steercap.adapters.process_exit import Processes
 from steercap.adapters.watch import Watch
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapError, WorkerFailure
 

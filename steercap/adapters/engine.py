@@ -27,10 +27,10 @@ from steercap.adapters.lora import Adapters
 from steercap.adapters.pooling import read_pooling, tasks_of
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
-from steercap.adapters.refusal import refusal
 from steercap.adapters.releases import require
 from steercap.adapters.sampling import read_params
 from steercap.adapters.settings import CONFIG_KEY, expected_family, overshoot, worker_config
+from steercap.adapters.startup_error import refusal
 from steercap.adapters.wire import Wire
 from steercap.architectures.sites import SITES
 from steercap.config import LAYER_END, Settings

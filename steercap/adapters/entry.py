@@ -17,9 +17,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
-from steercap.adapters.death import leave_word_of
-from steercap.adapters.refusal import FOLDER, left_behind
+from steercap.adapters.process_exit import leave_word_of
 from steercap.adapters.releases import require
+from steercap.adapters.startup_error import FOLDER, left_behind
 
 #: Settings of vLLM's log; steercap leaves the log alone if the user has set one.
 STREAM: Final = "VLLM_LOGGING_STREAM"
@@ -98,7 +98,7 @@ class Entry:
             # case.
             tempfile.tempdir = os.environ.get(FOLDER)
             if "vllm_config" in kwargs and kwargs["vllm_config"].parallel_config.use_ray:
-                from steercap.adapters.losing import hook_executor
+                from steercap.adapters.ray_worker_loss import hook_executor
 
                 hook_executor()
         if self._target == WORKER:  # it only logs an error at its start, and ends with success

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from steercap.adapters import death, hook_runners, load_adapter, runtime_of
+from steercap.adapters import hook_runners, load_adapter, runtime_of
+from steercap.adapters import process_exit as death
 from steercap.adapters.cluster import find_folder
 from steercap.core.messages import Unhooked, encode
 from steercap.errors import UnsupportedRunner

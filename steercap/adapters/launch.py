@@ -28,7 +28,7 @@ from weakref import WeakSet
 from steercap.adapters import releases
 from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, Entry, quieten, wants_quiet
 from steercap.adapters.reaper import Reaper
-from steercap.adapters.refusal import FOLDER
+from steercap.adapters.startup_error import FOLDER
 from steercap.concurrency.loops import on_thread
 from steercap.config import Settings
 from steercap.core.extras import extra

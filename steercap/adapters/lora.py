@@ -24,8 +24,8 @@ from vllm.lora.utils import get_adapter_absolute_path
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
-from steercap.adapters.complaints import named
 from steercap.adapters.sampling import wants_prompt_logprobs
+from steercap.adapters.validation_errors import named
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest
 

@@ -19,7 +19,7 @@ import zmq
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from steercap.adapters.death import WORD_SECONDS, Processes
+from steercap.adapters.process_exit import WORD_SECONDS, Processes
 
 #: Seconds between checks while requests run or wait: a check is two reads and a poll that find nothing, some 20 us.
 LOOK_SECONDS: Final = 0.1

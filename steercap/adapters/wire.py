@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from steercap.adapters.complaints import named
+from steercap.adapters.validation_errors import named
 from steercap.errors import InvalidRequest
 
 

@@ -11,7 +11,7 @@ import torch
 
 from steercap.captures.rows import Rows
 from steercap.core.coding import REDUCED
-from steercap.core.messages import Parcel
+from steercap.core.messages import CapturedRows
 from steercap.core.plan import Plan
 from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
 from steercap.core.rows import Ints, rows_selected
@@ -66,8 +66,8 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
         raise CaptureIncomplete(f"{expected.name}: {delivery.failure}")
     capture = expected.plan.capture
     assert capture is not None
-    known = check_labelled(expected, delivery.parcels)
-    writes = sum(parcel.writes for parcel in delivery.parcels)
+    known = check_labelled(expected, delivery.deliveries)
+    writes = sum(captured_rows.writes for captured_rows in delivery.deliveries)
     shards = {
         armed[index]: tuple(_completed(rows, expected, armed[index]) for rows in found)
         for index, found in delivery.shards.items()
@@ -101,7 +101,7 @@ def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point)
     return replace(rows, constants=constants or rows.constants, schema=schema or rows.schema)
 
 
-def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:
+def check_labelled(expected: Expected, deliveries: Sequence[CapturedRows]) -> Ints:
     """Check the owner, encoding and labels of every worker's rows; return their positions, int64 [rows].
 
     Raises:
@@ -111,15 +111,18 @@ def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:
     assert capture is not None
     known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
     coding, stored = (REDUCED, min(len(known), 1)) if capture.reduce else (capture.coding, len(known))
-    for parcel in parcels:
-        if parcel.owner.key != expected.plan.key:
-            raise CaptureIncomplete(f"{expected.name}: rows of {parcel.owner.key!r} came, which is another request")
-        if parcel.points and (parcel.coding, parcel.stored_rows) != (coding, stored):
+    for captured_rows in deliveries:
+        if captured_rows.owner.key != expected.plan.key:
             raise CaptureIncomplete(
-                f"{expected.name}: {parcel.stored_rows} rows came as {parcel.coding}, and must be {stored} as {coding}"
+                f"{expected.name}: rows of {captured_rows.owner.key!r} came, which is another request"
             )
-        positions = np.frombuffer(parcel.positions, dtype=np.int64)
-        token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
+        if captured_rows.points and (captured_rows.coding, captured_rows.stored_rows) != (coding, stored):
+            raise CaptureIncomplete(
+                f"{expected.name}: {captured_rows.stored_rows} rows came as {captured_rows.coding}, and must be "
+                f"{stored} as {coding}"
+            )
+        positions = np.frombuffer(captured_rows.positions, dtype=np.int64)
+        token_ids = np.frombuffer(captured_rows.token_ids, dtype=np.int64)
         check_labels(expected.name, known, expected.tokens, positions, token_ids)
     return known
 
@@ -138,7 +141,7 @@ def check_finite(
     capture = expected.plan.capture
     assert capture is not None
     remedy = "CaptureSpec(..., allow_nonfinite=True) hands such rows over"
-    found = [parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite]
+    found = [captured_rows.nonfinite for captured_rows in delivery.deliveries if captured_rows.nonfinite]
     if found:
         position, point = min(found)
         if point >= len(armed):

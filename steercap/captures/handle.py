@@ -24,7 +24,7 @@ from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW
 from steercap.core.media import MediaSpan, types_at
-from steercap.core.ownership import Unshared
+from steercap.core.ownership import NonCopyable
 from steercap.core.placing import LEFT_OUT
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
@@ -55,7 +55,7 @@ _STATES: Final = {
 }
 
 
-class CaptureHandle(Unshared, instead=INSTEAD):
+class CaptureHandle(NonCopyable, instead=INSTEAD):
     """Captured activations of one finished request, fetched on demand.
 
     The rows stay in the worker, or go to disk with overflow="spill", until `fetch()`, `release()`, the end of
@@ -333,7 +333,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
                 )
             rows = translator.translate(rows, point)
         asked: Any = {"normed": point.site == BEHIND, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
-        found = await source.surviving(lambda engine: unembed(engine, rows, **asked))
+        found = await source.with_restart(lambda engine: unembed(engine, rows, **asked))
         return replace(found, positions=self.positions[at])
 
     async def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
@@ -363,7 +363,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             )
         index, rows = logits_of(source, self.captures, layer, self.num_layers)
         at = slice(None) if tokens is None else self._rows_at(tokens)
-        return await source.surviving(lambda engine: experts(engine, index, rows[at], self.positions[at]))
+        return await source.with_restart(lambda engine: experts(engine, index, rows[at], self.positions[at]))
 
     def _require_rows(self, wanted: str) -> None:
         """Check that the handle holds a row for each token, not projections or a reduction."""

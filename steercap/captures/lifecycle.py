@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from steercap.captures.checks import Expected, received
 from steercap.captures.rows import Captures, Found
 from steercap.captures.spilled import Spilled
-from steercap.core.idiom import AWAITED
+from steercap.core.call_style import AWAITED
 from steercap.core.messages import Owner, Wanted
-from steercap.core.ownership import Unshared
+from steercap.core.ownership import NonCopyable
 from steercap.errors import CaptureError, CaptureIncomplete, CaptureNotFetched, CaptureNotFinite, CaptureReleased
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Lost(Protocol):
     def is_so(self) -> bool:
         """Return True if the rows are lost and another engine can recompute them."""
 
-    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+    async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
         """Await `work` on the live engine."""
 
     async def rows(self) -> Found:
@@ -167,14 +167,14 @@ class Source:
     def again(self) -> Lost | None:
         return self.lost if self.lost is not None and self.lost.is_so() else None
 
-    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+    async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
         """Await `work` on the engine, or on the one that replaced it.
 
         Raises:
             EngineFailure: none lives.
             Whatever `work` raises.
         """
-        return await (work(self.engine) if self.lost is None else self.lost.surviving(work))
+        return await (work(self.engine) if self.lost is None else self.lost.with_restart(work))
 
     def require_open(self) -> None:
         if self.again is None:
@@ -197,7 +197,7 @@ class Source:
         self.engine.give_back_from_any_thread(self.owner, self.ticket)
 
 
-class Lifecycle(Unshared, instead="its rows have one owner"):
+class Lifecycle(NonCopyable, instead="its rows have one owner"):
     """State of one handle's rows, and the transitions between its stages.
 
     When it is dropped with its handle, the rows in the worker are freed.

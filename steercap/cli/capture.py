@@ -16,8 +16,8 @@ from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready, may_replace
 from steercap.cli.engines import ModelOptions, opened
-from steercap.cli.foreseen import foreseen
 from steercap.cli.generate import SamplingOptions
+from steercap.cli.preflight import preflight
 from steercap.cli.prompts import PromptOptions
 from steercap.cli.selections import layers_of, names_of, tokens_of
 from steercap.cli.steering import SteerOptions, sites_of
@@ -205,7 +205,7 @@ def register(app: typer.Typer) -> None:
         )
         kept = names_of(sites) if directions is None else (directions.site,)
         armed = tuple(dict.fromkeys((*kept, *sites_of(spec))))
-        planned = foreseen(model, sites=armed, **stored.settings())
+        planned = preflight(model, sites=armed, **stored.settings())
         planned.check_capture(wanted)
         planned.check_steering(spec)
         if directions is not None and heat is not None:

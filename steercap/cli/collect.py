@@ -18,7 +18,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened, unopened
-from steercap.cli.foreseen import check_sampling, foreseen
+from steercap.cli.preflight import check_sampling, preflight
 from steercap.cli.selections import layers_of, names_of, tokens_of
 from steercap.cli.steering import SteerOptions, sites_of
 from steercap.cli.tables import facts
@@ -318,7 +318,7 @@ def register(app: typer.Typer) -> None:
             seed=stored.codec_seed,
         )
         armed = tuple(dict.fromkeys((*names_of(sites), *sites_of(spec))))
-        planned = foreseen(model, sites=armed, **stored.settings())
+        planned = preflight(model, sites=armed, **stored.settings())
         planned.check_capture(wanted)
         planned.check_steering(spec)
         long: Any = how.long

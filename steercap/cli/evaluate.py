@@ -17,7 +17,7 @@ from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.evaluation_file import EvaluationFile, read_evaluation
-from steercap.cli.foreseen import Foreseen, check_sampling, foreseen
+from steercap.cli.preflight import Preflight, check_sampling, preflight
 from steercap.cli.selections import names_of
 from steercap.cli.steering import sites_of
 from steercap.cli.sweep_file import measures_in
@@ -60,7 +60,7 @@ async def evaluated(
         )
 
 
-def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: Foreseen) -> None:
+def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: Preflight) -> None:
     """Check that an evaluation can be run.
 
     Args:
@@ -213,7 +213,7 @@ def register(app: typer.Typer) -> None:
         check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
         evaluation = settings.evaluation()
         sites = sites_in(evaluation)
-        check(evaluation, settings, out, foreseen(model, sites=sites))
+        check(evaluation, settings, out, preflight(model, sites=sites))
         terminal.say(f"{len(evaluation.conditions()):,} conditions, {len(evaluation.questions):,} questions each")
         async with opened(model, terminal, sites=sites) as open_model:
             results = await evaluated(open_model, evaluation, settings, out, terminal)

@@ -15,7 +15,7 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, may_replace
 from steercap.cli.engines import ModelOptions, opened
-from steercap.cli.foreseen import check_sampling, foreseen
+from steercap.cli.preflight import check_sampling, preflight
 from steercap.cli.prompts import Prompt, PromptOptions
 from steercap.cli.requests import run_each
 from steercap.cli.steering import SteerAlone, sites_of
@@ -198,7 +198,7 @@ def register(app: typer.Typer) -> None:
         if compare and spec is None:
             raise typer.BadParameter("there is nothing to compare with; give --steer FILE", param_hint="--compare")
         sites = sites_of(spec) or ("resid_post",)
-        foreseen(model, sites=sites).check_steering(spec)
+        preflight(model, sites=sites).check_steering(spec)
         if out is not None:
             may_replace(out, terminal, force=force)  # last: it asks
         async with opened(model, terminal, sites=sites) as open_model:

@@ -18,8 +18,8 @@ from steercap.cli import roles
 from steercap.cli.command import command, group_of
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened, pairs_of
-from steercap.cli.foreseen import Foreseen, check_sampling, foreseen
 from steercap.cli.onward import folded, sweeps_of
+from steercap.cli.preflight import Preflight, check_sampling, preflight
 from steercap.cli.selections import layers_of
 from steercap.cli.tables import document_of, facts
 from steercap.cli.terminal import Terminal
@@ -264,7 +264,7 @@ def _register_run(app: typer.Typer) -> None:
         folder_ready(out)
         further = {"site": site, "method": method, "held_out": held_out, "read_system": read_system}
         wanted, asked = layers_of(layers), settings_of(traits, sizes, scores, **further)
-        check(asked, wanted, out, foreseen(model, sites=site))
+        check(asked, wanted, out, preflight(model, sites=site))
         async with opened(model, terminal, sites=site) as open_model:
             if wanted != "all":
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
@@ -274,7 +274,7 @@ def _register_run(app: typer.Typer) -> None:
             )
 
 
-def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Foreseen) -> None:
+def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Preflight) -> None:
     """Check that a run is possible.
 
     Args:

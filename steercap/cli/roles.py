@@ -13,7 +13,7 @@ from rich.progress import TaskID
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, folder_ready, may_replace, saved
 from steercap.cli.engines import ModelOptions, opened, pairs_of
-from steercap.cli.foreseen import check_sampling, foreseen
+from steercap.cli.preflight import check_sampling, preflight
 from steercap.cli.roles_shown import along, by_layer, document_of
 from steercap.cli.selections import layers_of
 from steercap.cli.tables import facts
@@ -176,7 +176,7 @@ def _register_roles(app: typer.Typer) -> None:
         folder_ready(out)
         share, wanted, asked = shard_of(shard), layers_of(layers), options.settings(path, site=site)
         check_sampling(temperature=asked.temperature, seed=asked.seed)
-        foreseen(model, sites=site).check_capture(CaptureSpec(layers=wanted, sites=site))
+        preflight(model, sites=site).check_capture(CaptureSpec(layers=wanted, sites=site))
         check_same(out, asked)
         async with opened(model, terminal, sites=site) as open_model:
             if wanted != "all":

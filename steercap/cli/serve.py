@@ -11,7 +11,7 @@ import typer
 
 from steercap.cli.command import Loops, command
 from steercap.cli.engines import SMOLLM2, ModelOptions, located, pairs_of
-from steercap.cli.foreseen import STREAM, foreseen
+from steercap.cli.preflight import STREAM, preflight
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
 from steercap.core.extras import extra
@@ -142,7 +142,7 @@ def checked(
     names = Names.of(settings)
     if any(flag.startswith(CHANGING) for flag in flags):
         return names
-    there = foreseen(ModelOptions(model, engine_arg=list(engine_arg or ())), **own)
+    there = preflight(ModelOptions(model, engine_arg=list(engine_arg or ())), **own)
     for name in settings.vectors:
         content = names.library.get(name, OPERATOR).content
         if not isinstance(content, SteeringSpec) and content.site in STREAM:

@@ -11,7 +11,7 @@ import typer
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
-from steercap.cli.foreseen import Foreseen, check_sampling, foreseen
+from steercap.cli.preflight import Preflight, check_sampling, preflight
 from steercap.cli.selections import names_of, numbers_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
 from steercap.cli.sweep_shown import report
@@ -51,7 +51,7 @@ async def swept(
         return await run_sweep(model, sweep, out=out, measures=measures, progress=progress)
 
 
-def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Foreseen) -> None:
+def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Preflight) -> None:
     """Check that a sweep can be run.
 
     Args:
@@ -169,7 +169,7 @@ def register(app: typer.Typer) -> None:
         check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
         asked, chosen = sweep_of(settings), [measure_of(measure) for measure in settings.measures]
         site = next(iter(asked.vectors.values())).site
-        check(asked, chosen, out, foreseen(model, sites=site))
+        check(asked, chosen, out, preflight(model, sites=site))
         terminal.say(f"{sum(1 for _ in asked.requests()):,} answers under {len(asked.conditions()):,} conditions")
         async with opened(model, terminal, sites=site) as open_model:
             results = await swept(open_model, asked, chosen, out, terminal)

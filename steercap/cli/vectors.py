@@ -15,7 +15,7 @@ from steercap.cli.contents import directions_in, load
 from steercap.cli.convert import Target, write
 from steercap.cli.destinations import file_ready, may_replace, saved
 from steercap.cli.engines import ModelOptions, opened
-from steercap.cli.foreseen import foreseen
+from steercap.cli.preflight import preflight
 from steercap.cli.prompts import SpecialTokens, records_of
 from steercap.cli.selections import layers_of, tokens_of
 from steercap.cli.steering import base_of
@@ -197,7 +197,7 @@ def _register_extract(app: typer.Typer) -> None:
         if not said:
             raise typer.BadParameter("a direction needs a name", param_hint="--name")
         texts.check(**split)
-        foreseen(model, sites=site).check_capture(CaptureSpec(sites=site, **where))
+        preflight(model, sites=site).check_capture(CaptureSpec(sites=site, **where))
         may_replace(out, terminal, force=force)  # last: it asks
         async with opened(model, terminal, sites=site) as open_model:
             found = await extract_from(

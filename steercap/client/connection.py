@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap import errors
-from steercap.concurrency.loops import Home, within
+from steercap.concurrency.loops import OwnerLoop, within
+from steercap.core.call_style import AWAITED
 from steercap.core.extras import extra
-from steercap.core.idiom import AWAITED
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.values import choices, shown
@@ -87,7 +87,7 @@ class Connection:
         self._name = name
         self._timeout = timeout
         self._transport = transport
-        self._home: Home | None = None
+        self._home: OwnerLoop | None = None
         self._http: httpx.AsyncClient | None = None
         self._broken: type[Exception] = OSError  # httpx's own, once it is imported
         self._described: Described | None = None
@@ -109,7 +109,7 @@ class Connection:
             import httpx
 
         self._require_not_closed()
-        self._home = self._home or Home("this connection")
+        self._home = self._home or OwnerLoop("this connection")
         self._home.require()
         if self._described is not None:
             return

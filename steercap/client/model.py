@@ -13,7 +13,7 @@ from steercap.client.chats import templated, tokenised
 from steercap.client.connection import Connection
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.extras import extra
-from steercap.core.ownership import Unshared
+from steercap.core.ownership import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokenizing import given_ids, is_conversation
@@ -53,7 +53,7 @@ LACKING: Final[Mapping[str, str]] = {
 }
 
 
-class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
+class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     """Model that `steercap serve` has open, with the methods of a `SteerModel`; made by `SteerModel.connect`.
 
     `generate`, `chat`, `read` and `stream` do the same as for a local model, and take the same specs; a field that a

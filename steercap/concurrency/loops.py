@@ -27,7 +27,7 @@ _ADVICE: Final = (
 LOOK_SECONDS: Final = 0.01
 
 
-class Home:
+class OwnerLoop:
     """The event loop that an object belongs to: the one running where this is constructed.
 
     Args:

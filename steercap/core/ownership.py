@@ -7,7 +7,7 @@ from typing import ClassVar, NoReturn, SupportsIndex
 from steercap.errors import InvalidRequest
 
 
-class Unshared:
+class NonCopyable:
     """Base of classes that cannot be copied or pickled: `copy`, `deepcopy` and `pickle` raise InvalidRequest.
 
     Args:

@@ -18,7 +18,7 @@ from steercap.concurrency.loops import finished, on_thread, over
 from steercap.config import LAYER_END, Settings
 from steercap.core.budget import Ticket
 from steercap.core.coding import Coding
-from steercap.core.messages import Chosen, Counted, Owner, Parcel, Unembedded, Unknown, Wanted
+from steercap.core.messages import CapturedRows, Chosen, Counted, Owner, Unembedded, Unknown, Wanted
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
@@ -365,7 +365,7 @@ class Engine:
     def _spills(self) -> Spilling:
         workers, admission = self._workers, self.admission
         return Spilling(
-            self.settings, admission.budget, admission.page_bytes, self.collect, workers.census, admission.look_again
+            self.settings, admission.budget, admission.page_bytes, self.collect, workers.get_stats, admission.look_again
         )
 
     async def collect(self, wanted: Sequence[Wanted], *, growing: bool = False) -> list[Delivery]:
@@ -381,7 +381,7 @@ class Engine:
         found = await (self._workers.locate_growing(wanted) if growing else self.locate(wanted))
         return await self._fetcher.deliver(self._ranks, found)
 
-    async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
+    async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
         """See `Workers.locate`."""
         return await self._workers.locate(wanted)
 
@@ -393,9 +393,9 @@ class Engine:
         """See `Workers.engage`."""
         return await self._workers.engage(owners)
 
-    async def census(self) -> list[list[Counted]]:
+    async def get_stats(self) -> list[list[Counted]]:
         """Return the resources in use on each capturing worker, engine by engine."""
-        return await self._workers.census()
+        return await self._workers.get_stats()
 
     @property
     def bank_row_bytes(self) -> int:

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 import torch
 
 from steercap.concurrency.bounded import each_of
-from steercap.core.messages import Parcel, Unknown
+from steercap.core.messages import CapturedRows, Unknown
 from steercap.core.receipt import knowing
 from steercap.engine.ranks import Rank, Ranks
 from steercap.errors import CaptureIncomplete, ModelClosed
@@ -32,7 +32,7 @@ LOAD_REQUESTS: Final = 16
 
 
 #: Answer of each capturing worker about one request, engine by engine.
-Found: TypeAlias = Sequence[Sequence[Parcel | Unknown]]
+Found: TypeAlias = Sequence[Sequence[CapturedRows | Unknown]]
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Delivery:
     """Fetched rows of one request, or the reason why there are none.
 
     Args:
-        parcels: answer of each capturing worker that holds points of the request.
+        deliveries: answer of each capturing worker that holds points of the request.
         shards: rows of each point, by its index: one item, or its shards in the order of the ranks.
         failure: error that a worker reported, or None.
     """
 
-    parcels: tuple[Parcel, ...]
+    deliveries: tuple[CapturedRows, ...]
     shards: Mapping[int, tuple[torch.Tensor | CodedRows, ...]]
     failure: str | None
 
@@ -55,7 +55,7 @@ class Delivery:
         if coded:
             return CodedRows.joined(coded)
         tensors = [shard for shard in shards if isinstance(shard, torch.Tensor)]
-        return ENCODINGS[self.parcels[0].coding.encoding].joined(tensors)
+        return ENCODINGS[self.deliveries[0].coding.encoding].joined(tensors)
 
 
 @dataclass
@@ -68,24 +68,24 @@ class _Order:
         assemblies: its rows, worker by worker.
     """
 
-    gathered: list[tuple[Rank, Parcel]]
+    gathered: list[tuple[Rank, CapturedRows]]
     failure: str | None
     assemblies: list[Assembly] = field(default_factory=list)
 
     @cached_property
     def size(self) -> int:
         """Bytes of its rows."""
-        return sum(parcel_bytes(parcel, rank.of(parcel)) for rank, parcel in self.gathered)
+        return sum(parcel_bytes(captured_rows, rank.of(captured_rows)) for rank, captured_rows in self.gathered)
 
     def delivery(self) -> Delivery:
         """Return the fetched rows, or the failure."""
-        parcels = tuple(parcel for _, parcel in self.gathered)
+        deliveries = tuple(captured_rows for _, captured_rows in self.gathered)
         if self.failure:
-            return Delivery(parcels, {}, self.failure)
+            return Delivery(deliveries, {}, self.failure)
         shards: dict[int, list[tuple[int, torch.Tensor | CodedRows]]] = {}
         wanted: dict[int, int] = {}
-        for (rank, parcel), assembly in zip(self.gathered, self.assemblies, strict=True):
-            for point, schema, rows in zip(parcel.points, rank.of(parcel), assembly.rows(), strict=True):
+        for (rank, captured_rows), assembly in zip(self.gathered, self.assemblies, strict=True):
+            for point, schema, rows in zip(captured_rows.points, rank.of(captured_rows), assembly.rows(), strict=True):
                 shards.setdefault(point, []).append((rank.attached.shard, rows))
                 wanted[point] = schema.shards
         for point, found in shards.items():
@@ -93,8 +93,8 @@ class _Order:
             numbers = [number for number, _ in found]  # whole rows have no shard number
             if len(found) != wanted[point] or (wanted[point] > 1 and numbers != list(range(wanted[point]))):
                 failure = f"{len(found)} of {wanted[point]} shards of a point came"
-                return Delivery(parcels, {}, failure)
-        return Delivery(parcels, {point: tuple(rows for _, rows in found) for point, found in shards.items()}, None)
+                return Delivery(deliveries, {}, failure)
+        return Delivery(deliveries, {point: tuple(rows for _, rows in found) for point, found in shards.items()}, None)
 
 
 class Fetcher:
@@ -130,7 +130,9 @@ class Fetcher:
         self._pool.shutdown(cancel_futures=True)
 
     async def _deliver(self, orders: Sequence[_Order]) -> list[Delivery]:
-        sources = [[await rank.reader.read(parcel.lines) for rank, parcel in order.gathered] for order in orders]
+        sources = [
+            [await rank.reader.read(captured_rows.lines) for rank, captured_rows in order.gathered] for order in orders
+        ]
         made: list[Delivery] = []
 
         def begin() -> None:
@@ -179,35 +181,39 @@ class Fetcher:
             raise ModelClosed("the model was closed while rows were fetched")
 
 
-def parcels_of(found: Found) -> tuple[list[Parcel], str | None]:
-    """Return the parcels of a request from the one engine that ran it.
+def parcels_of(found: Found) -> tuple[list[CapturedRows], str | None]:
+    """Return the captured rows of a request from the one engine that ran it.
 
     Returns:
-        The parcels, worker by worker, and the reason why they cannot be used, or None.
+        The captured rows, worker by worker, and the reason why they cannot be used, or None.
     """
     known = knowing(found)
     if len(known) != 1:
         claim = f"engines {', '.join(map(str, known))} all have" if known else "no worker has"
         return [], f"{claim} rows of this request"
-    parcels, failure = [], None
-    for number, parcel in enumerate(found[known[0]]):
-        if isinstance(parcel, Unknown):
+    deliveries, failure = [], None
+    for number, captured_rows in enumerate(found[known[0]]):
+        if isinstance(captured_rows, Unknown):
             failure = failure or f"worker {number} of engine {known[0]} has no rows of this request"
         else:
-            failure = failure or parcel.failure
-            parcels.append(parcel)
-    return parcels, failure
+            failure = failure or captured_rows.failure
+            deliveries.append(captured_rows)
+    return deliveries, failure
 
 
 def _order(ranks: Ranks, found: Found) -> _Order:
     """Make the order of one request; it fails unless exactly one engine ran it and all its workers have rows."""
-    parcels, failure = parcels_of(found)
+    deliveries, failure = parcels_of(found)
     if failure:
         return _Order([], failure)
     (engine,) = knowing(found)
-    if damage := next(filter(None, map(Rank.damage, ranks[engine], parcels)), None):
+    if damage := next(filter(None, map(Rank.damage, ranks[engine], deliveries)), None):
         return _Order([], damage)
-    gathered = [(rank, parcel) for rank, parcel in zip(ranks[engine], parcels, strict=True) if parcel.points]
+    gathered = [
+        (rank, captured_rows)
+        for rank, captured_rows in zip(ranks[engine], deliveries, strict=True)
+        if captured_rows.points
+    ]
     return _Order(gathered, None)
 
 
@@ -228,8 +234,8 @@ def _loads(orders: Iterable[_Order]) -> Iterator[list[_Order]]:
 def _begin(order: _Order, sources: Sequence[Readable]) -> None:
     """Find the lines of the rows and allocate memory; small ones are gathered at once."""
     try:
-        for (rank, parcel), source in zip(order.gathered, sources, strict=True):
-            assembly = Assembly(parcel, rank.of(parcel), source, rank.attached.shard)
+        for (rank, captured_rows), source in zip(order.gathered, sources, strict=True):
+            assembly = Assembly(captured_rows, rank.of(captured_rows), source, rank.attached.shard)
             order.assemblies.append(assembly)
             if len(assembly.parts) == 1:
                 assembly.fill(assembly.parts[0])

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from steercap.architectures.families.code import same_code
 from steercap.core.attention import AttentionRule, joined
-from steercap.core.messages import Attached, Loaded, Parcel
+from steercap.core.messages import Attached, CapturedRows, Loaded
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
 from steercap.core.schema import PointSchema
@@ -48,24 +48,27 @@ class Rank:
         """Page shape of its arena."""
         return PageShape(self.attached.page_lines)
 
-    def of(self, parcel: Parcel) -> list[PointSchema]:
-        """Return the schemas of the points of a parcel."""
-        return [self.schemas[point] for point in parcel.points]
+    def of(self, captured_rows: CapturedRows) -> list[PointSchema]:
+        """Return the schemas of the points of captured rows."""
+        return [self.schemas[point] for point in captured_rows.points]
 
-    def damage(self, parcel: Parcel) -> str | None:
-        """Return the reason why a parcel cannot be one of this worker's, or None; checked before memory is allocated.
+    def damage(self, captured_rows: CapturedRows) -> str | None:
+        """Return the reason why captured rows cannot be this worker's, or None; checked before memory is allocated.
 
         Its labels are compared with those of the request by the caller that takes the rows.
         """
-        if unknown := [point for point in parcel.points if point not in self.schemas]:
+        if unknown := [point for point in captured_rows.points if point not in self.schemas]:
             return f"rows came of points {unknown}, which the worker does not keep"
-        encoding = ENCODINGS.get(parcel.coding.encoding)
-        if encoding is None or not encoding.takes(parcel.coding):
-            return f"rows came as {parcel.coding!r}, which is no encoding"
-        if len(parcel.positions) != len(parcel.token_ids) or len(parcel.positions) % _LABEL_BYTES:
-            return f"rows came with {len(parcel.positions)} bytes of positions, {len(parcel.token_ids)} of tokens"
+        encoding = ENCODINGS.get(captured_rows.coding.encoding)
+        if encoding is None or not encoding.takes(captured_rows.coding):
+            return f"rows came as {captured_rows.coding!r}, which is no encoding"
+        if len(captured_rows.positions) != len(captured_rows.token_ids) or len(captured_rows.positions) % _LABEL_BYTES:
+            positions, tokens = len(captured_rows.positions), len(captured_rows.token_ids)
+            return f"rows came with {positions} bytes of positions, {tokens} of tokens"
         lines = self.attached.pages * self.attached.page_lines
-        if (parcel.points and parcel.stored_rows > lines) or sum(one.count for one in parcel.lines) > lines:
+        if (captured_rows.points and captured_rows.stored_rows > lines) or sum(
+            one.count for one in captured_rows.lines
+        ) > lines:
             return f"the worker names more lines than the {lines:,} of its arena"
         return None
 

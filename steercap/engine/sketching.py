@@ -14,18 +14,18 @@ from typing import Final
 import torch
 
 from steercap.core.messages import (
+    CapturedRows,
     CloseSketch,
     Collected,
-    Fold,
+    CommitSketch,
     Folded,
     Joining,
     OpenSketch,
-    Parcel,
+    PrepareSketch,
     ReadSketch,
     SketchOpened,
     SketchPart,
     Unknown,
-    Weigh,
 )
 from steercap.core.spec import Point
 from steercap.engine.batching import Batcher
@@ -38,7 +38,7 @@ from steercap.worker.sketches.base import Kind, State
 #: Maximum bytes of a sketch in one answer of a worker.
 PIECE_BYTES: Final = 256 << 20
 #: Answer of each capturing worker about one request, engine by engine.
-Found = list[list[Parcel | Unknown]]
+Found = list[list[CapturedRows | Unknown]]
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Sketching:
                 await self._workers.ask(CloseSketch(book.name), SketchOpened)
 
     async def weigh(self, joining: Joining) -> Found:
-        """Prepare a finished request for its sketches: return its parcels, or why it cannot enter; see `Weigh`."""
+        """Prepare a finished request for its sketches: return its rows, or why it cannot enter; see `PrepareSketch`."""
         return await self._weighing.ask(joining)
 
     async def fold(self, joining: Joining, books: Sequence[Book]) -> int:
@@ -167,14 +167,14 @@ class Sketching:
             return {point: await self._state(book, point) for point in points}, book.requests
 
     async def _weigh(self, joining: Sequence[Joining]) -> list[Found]:
-        engines = await self._workers.ask(Weigh(tuple(joining)), Collected)
-        return [[[answer.parcels[at] for answer in answers] for answers in engines] for at in range(len(joining))]
+        engines = await self._workers.ask(PrepareSketch(tuple(joining)), Collected)
+        return [[[answer.deliveries[at] for answer in answers] for answers in engines] for at in range(len(joining))]
 
     async def _fold(self, asked: Sequence[tuple[Joining, tuple[Book, ...]]]) -> list[int]:
         books = {book.name: book for _, known in asked for book in known}
         async with self._turn:
             try:
-                engines = await self._workers.ask(Fold(tuple(joining for joining, _ in asked)), Folded)
+                engines = await self._workers.ask(CommitSketch(tuple(joining for joining, _ in asked)), Folded)
             except BaseException as error:
                 for book in books.values():
                     book.broken = book.broken or f"rows were to enter, and nobody knows whether they did: {error!r}"

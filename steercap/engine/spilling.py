@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from steercap.concurrency.loops import Home
+from steercap.concurrency.loops import OwnerLoop
 from steercap.config import Settings
 from steercap.core.budget import Budget, Ticket
 from steercap.core.messages import Wanted
@@ -91,7 +91,7 @@ class Spilling:
         self.file: Final = SpillFile(folder_of(settings), settings.spill_bytes)
         self._budget, self._collect, self._flush, self._settle = budget, collect, flush, settle
         self._batch = max(1, min(BATCH_BYTES // page_bytes, budget.pages // 4))
-        self._home: Final = Home("this model")
+        self._home: Final = OwnerLoop("this model")
         self._known: weakref.WeakValueDictionary[Ticket, Spillable] = weakref.WeakValueDictionary()
         self._too_large: weakref.WeakKeyDictionary[Ticket, int] = weakref.WeakKeyDictionary()  # and its bytes
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="steercap spiller")

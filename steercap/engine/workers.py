@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from steercap.concurrency.loops import Home
+from steercap.concurrency.loops import OwnerLoop
 from steercap.config import Settings
 from steercap.core.messages import (
     Answer,
     Attach,
     Attached,
     Call,
-    Census,
+    CapturedRows,
     Choose,
     Chosen,
     Collect,
@@ -27,16 +27,16 @@ from steercap.core.messages import (
     Engage,
     Engaged,
     Failed,
+    GetStats,
+    GetSteeringRecord,
     LineRange,
     Lines,
     NotCapturing,
     Owner,
-    Parcel,
     Project,
     Projected,
     Question,
     Read,
-    Settle,
     Settled,
     SteeringRecord,
     Unembed,
@@ -89,14 +89,14 @@ class Workers:
     """
 
     def __init__(self, vllm: VllmEngine) -> None:
-        self.home: Final = Home("this model")
+        self.home: Final = OwnerLoop("this model")
         self.closed = False
         self._vllm = vllm
         self._engines: int | None = None  # how many there are, once all have answered
         self._given_back: dict[Owner, _GivenBack] = {}
         self._flush: asyncio.Task[None] | None = None
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[Records]] = Batcher(self._settle)
-        self._growing: Batcher[Sequence[Wanted], list[list[list[Parcel | Unknown]]]] = Batcher(self._locate)
+        self._growing: Batcher[Sequence[Wanted], list[list[list[CapturedRows | Unknown]]]] = Batcher(self._locate)
 
     def require_open(self) -> None:
         """Check that the workers can be asked from here.
@@ -134,20 +134,22 @@ class Workers:
             for engine, answers in enumerate(engines)
         )
 
-    async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
+    async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
         """Make finished requests' rows readable and locate them; one RPC for all.
 
         Returns:
-            For each request, the parcel of each capturing worker, engine by engine.
+            For each request, the captured rows of each capturing worker, engine by engine.
         """
         engines = await self.ask(Collect(tuple(wanted)), Collected)
-        return [[[answer.parcels[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
+        return [
+            [[answer.deliveries[index] for answer in answers] for answers in engines] for index in range(len(wanted))
+        ]
 
-    async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
+    async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
         """Locate rows of requests that still run; concurrent calls share one RPC."""
         return await self._growing.ask(wanted)
 
-    async def _locate(self, asked: Sequence[Sequence[Wanted]]) -> list[list[list[list[Parcel | Unknown]]]]:
+    async def _locate(self, asked: Sequence[Sequence[Wanted]]) -> list[list[list[list[CapturedRows | Unknown]]]]:
         found = iter(await self.locate([item for items in asked for item in items]))
         return [[next(found) for _ in items] for items in asked]
 
@@ -162,7 +164,7 @@ class Workers:
     async def _settle(self, asked: Sequence[tuple[Sequence[Wanted], bool]]) -> list[list[Records]]:
         wanted = tuple(item for items, _ in asked for item in items)
         ended = tuple(end for items, end in asked for _ in items)
-        engines = await self.ask(Settle(wanted, ended), Settled)
+        engines = await self.ask(GetSteeringRecord(wanted, ended), Settled)
         records = iter(
             [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
         )
@@ -229,9 +231,9 @@ class Workers:
             _require_rows(answers[0].weights, len(rows), _FLOAT_BYTES)
         return answers[0]
 
-    async def census(self) -> list[list[Counted]]:
+    async def get_stats(self) -> list[list[Counted]]:
         """Return the resources in use on each capturing worker, engine by engine."""
-        return await self.ask(Census(), Counted)
+        return await self.ask(GetStats(), Counted)
 
     def line_source(self, engine: int, rank: int) -> Callable[[tuple[LineRange, ...]], Awaitable[bytes]]:
         """Return a function that asks one worker for arena lines.
@@ -291,7 +293,7 @@ class Workers:
                 if not any(item.soon for item in self._given_back.values()):
                     await asyncio.sleep(RELEASE_DELAY)
                 if self._given_back:
-                    await self.census()
+                    await self.get_stats()
 
 
 def _sent(rows: torch.Tensor) -> tuple[bytes, int, str]:

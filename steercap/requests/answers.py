@@ -29,9 +29,9 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.tokenizing import tokens_of
 from steercap.engine.engine import Engine
 from steercap.errors import InvalidRequest
-from steercap.requests.again import Recipe
 from steercap.requests.job import Job
 from steercap.requests.monitoring import MonitorReport
+from steercap.requests.recompute import Recipe
 from steercap.requests.running import Done, run_all
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
@@ -56,7 +56,7 @@ class RawOutput:
 
 
 @dataclass(frozen=True)
-class Answers:
+class LocalBackend:
     """Implementation of the calls of a model on an engine in this process.
 
     Args:
@@ -119,7 +119,7 @@ class Answers:
             return await serving.run(lambda: anext(chunks, None))
 
         try:
-            chunk = await recipe.surviving(first, job)  # once something was handed over, there is no other beginning
+            chunk = await recipe.with_restart(first, job)  # once something was handed over, there is no other beginning
             while chunk is not None:
                 yield chunk
                 chunk = await serving.run(lambda: anext(chunks, None))

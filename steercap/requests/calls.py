@@ -9,7 +9,7 @@ from steercap.captures.pooled import Encoded
 from steercap.core.prompts import CallArguments, special_asked
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.answers import RawOutput
-from steercap.requests.asked import (
+from steercap.requests.call_types import (
     ByLayers,
     BySpec,
     BySpecs,
@@ -51,7 +51,7 @@ READ: Final = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 Handle = TypeVar("Handle")
 
 
-class Answering(Protocol):
+class Backend(Protocol):
     """Backend that answers the calls: a local engine or a server."""
 
     def generated(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
@@ -77,7 +77,7 @@ class Calls(Generic[Handle]):
     whether there is one text or a list of them, the declared type is the union of both.
     """
 
-    _answers: Answering
+    _answers: Backend
 
     def _called(self, name: str, coming: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
         """Name a coroutine after the call that made it, for Python's warning about a forgotten `await`."""

@@ -23,7 +23,7 @@ from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.errors import SteeringNotApplied
-from steercap.requests.change import Change, Planned
+from steercap.requests.compiled_steering import Change, Planned
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.saes.compiling import Readers
@@ -60,7 +60,7 @@ class Sample:
 class Recipe(Protocol):
     """Means to prepare a request again for the engine that replaces a dead one."""
 
-    async def surviving(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
+    async def with_restart(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
         """Run `work` on the request, with the next engine if one dies meanwhile; see `requests.again`."""
 
     def lost(self, job: Job, sample: Sample) -> Lost | None:

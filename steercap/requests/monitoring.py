@@ -14,7 +14,7 @@ from steercap.captures.arriving import Arrived
 from steercap.core.rows import Ints
 from steercap.core.tokens import selected
 from steercap.errors import CaptureNotFinite
-from steercap.requests.gauges import Gauge
+from steercap.requests.monitor_readers import MonitorReader
 
 if TYPE_CHECKING:
     from steercap.adapters.types import RequestOutput
@@ -66,7 +66,7 @@ class _Sample:
     """State of one sample while it runs.
 
     Args:
-        gauges: number of monitors.
+        monitor_readers: number of monitors.
         tokens: tokens generated so far.
         text: their text.
         before: number of tokens and of characters that came before the newest output.
@@ -78,7 +78,7 @@ class _Sample:
         steered: position at which held-back steering began; None before that.
     """
 
-    gauges: int
+    monitor_readers: int
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     before: tuple[int, int] = (0, 0)
@@ -90,7 +90,7 @@ class _Sample:
     steered: int | None = None
 
     def __post_init__(self) -> None:
-        self.scored = [0] * self.gauges
+        self.scored = [0] * self.monitor_readers
 
 
 #: Fetches new rows by sample index, given each sample's tokens and the number of rows fetched before.
@@ -102,33 +102,35 @@ class Watch:
 
     Args:
         name: name of the request, for messages.
-        gauges: its monitors, bound to the captured data.
+        monitor_readers: its monitors, bound to the captured data.
         prompt_len: number of prompt tokens.
         limit: number of positions that can have rows.
         samples: number of samples.
     """
 
-    def __init__(self, name: str, gauges: Sequence[Gauge], *, prompt_len: int, limit: int, samples: int) -> None:
-        self._name, self._gauges = name, tuple(gauges)
+    def __init__(
+        self, name: str, monitor_readers: Sequence[MonitorReader], *, prompt_len: int, limit: int, samples: int
+    ) -> None:
+        self._name, self._monitor_readers = name, tuple(monitor_readers)
         self._prompt_len, self._limit = prompt_len, limit
-        self._selected = [selected(gauge.ranges, limit) for gauge in gauges]
-        self._samples = [_Sample(len(gauges)) for _ in range(samples)]
+        self._selected = [selected(monitor_reader.ranges, limit) for monitor_reader in monitor_readers]
+        self._samples = [_Sample(len(monitor_readers)) for _ in range(samples)]
 
     def reports(self, index: int = 0) -> tuple[MonitorReport, ...]:
         """Return the report of each monitor for a sample so far."""
         sample = self._samples[index]
         stopped = None if sample.stop is None else sample.stop.monitor
         reports = []
-        for number, gauge in enumerate(self._gauges):
-            fired = tuple(one for one in sample.crossings if one.monitor == gauge.label)
-            steers = gauge.monitor.do == "steer"
+        for number, monitor_reader in enumerate(self._monitor_readers):
+            fired = tuple(one for one in sample.crossings if one.monitor == monitor_reader.label)
+            steers = monitor_reader.monitor.do == "steer"
             begun = steers and sample.steered is not None and sample.steered < self._prompt_len + len(sample.tokens) - 1
             reports.append(
                 MonitorReport(
-                    gauge.label,
+                    monitor_reader.label,
                     sample.scored[number],
                     fired,
-                    stopped == gauge.label,
+                    stopped == monitor_reader.label,
                     sample.steered if begun else None,
                     late=steers and sample.ended and bool(fired) and not begun,
                 )
@@ -210,7 +212,9 @@ class Watch:
         self, engage: Callable[[Sequence[int]], Awaitable[Sequence[int]]], grown: Collection[int]
     ) -> None:
         """Start the steering of running samples in which a steering monitor has fired for the first time."""
-        steering = {gauge.label for gauge in self._gauges if gauge.monitor.do == "steer"}
+        steering = {
+            monitor_reader.label for monitor_reader in self._monitor_readers if monitor_reader.monitor.do == "steer"
+        }
         due = [
             index
             for index in sorted(grown)
@@ -227,19 +231,23 @@ class Watch:
         sample.rows += len(came.positions)
         crossings: list[Crossing] = []
         scored = []
-        for gauge, chosen in zip(self._gauges, self._selected, strict=True):
+        for monitor_reader, chosen in zip(self._monitor_readers, self._selected, strict=True):
             own = chosen[came.positions]
             scored.append(came.positions[own])
-            crossings += self._crossings(gauge, came.positions[own], gauge.scores(came.captures)[torch.from_numpy(own)])
+            crossings += self._crossings(
+                monitor_reader, came.positions[own], monitor_reader.scores(came.captures)[torch.from_numpy(own)]
+            )
         crossings.sort(key=lambda one: one.position)
-        stopping = {gauge.label for gauge in self._gauges if gauge.monitor.do == "stop"}
+        stopping = {
+            monitor_reader.label for monitor_reader in self._monitor_readers if monitor_reader.monitor.do == "stop"
+        }
         sample.stop = next((one for one in crossings if one.monitor in stopping), None)
         end = self._limit if sample.stop is None else sample.stop.position
         sample.crossings += [one for one in crossings if one.position <= end]
         for number, positions in enumerate(scored):
             sample.scored[number] += int((positions <= end).sum())
 
-    def _crossings(self, gauge: Gauge, positions: Ints, scores: torch.Tensor) -> list[Crossing]:
+    def _crossings(self, monitor_reader: MonitorReader, positions: Ints, scores: torch.Tensor) -> list[Crossing]:
         """Return the positions at which a monitor fires, as crossings.
 
         Raises CaptureNotFinite for a score that is NaN or infinite.
@@ -248,12 +256,12 @@ class Watch:
         for position, score in zip(positions.tolist(), scores.tolist(), strict=True):
             if not abs(score) < float("inf"):
                 raise CaptureNotFinite(
-                    f"{self._name}: monitor {gauge.label!r} has no score at position {position}: its row at "
-                    f"{gauge.point} gives {score}"
+                    f"{self._name}: monitor {monitor_reader.label!r} has no score at position {position}: its row at "
+                    f"{monitor_reader.point} gives {score}"
                 )
-            if gauge.monitor.fires(score):
+            if monitor_reader.monitor.fires(score):
                 token = position - self._prompt_len
-                found.append(Crossing(gauge.label, position, token if token >= 0 else None, score))
+                found.append(Crossing(monitor_reader.label, position, token if token >= 0 else None, score))
         return found
 
     def _cut(self, output: Any, text: Callable[[Sequence[int]], str], *, new: bool) -> Any:

@@ -12,9 +12,9 @@ from steercap.core.plan import Plan, compile_capture
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection, selected
 from steercap.errors import InvalidSpec
-from steercap.requests.change import Change
-from steercap.requests.gauges import Gauged, gauged_by, gauges_of
+from steercap.requests.compiled_steering import Change
 from steercap.requests.job import Job
+from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader_for
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, joint_capture
 from steercap.saes.compiling import Readers
@@ -133,8 +133,8 @@ async def prepare(
         change = replace(change, held=plan.key)
     watch = None
     if watching and plan is not None:
-        gauges = gauges_of(watching, kept.gauged, plan)
-        watch = Watch(plan.key, gauges, prompt_len=prompt_len, limit=limit, samples=asked.samples)
+        monitor_readers = monitor_readers_of(watching, kept.read_at, plan)
+        watch = Watch(plan.key, monitor_readers, prompt_len=prompt_len, limit=limit, samples=asked.samples)
     return Job(
         engine,
         rendered,
@@ -163,7 +163,7 @@ class _Kept(NamedTuple):
         spec: the spec that selects tokens, None if nothing is kept.
         indices: indices of the points among the armed ones, ascending.
         coding: encoding of the rows.
-        gauged: for each monitor, its point, and the index of its projection among those kept there.
+        read_at: for each monitor, its point, and the index of its projection among those kept there.
     """
 
     spec: CaptureSpec | None = None
@@ -173,7 +173,7 @@ class _Kept(NamedTuple):
     calibrated: Calibrated | None = None
     readers: Readers | None = None
     coding: Coding = RAW
-    gauged: Gauged = ()
+    read_at: ReadAt = ()
 
 
 def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors: Sequence[Monitor]) -> _Kept:
@@ -195,7 +195,7 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
             tuple(engine.armed[point] for point in projected.points),
             projected,
             coding=Coding("projected", len(projected.names)),
-            gauged=tuple(zip(places, columns, strict=True)),
+            read_at=tuple(zip(places, columns, strict=True)),
         )
     if sketches:
         spec, points, indices = joint_capture(engine, own, sketches)
@@ -214,7 +214,7 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
     )
     if not monitors:
         return kept
-    return kept._replace(gauged=gauged_by(spec, kept.coding, points, monitors, engine.probe_points(monitors)))
+    return kept._replace(read_at=reader_for(spec, kept.coding, points, monitors, engine.probe_points(monitors)))
 
 
 def _check_biases(asked: _Asked, change: Change, prompt_len: int) -> None:

@@ -69,7 +69,7 @@ async def run_one(job: Job, call: object) -> Done:
     """
     if job.recipe is None:
         return await _run(job, call)
-    return await job.recipe.surviving(lambda job: _run(job, call), job)
+    return await job.recipe.with_restart(lambda job: _run(job, call), job)
 
 
 async def _run(job: Job, call: object) -> Done:

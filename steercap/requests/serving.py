@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from steercap.concurrency.loops import Home, finished, on_thread, within
+from steercap.concurrency.loops import OwnerLoop, finished, on_thread, within
 from steercap.config import Settings
-from steercap.core.idiom import AWAITED
+from steercap.core.call_style import AWAITED
 from steercap.engine.checkpoint import look_up, require_reachable, require_there
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
@@ -62,7 +62,7 @@ class Serving:
         self.cut = cut
         self._given_up: EngineDied | None = None
         self._closed = False
-        self._home: Home | None = None
+        self._home: OwnerLoop | None = None
         self._life = asyncio.Lock()
         self._starting: asyncio.Task[Engine] | None = None
         self._launch: Launch | None = None
@@ -71,12 +71,12 @@ class Serving:
         """Start the engine and prove that its taps work; see `SteerModel.start`."""
         require_main_guard(self.idiom)
         if self._home is None:
-            self._home, self._life = Home("this model"), asyncio.Lock()
+            self._home, self._life = OwnerLoop("this model"), asyncio.Lock()
         self._home.require()
         async with self._life:
             self._require_not_closed()
             if self.engine is None:
-                self._home = self._home or Home("this model")  # the previous holder of the lock may have failed
+                self._home = self._home or OwnerLoop("this model")  # the previous holder of the lock may have failed
                 self._starting = asyncio.ensure_future(self._start())
                 try:
                     self.engine = await self._starting
@@ -132,7 +132,7 @@ class Serving:
                 raise
         return engine
 
-    async def surviving(self, work: Callable[[Engine], Awaitable[Value]], engine: Engine | None = None) -> Value:
+    async def with_restart(self, work: Callable[[Engine], Awaitable[Value]], engine: Engine | None = None) -> Value:
         """Await `work` on the engine; if the engine dies meanwhile and restarts are on, await it again on the next one.
 
         Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from steercap.captures.checks import Expected, check_labelled
 from steercap.captures.sketch import Sketch, point_in, versions
 from steercap.core.messages import Joining, Wanted
-from steercap.core.ownership import Unshared
+from steercap.core.ownership import NonCopyable
 from steercap.core.receipt import check_points
 from steercap.core.spec import CaptureSpec, Layers, Point, resolve_layers
 from steercap.core.tokens import TokenSelection
@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 INSTEAD: Final = "its statistics lie in the workers; fetch() gives a Sketch, which can be saved and merged"
 
 
-class RunningSketch(Unshared, instead=INSTEAD):
+class RunningSketch(NonCopyable, instead=INSTEAD):
     """Statistics of the rows of every request made inside `SteerModel.sketch`, which yields this object.
 
     The rows never leave the workers. A request enters as a whole, once it has ended and its labels were checked; one
@@ -214,18 +214,18 @@ async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequ
 
 def _check(engine: Engine, expected: Expected, points: Sequence[Point], found: Any) -> None:
     """Check the rows that the workers hold of a request against those that must enter."""
-    parcels, failure = parcels_of(found)
+    deliveries, failure = parcels_of(found)
     if failure:
         raise CaptureIncomplete(f"{expected.name}: {failure}")
     armed = engine.vllm.points
-    parcels = [parcel for parcel in parcels if parcel.points]
-    check_labelled(expected, parcels)
-    captured = [armed[index] for parcel in parcels for index in parcel.points]
+    deliveries = [captured_rows for captured_rows in deliveries if captured_rows.points]
+    check_labelled(expected, deliveries)
+    captured = [armed[index] for captured_rows in deliveries for index in captured_rows.points]
     check_points(expected.name, points, captured)
     for point in points:
         if captured.count(point) != engine.schemas[point].shards:
             raise CaptureIncomplete(f"{expected.name}: {captured.count(point)} shards of {point} came")
-    if not_finite := [parcel.nonfinite for parcel in parcels if parcel.nonfinite]:
+    if not_finite := [captured_rows.nonfinite for captured_rows in deliveries if captured_rows.nonfinite]:
         position, index = min(not_finite)
         raise CaptureNotFinite(
             f"{expected.name}: the row of position {position} at {armed[index]} holds NaN or infinity, so the request "

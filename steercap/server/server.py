@@ -16,13 +16,13 @@ from steercap.files.fingerprint import warn_of_other_model
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
 from steercap.server.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
-from steercap.server.elsewhere import Elsewhere
 from steercap.server.engine import ServedEngine
 from steercap.server.folder import MOST_BYTES as FOLDER_BYTES
 from steercap.server.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
 from steercap.server.folder import Folder
 from steercap.server.library import NAME, OPERATOR, Library
 from steercap.server.middleware import PATHS, Asking, Keyless
+from steercap.server.passthrough_routes import Elsewhere
 from steercap.server.presets import Presets
 from steercap.steering.spec import SteeringSpec
 
@@ -125,7 +125,7 @@ async def application(
         from steercap.adapters import server
         from steercap.server import explorer
         from steercap.server.features import FeaturesOfRows, require_fitting
-        from steercap.server.looking import Looking
+        from steercap.server.inspect_routes import Looking
         from steercap.server.routes import Routes
 
     names = names or Names.of(settings)

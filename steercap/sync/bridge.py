@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from steercap.captures.handle import CaptureHandle as Awaited
-from steercap.core.idiom import BLOCKING, Idiom
+from steercap.core.call_style import BLOCKING, Idiom
 from steercap.errors import ModelClosed
 from steercap.requests.sketching import RunningSketch
 from steercap.sync.handle import CaptureHandle

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from torch.utils.data import IterableDataset
 
-from steercap.core.ownership import Unshared
+from steercap.core.ownership import NonCopyable
 from steercap.errors import ModelClosed
 from steercap.lab.datasets.collecting import calls as _there
 from steercap.sync.twins import Bridged, blocking, bridge_of
@@ -26,7 +26,7 @@ Params = ParamSpec("Params")
 INSTEAD = "it is read by the process that has the model; in a DataLoader use num_workers=0 and batch_size=None"
 
 
-class ActivationStream(Unshared, IterableDataset["Rows | Labelled"], instead=INSTEAD):
+class ActivationStream(NonCopyable, IterableDataset["Rows | Labelled"], instead=INSTEAD):
     """Shuffled batches of a model's rows, made by `activations`; it can be iterated once.
 
     The engine works ahead in its own thread and processes while the caller computes. A loop that ends, however it ends,

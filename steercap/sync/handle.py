@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 from steercap.captures import handle as handles
 from steercap.captures.experts import Experts
 from steercap.captures.lens import MOST_BYTES, Lens
-from steercap.core.idiom import BLOCKING
-from steercap.core.ownership import Unshared
+from steercap.core.call_style import BLOCKING
+from steercap.core.ownership import NonCopyable
 from steercap.core.spec import Point
 from steercap.errors import InvalidRequest
 from steercap.sync.loop import LoopThread
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from steercap.steering.directions import Mark
 
 
-class CaptureHandle(Unshared, instead=handles.INSTEAD):
+class CaptureHandle(NonCopyable, instead=handles.INSTEAD):
     """Handle of a request's rows: `steercap.CaptureHandle` without `await`.
 
     `fetch()` returns when the rows are here, and `with handle:` fetches and frees. All else is that of the handle.

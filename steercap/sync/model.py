@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from steercap import model as _model
 from steercap.config import Settings
-from steercap.core.idiom import BLOCKING
-from steercap.core.ownership import Unshared
+from steercap.core.call_style import BLOCKING
+from steercap.core.ownership import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
@@ -43,7 +43,7 @@ async def _call(work: Callable[[], Value]) -> Value:
     return work()
 
 
-class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
+class SteerModel(NonCopyable, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     """Model with captures and steering: `steercap.SteerModel` without `await`, with the same arguments.
 
     Use it as a context manager, or `start()` and `close()`. Several threads may call it at once; vLLM batches their
@@ -137,7 +137,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
             The errors of `steercap.SteerModel.sketch`.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = self.bridge.run(self.serving.surviving(lambda engine: begun(engine, kind, size, spec)))
+        running = self.bridge.run(self.serving.with_restart(lambda engine: begun(engine, kind, size, spec)))
         try:
             with joining(self.bridge.model, running):
                 yield RunningSketch(running, self.bridge.run)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from steercap.client import RemoteModel as Awaited
 from steercap.client.model import INSTEAD
 from steercap.core.extras import extra
-from steercap.core.ownership import Unshared
+from steercap.core.ownership import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.requests.calls import Calls
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from steercap.steering.logit_bias import LogitBias
 
 
-class RemoteModel(Unshared, Bridged[Awaited], instead=INSTEAD):
+class RemoteModel(NonCopyable, Bridged[Awaited], instead=INSTEAD):
     """Model on a server: `steercap.client.RemoteModel` without `await`, with the same arguments.
 
     Made by `SteerModel.connect`.

@@ -1,7 +1,7 @@
 """Roles and the assistant axis without `await`: twins of functions in `steercap.lab.personas.roles`."""
 
+from steercap.lab.personas.roles import axis_capping as _capping
 from steercap.lab.personas.roles import effects as _effects
-from steercap.lab.personas.roles import floors as _floors
 from steercap.lab.personas.roles import pipeline as _there
 from steercap.sync.twins import blocking
 
@@ -9,9 +9,9 @@ __all__ = ["calibrated_capping", "compare_steering", "projections_by_text", "run
 
 run = blocking(_there.run)
 run_share = blocking(_there.run_share)
-calibrated_capping = blocking(_floors.calibrated_capping)
-token_projections = blocking(_floors.token_projections)
-projections_by_text = blocking(_floors.projections_by_text)
+calibrated_capping = blocking(_capping.calibrated_capping)
+token_projections = blocking(_capping.token_projections)
+projections_by_text = blocking(_capping.projections_by_text)
 compare_steering = blocking(_effects.compare_steering)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from steercap.core.ownership import Unshared
+from steercap.core.ownership import NonCopyable
 from steercap.requests import sketching
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
 
 
-class RunningSketch(Unshared, instead=sketching.INSTEAD):
+class RunningSketch(NonCopyable, instead=sketching.INSTEAD):
     """Statistics of the rows of every request made in a context: `steercap.RunningSketch` without `await`.
 
     Attributes:

@@ -131,8 +131,8 @@ class Accumulators:
         - Kept as held: all other held rows.
 
         Returns:
-            The updates, None if the pass has no reduced rows; and the indices, in the ledger, of requests with more
-            newest rows than can be held: none of these is added from here on.
+            The updates, None if the pass has no reduced rows; and the indices, in the request table, of requests with
+            more newest rows than can be held: none of these is added from here on.
         """
         if not (step.accumulators != NONE).any():
             return None, np.empty(0, dtype=np.int64)

@@ -22,18 +22,20 @@ from steercap.core.messages import (
     Attach,
     Attached,
     Call,
-    Census,
+    CapturedRows,
     Choose,
     CloseSAE,
     CloseSketch,
     Collect,
     Collected,
+    CommitSketch,
     Configure,
     Counted,
     Engage,
     Engaged,
     Failed,
-    Fold,
+    GetStats,
+    GetSteeringRecord,
     Joining,
     LineRange,
     Lines,
@@ -42,15 +44,13 @@ from steercap.core.messages import (
     OpenSAE,
     OpenSketch,
     Owner,
-    Parcel,
+    PrepareSketch,
     Project,
     Read,
     ReadSketch,
-    Settle,
     Unembed,
     Unknown,
     Wanted,
-    Weigh,
     decode_call,
     encode,
 )
@@ -66,16 +66,16 @@ from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.biasing import Biasing
 from steercap.worker.bounds import check_plan, check_vectors
+from steercap.worker.capture_buffer import ArenaBuffer, CaptureBuffer
 from steercap.worker.choice import Choosing, chosen
-from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.memory.reader import WIRE_BYTES
-from steercap.worker.outbox import Outbox, RowsOutbox
 from steercap.worker.projection import Projecting, projected
-from steercap.worker.reducing_outbox import ReducingOutbox, finish
+from steercap.worker.reducing_buffer import ReducingBuffer, finish
+from steercap.worker.request_table import RequestTable, Tracked
 from steercap.worker.saes import SAEs
 from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
-from steercap.worker.step import Step, Witness
+from steercap.worker.step import Step, StepReport
 from steercap.worker.taps.base import Taps
 
 _LOG: Final = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Runtime:
         self._steering = Steering(taps, primary=taps.installed.shard == 0, samples=samples)
         #: Logit biases, which runner adapters add before tokens are sampled.
         self.biasing = Biasing(device)
-        self._ledger = Ledger(taps.programs, taps.layouts)
+        self._request_table = RequestTable(taps.programs, taps.layouts)
         self._kept: dict[Owner, Tracked] = {}  # requests whose rows are held
         self._sketches = Sketches(taps.layouts, device)
         self._saes = SAEs(taps.layouts, device)
@@ -142,7 +142,7 @@ class Runtime:
 
     def register(self, request_id: str, plan_bytes: bytes, sample: int) -> None:
         """Start following a request with a plan; calls after the first, as after preemption, do nothing."""
-        if request_id in self._ledger:
+        if request_id in self._request_table:
             return
         try:
             plan = Plan.decode(plan_bytes)
@@ -163,8 +163,8 @@ class Runtime:
                 self._steering.taint(plan.steering, f"its plan cannot be followed: {error}")
 
     def _enter(self, request_id: str, owner: Owner, plan: Plan) -> None:
-        """Create the outbox and the steering state of a request, and add it to the ledger."""
-        outbox = steered = held = None
+        """Create the capture buffer and the steering state of a request, and add it to the request table."""
+        capture_buffer = steered = held = None
         if plan.steering is not None:
             steered = self._steering.register(owner, plan, plan.steering)
         if plan.capture is not None and self._arena is not None and owner not in self._kept:
@@ -172,23 +172,23 @@ class Runtime:
             slot = None if vectors is None else self._steering.slot(vectors.slot, vectors.configuration)
             if slot is not None:
                 check_vectors(slot.configuration, plan.capture.coding)
-            outbox = self._outbox_for(owner, plan, plan.capture, self._arena)
+            capture_buffer = self._outbox_for(owner, plan, plan.capture, self._arena)
             if vectors is not None:
                 held = None if slot is None else (vectors.slot, slot)
                 if slot is None:
-                    outbox.fail(f"slot {vectors.slot} does not hold the vectors that this request's rows need")
-        if outbox is None and steered is None:
+                    capture_buffer.fail(f"slot {vectors.slot} does not hold the vectors that this request's rows need")
+        if capture_buffer is None and steered is None:
             return
-        tracked = Tracked(owner, outbox, steered, held)
-        if outbox is not None:
+        tracked = Tracked(owner, capture_buffer, steered, held)
+        if capture_buffer is not None:
             self._kept[owner] = tracked
-        self._ledger.enter(request_id, tracked)
+        self._request_table.enter(request_id, tracked)
         if steered is not None and steered.biases:
             self.biasing.enter(request_id, steered)
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Stop following requests that have ended; their rows stay until the client releases them."""
-        self._ledger.leave(request_ids)
+        self._request_table.leave(request_ids)
         self.biasing.leave(request_ids)
 
     def begin_step(self, batch: BatchRows) -> None:
@@ -198,7 +198,7 @@ class Runtime:
             self._take_completed(blocking)
         if self._samples:
             self.biasing.begin(batch)
-        step = self._ledger.make_step(batch)
+        step = self._request_table.make_step(batch)
         if step is None:
             return
         updates, crowded = self.taps.accumulators.update(step)
@@ -207,10 +207,10 @@ class Runtime:
             self._fail(step.requests[step.kept], reason)
 
     def _fail(self, indices: Ints, reason: str) -> None:
-        """Fail the rows of requests, by their indices in the ledger."""
+        """Fail the rows of requests, by their indices in the request table."""
         for index in np.unique(indices).tolist():
-            if (outbox := self._ledger.at(index).outbox) is not None:
-                outbox.fail(reason)
+            if (capture_buffer := self._request_table.at(index).capture_buffer) is not None:
+                capture_buffer.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
         """Close the tables after a pass was run, launched or failed, and process the passes completed before it."""
@@ -220,46 +220,44 @@ class Runtime:
 
     def _take_completed(self, through: Step | None = None) -> None:
         """Process the passes that are known to be completed; wait for those up to `through`, if given."""
-        for step, witness in self.taps.completed(through):
-            self._take_in(step, witness)
-            self._ledger.complete_pass()
+        for step, report in self.taps.completed(through):
+            self._take_in(step, report)
+            self._request_table.complete_pass()
 
-    def _take_in(self, step: Step, witness: Witness) -> None:
-        """Label the rows of a pass, and fail the requests whose witness differs from the step."""
-        wrong = (witness.positions != step.positions) | (witness.edits != step.edits) | (witness.copies != step.copies)
-        wrong |= witness.overflowed != NONE
-        if witness.failure:
+    def _take_in(self, step: Step, report: StepReport) -> None:
+        """Label the rows of a pass, and fail the requests whose report differs from the step."""
+        wrong = (report.positions != step.positions) | (report.edits != step.edits) | (report.copies != step.copies)
+        wrong |= report.overflowed != NONE
+        if report.failure:
             wrong[:] = True
         if wrong.any():
-            self._refuse(step, witness, wrong)
-        for token in np.flatnonzero(witness.nonfinite != NONE).tolist():
-            if (outbox := self._ledger.at(int(step.requests[token])).outbox) is not None:
-                outbox.found_nonfinite(int(step.positions[token]), self.taps.points[witness.nonfinite[token]])
-        self._ledger.label(step, witness.token_ids)
+            self._refuse(step, report, wrong)
+        for token in np.flatnonzero(report.nonfinite != NONE).tolist():
+            if (capture_buffer := self._request_table.at(int(step.requests[token])).capture_buffer) is not None:
+                capture_buffer.found_nonfinite(int(step.positions[token]), self.taps.points[report.nonfinite[token]])
+        self._request_table.label(step, report.token_ids)
 
-    def _refuse(self, step: Step, witness: Witness, wrong: np.ndarray) -> None:
+    def _refuse(self, step: Step, report: StepReport, wrong: np.ndarray) -> None:
         """Fail the requests of tokens that were not computed, edited or copied as the step says."""
         for index in np.unique(step.requests[wrong]).tolist():
-            tracked = self._ledger.at(index)
+            tracked = self._request_table.at(index)
             own = np.flatnonzero(wrong & (step.requests == index))
-            reason = witness.failure or self._difference(step, witness, own, int((step.requests == index).sum()))
-            if tracked.outbox is not None:
-                tracked.outbox.fail(reason)
+            reason = report.failure or self._difference(step, report, own, int((step.requests == index).sum()))
+            if tracked.capture_buffer is not None:
+                tracked.capture_buffer.fail(reason)
             if tracked.steered is not None:
                 self._steering.fail(tracked.steered, reason)
 
-    def _difference(self, step: Step, witness: Witness, own: Ints, count: int) -> str:
+    def _difference(self, step: Step, report: StepReport, own: Ints, count: int) -> str:
         """Describe how the tokens `own` of a request differ from the step."""
         first = own[0]
-        if witness.positions[first] != step.positions[first]:
-            return (
-                f"the runner computes position {witness.positions[first]} where {step.positions[first]} was scheduled"
-            )
-        if (witness.copies[own] != step.copies[own]).any():
+        if report.positions[first] != step.positions[first]:
+            return f"the runner computes position {report.positions[first]} where {step.positions[first]} was scheduled"
+        if (report.copies[own] != step.copies[own]).any():
             return f"{len(own)} of {count} tokens of a pass were not copied at their points, once each"
-        if (witness.edits[own] != step.edits[own]).any():
+        if (report.edits[own] != step.edits[own]).any():
             return f"{len(own)} of {count} tokens of a pass did not get their edits"
-        point = witness.overflowed[first]
+        point = report.overflowed[first]
         schema = self.taps.schemas[point]
         return (
             f"the edited row of position {step.positions[first]} overflows at {self._names[point]}: an element is NaN, "
@@ -270,10 +268,10 @@ class Runtime:
     def _wait_for(self, wanted: Sequence[Wanted]) -> None:
         """Wait for the passes that computed the wanted tokens; do not wait for later ones."""
         for item in wanted:
-            if (tracked := self._ledger.find(item.owner)) is not None:
-                self._ledger.flush(tracked)
+            if (tracked := self._request_table.find(item.owner)) is not None:
+                self._request_table.flush(tracked)
         pending = reversed(self.taps.pending)
-        self._take_completed(next((step for step in pending if self._ledger.computes(step, wanted)), None))
+        self._take_completed(next((step for step in pending if self._request_table.computes(step, wanted)), None))
 
     # The client's calls
 
@@ -295,8 +293,8 @@ class Runtime:
     def _reply(self, call: Call) -> Answer:  # noqa: C901, PLR0911, PLR0912 -- one answer per question
         match call.question:
             case Configure():
-                return self._steering.configure(call.question, self._ledger.slots())
-            case Settle(wanted):
+                return self._steering.configure(call.question, self._request_table.slots())
+            case GetSteeringRecord(wanted):
                 self._wait_for(wanted)
                 self.biasing.confirm(wanted)
                 return self._steering.settle(call.question)
@@ -315,18 +313,20 @@ class Runtime:
             case Collect(wanted):
                 self._wait_for(wanted)
                 boxes = ((self._kept.get(item.owner), item.total) for item in wanted)
-                finish(self.taps, {found.outbox: total for found, total in boxes if found and found.outbox})
+                finish(
+                    self.taps, {found.capture_buffer: total for found, total in boxes if found and found.capture_buffer}
+                )
                 return Collected(tuple(map(self._seal, wanted)))
-            case Weigh(joining):
+            case PrepareSketch(joining):
                 self._wait_for([one.wanted for one in joining])
                 return Collected(tuple(map(self._weigh, joining)))
-            case OpenSketch() | Fold() | ReadSketch() | CloseSketch():
+            case OpenSketch() | CommitSketch() | ReadSketch() | CloseSketch():
                 return self._sketches.answer(call.question)
             case OpenSAE() | CloseSAE():
                 return self._saes.answer(call.question)
             case Read(ranges):
                 return Lines(self._read(ranges))
-            case Census():
+            case GetStats():
                 return self._count()
         raise WorkerFailure(f"no answer to {call.question!r}")
 
@@ -335,42 +335,42 @@ class Runtime:
         steered = self._steering.record(owner)
         if steered is None:
             return None
-        tracked = self._ledger.find(owner)
+        tracked = self._request_table.find(owner)
         if tracked is not None:
-            self._ledger.flush(tracked)
+            self._request_table.flush(tracked)
         start = steered.engage()
         if tracked is not None:
-            self._ledger.look_again(tracked)
+            self._request_table.look_again(tracked)
         return start
 
-    def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> Outbox:
+    def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> CaptureBuffer:
         if capture.accumulates:
-            return ReducingOutbox(owner, plan, capture, self.taps.layouts, arena, self.taps)
+            return ReducingBuffer(owner, plan, capture, self.taps.layouts, arena, self.taps)
         reads = self._saes.reads(capture.points, capture.saes) if capture.saes else ()
-        outbox = RowsOutbox(owner, plan, capture, self.taps.layouts, arena, reads or ())
+        capture_buffer = ArenaBuffer(owner, plan, capture, self.taps.layouts, arena, reads or ())
         if reads is None:
-            outbox.fail("the SAE that is to read its rows is not here")
-        return outbox
+            capture_buffer.fail("the SAE that is to read its rows is not here")
+        return capture_buffer
 
-    def _seal(self, item: Wanted) -> Parcel | Unknown:
+    def _seal(self, item: Wanted) -> CapturedRows | Unknown:
         tracked = self._kept.get(item.owner)
-        if tracked is None or tracked.outbox is None:
+        if tracked is None or tracked.capture_buffer is None:
             return Unknown(item.owner)
-        parcel = tracked.outbox.seal(item.total, item.first)
-        if tracked.outbox.layout == NONE:  # its reduction has ended
-            self._ledger.look_again(tracked)
-        return parcel
+        captured_rows = tracked.capture_buffer.seal(item.total, item.first)
+        if tracked.capture_buffer.layout == NONE:  # its reduction has ended
+            self._request_table.look_again(tracked)
+        return captured_rows
 
-    def _weigh(self, joining: Joining) -> Parcel | Unknown:
-        parcel = self._seal(joining.wanted)
-        if isinstance(parcel, Unknown) or parcel.failure or parcel.nonfinite:
-            return parcel  # and the client refuses it
-        rows = self._kept[joining.wanted.owner].outbox
-        if not isinstance(rows, RowsOutbox) or rows.capture.coding != RAW or rows.capture.reduce:
+    def _weigh(self, joining: Joining) -> CapturedRows | Unknown:
+        captured_rows = self._seal(joining.wanted)
+        if isinstance(captured_rows, Unknown) or captured_rows.failure or captured_rows.nonfinite:
+            return captured_rows  # and the client refuses it
+        rows = self._kept[joining.wanted.owner].capture_buffer
+        if not isinstance(rows, ArenaBuffer) or rows.capture.coding != RAW or rows.capture.reduce:
             refused: str | None = "its rows are not kept as they are, which a sketch needs"
         else:
             refused = self._sketches.weigh(joining, rows)
-        return msgspec.structs.replace(parcel, failure=refused)
+        return msgspec.structs.replace(captured_rows, failure=refused)
 
     def _attach(self, asked: Attach) -> Answer:
         if self._arena is None:
@@ -399,12 +399,12 @@ class Runtime:
         self._sketches.forget(owners)
         for owner in owners:
             tracked = self._kept.pop(owner, None)
-            outbox = None if tracked is None else tracked.outbox
-            if tracked is None or outbox is None:
+            capture_buffer = None if tracked is None else tracked.capture_buffer
+            if tracked is None or capture_buffer is None:
                 continue
-            self._ledger.forget_rows(tracked)
-            self._rows_written += outbox.writes
-            outbox.free()
+            self._request_table.forget_rows(tracked)
+            self._rows_written += capture_buffer.writes
+            capture_buffer.free()
 
     def _read(self, ranges: Sequence[LineRange]) -> bytes:
         arena, lines = self._attached(), sum(item.count for item in ranges)
@@ -414,8 +414,8 @@ class Runtime:
 
     def _count(self) -> Counted:
         arena = self._attached()
-        for tracked in self._ledger:
-            self._ledger.flush(tracked)
+        for tracked in self._request_table:
+            self._request_table.flush(tracked)
         return Counted(
             requests=len(self._kept),
             steered=self._steering.held,
@@ -424,7 +424,9 @@ class Runtime:
             pages=arena.pages.total,
             page_bytes=self._shape.page_bytes,
             rows_written=self._rows_written
-            + sum(tracked.outbox.writes for tracked in self._kept.values() if tracked.outbox is not None),
+            + sum(
+                tracked.capture_buffer.writes for tracked in self._kept.values() if tracked.capture_buffer is not None
+            ),
             steps=self._steps,
             sketches=len(self._sketches),
             sketch_bytes=self._sketches.nbytes,

@@ -15,7 +15,7 @@ import torch
 from steercap.core.messages import (
     Answer,
     CloseSketch,
-    Fold,
+    CommitSketch,
     Folded,
     Joining,
     OpenSketch,
@@ -25,8 +25,8 @@ from steercap.core.messages import (
     SketchPart,
 )
 from steercap.errors import WorkerFailure
+from steercap.worker.capture_buffer import ArenaBuffer
 from steercap.worker.layouts import Layouts
-from steercap.worker.outbox import RowsOutbox
 from steercap.worker.sketches import SKETCHES
 from steercap.worker.sketches.base import Kind, State, squares_of
 
@@ -36,12 +36,12 @@ class Weighed:
     """Rows of a request that were checked for a sketch.
 
     Args:
-        outbox: the rows.
+        capture_buffer: the rows.
         rows: number of rows.
         squares: sum of the squares of the rows of each point.
     """
 
-    outbox: RowsOutbox
+    capture_buffer: ArenaBuffer
     rows: int
     squares: Mapping[int, float]
 
@@ -108,7 +108,7 @@ class Sketches:
         """Bytes of all sketches."""
         return sum(state.nbytes for held in self._held.values() for state in held.states.values())
 
-    def answer(self, question: OpenSketch | Fold | ReadSketch | CloseSketch) -> Answer:
+    def answer(self, question: OpenSketch | CommitSketch | ReadSketch | CloseSketch) -> Answer:
         """Answer a call of the client.
 
         Raises:
@@ -117,7 +117,7 @@ class Sketches:
         match question:
             case OpenSketch():
                 return SketchOpened(self.open(question))
-            case Fold(joining):
+            case CommitSketch(joining):
                 return Folded(tuple(map(self.fold, joining)))
             case ReadSketch():
                 return self.read(question)
@@ -142,23 +142,23 @@ class Sketches:
         self._held[asked.name] = Held(kind, dict(zip(points, states, strict=True)))
         return ""
 
-    def weigh(self, joining: Joining, outbox: RowsOutbox) -> str | None:
+    def weigh(self, joining: Joining, capture_buffer: ArenaBuffer) -> str | None:
         """Check rows and reserve room for them; return the reason why they cannot be added, or None. Idempotent."""
         owner = joining.wanted.owner
         if missing := [name for name in joining.sketches if name not in self._held]:
             return f"there is no sketch {missing[0]} here"
         sketches = [held for name in joining.sketches if not (held := self._held[name]).knows(owner)]
         points = sorted({point for held in sketches for point in held.states})
-        rows = outbox.selected(joining.wanted.total)
+        rows = capture_buffer.selected(joining.wanted.total)
         squares = torch.zeros(len(points), dtype=torch.float64, device=self._device)
-        for block in outbox.blocks(rows):
+        for block in capture_buffer.blocks(rows):
             squares += torch.stack([squares_of(block[point]) for point in points]) if points else 0
         weighed = dict(zip(points, squares.tolist(), strict=True))
         for held in sketches:
             if reason := held.refusal(weighed):
                 return f"its rows cannot be taken into a sketch: {reason}"
         for held in sketches:
-            held.weighed[owner] = Weighed(outbox, rows, weighed)
+            held.weighed[owner] = Weighed(capture_buffer, rows, weighed)
         return None
 
     def fold(self, joining: Joining) -> int:
@@ -170,7 +170,7 @@ class Sketches:
         waiting = [held for held in sketches if owner in held.weighed]
         if waiting:
             one = waiting[0].weighed[owner]
-            for block in one.outbox.blocks(one.rows):
+            for block in one.capture_buffer.blocks(one.rows):
                 for held in waiting:
                     held.take(block)
         for held in waiting:

@@ -14,8 +14,8 @@ from steercap.core.biases import Bias, bias_masks
 from steercap.core.messages import (
     Configure,
     Configured,
+    GetSteeringRecord,
     Owner,
-    Settle,
     Settled,
     SteeringRecord,
     Unknown,
@@ -232,7 +232,7 @@ class Steering:
     def _holds(self, digest: bytes, bank_rows: Sequence[int]) -> bool:
         return all(self._rows.get(row) == (digest, at) for at, row in enumerate(bank_rows))
 
-    def settle(self, question: Settle) -> Settled:
+    def settle(self, question: GetSteeringRecord) -> Settled:
         """Return the records of steered requests, and forget those that have ended."""
         if len(question.wanted) != len(question.ended):
             raise WorkerFailure(f"{len(question.wanted)} requests are to be settled, {len(question.ended)} ends known")

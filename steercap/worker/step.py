@@ -1,4 +1,4 @@
-"""Step and witness of one pass: the work for its tokens that are kept or edited, and the proof that it was done.
+"""Step and report of one pass: the work for its tokens that are kept or edited, and the proof that it was done.
 
 Shape legend: tracked = tokens of the pass that are kept or edited.
 """
@@ -21,7 +21,7 @@ class Step:
     """Work for the tracked tokens of one pass, in the order of the batch.
 
     Args:
-        requests: index of each token's request in the ledger, int64 [tracked].
+        requests: index of each token's request in the request table, int64 [tracked].
         tokens: index of each token in the batch, int64 [tracked].
         positions: position of each token, as scheduled, int64 [tracked].
         firsts: position of the first token of the same request in this pass, int64 [tracked].
@@ -104,7 +104,7 @@ _ARRAYS: Final = tuple(one.name for one in fields(Step) if one.name not in {"rep
 
 
 @dataclass(frozen=True)
-class Witness:
+class StepReport:
     """Report on the tracked tokens of a pass, in the order of its step.
 
     Args:

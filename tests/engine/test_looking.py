@@ -18,7 +18,7 @@ from steercap.core.texts import texts_of
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec
 from steercap.lab.directions import extract
 from steercap.saes.features import Features
-from steercap.server import looking
+from steercap.server import inspect_routes as looking
 from steercap.server.features import loaded, require_fitting
 from steercap.server.server import ServerSettings, application
 from steercap.steering.directions import DirectionSet

@@ -277,7 +277,7 @@ async def test_a_worker_that_does_not_edit_is_found_out(tiny) -> None:
     assert raw.output.num_cached_tokens == 0
     assert raw.steering[0].rows == (149,)
     await settled(tiny)
-    assert (await engine.census())[0][0].steered == 0
+    assert (await engine.get_stats())[0][0].steered == 0
 
 
 async def test_a_steered_request_that_is_cancelled_leaves_nothing(tiny) -> None:
@@ -293,7 +293,7 @@ async def test_a_steered_request_that_is_cancelled_leaves_nothing(tiny) -> None:
     await settled(tiny)
     stats = await tiny.stats()
     assert (stats.steering_slots_in_use, stats.vector_bytes_in_use) == (0, 0)
-    assert (await tiny.serving.engine.census())[0][0].steered == 0
+    assert (await tiny.serving.engine.get_stats())[0][0].steered == 0
 
 
 async def test_a_stop_string_ends_the_count(tiny, tiny_reference) -> None:
@@ -327,7 +327,7 @@ async def test_a_stream_left_early_gives_its_slot_back(tiny) -> None:
     await stream.aclose()
     await settled(tiny)
     assert (await tiny.stats()).steering_slots_in_use == 0
-    assert (await tiny.serving.engine.census())[0][0].steered == 0
+    assert (await tiny.serving.engine.get_stats())[0][0].steered == 0
 
 
 async def test_vectors_are_sent_once(tiny) -> None:

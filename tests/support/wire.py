@@ -24,16 +24,16 @@ from steercap.core.messages import (
     Attach,
     Attached,
     Call,
+    CapturedRows,
     Collect,
     Collected,
     Configure,
     Configured,
+    GetSteeringRecord,
     LineRange,
     OpenSketch,
     Owner,
-    Parcel,
     Placed,
-    Settle,
     Settled,
     SteeringRecord,
     Unknown,
@@ -160,17 +160,17 @@ class AnyWorker:
         self.runtime.register(key, plan.encode(), 0)
         made = [self._pass([(key, start, count)]) for start, count in ((0, 4), (4, 1), (5, 1))]
         self.runtime.forget([key])
-        settled = self.ask(Settle((wanted,), (True,)))
+        settled = self.ask(GetSteeringRecord((wanted,), (True,)))
         assert isinstance(settled, Settled), settled
         check_edits(key, plan, CONFIGURATION, TOKENS, [settled.records])
         collected = self.ask(Collect((wanted,)))
         assert isinstance(collected, Collected), collected
-        (parcel,) = collected.parcels
-        assert isinstance(parcel, Parcel), parcel
-        assert not parcel.failure, parcel
+        (captured_rows,) = collected.deliveries
+        assert isinstance(captured_rows, CapturedRows), captured_rows
+        assert not captured_rows.failure, captured_rows
         arena = self.runtime._arena
         assert arena is not None
-        found = assemble(parcel, [SCHEMA] * POINTS, Readable(arena.lines, parcel.lines))
+        found = assemble(captured_rows, [SCHEMA] * POINTS, Readable(arena.lines, captured_rows.lines))
         for point, rows in enumerate(found):
             assert isinstance(rows, torch.Tensor)
             assert torch.equal(rows, torch.cat([one[point] for one in made])), f"rows of point {point} are wrong"
@@ -210,7 +210,7 @@ class AnyWorker:
         arena = runtime._arena
         assert arena is not None
         assert not arena.pages.in_use, f"{arena.pages.in_use} pages are in use"
-        assert not runtime._ledger._indices, "a request runs"
+        assert not runtime._request_table._indices, "a request runs"
         assert not runtime.taps.layouts._used, f"{len(runtime.taps.layouts._used)} layouts are used"
 
 
@@ -245,7 +245,7 @@ class AnyAnswer:
         self._tokens = tuple(range(7, 7 + TOKENS + 1))
 
     async def attack(self) -> None:
-        """Have any answer decoded, and any parcel fetched and checked.
+        """Have any answer decoded, and any delivery fetched and checked.
 
         Raises:
             AssertionError: rows, or a receipt, come of what cannot be vouched for.
@@ -256,30 +256,33 @@ class AnyAnswer:
                 decode_answer(one)
             except InvalidFrame:
                 continue
-        await self._fetch(self._parcel())
+        await self._fetch(self._captured_rows())
         self._settle(random_of(SteeringRecord | Unknown, self._rng))
 
-    def _parcel(self) -> Parcel:
-        """A parcel that is right in some of its fields."""
+    def _captured_rows(self) -> CapturedRows:
+        """Captured rows that are right in some of its fields."""
         labels = np.arange(TOKENS, dtype=np.int64)
         lines = (LineRange(0, TOKENS * POINTS),)
         positions, token_ids = labels.tobytes(), (labels + 7).tobytes()
-        right = Parcel(Owner("a", 0), RAW, (0, 1, 2), lines, TOKENS, positions, token_ids, 0, None)
-        found: Parcel = partly(self._rng, right)
+        right = CapturedRows(Owner("a", 0), RAW, (0, 1, 2), lines, TOKENS, positions, token_ids, 0, None)
+        found: CapturedRows = partly(self._rng, right)
         return found
 
-    async def _fetch(self, parcel: Parcel) -> None:
+    async def _fetch(self, captured_rows: CapturedRows) -> None:
         try:
-            (delivery,) = await self._fetcher.deliver(self._ranks, [[[parcel]]])
+            (delivery,) = await self._fetcher.deliver(self._ranks, [[[captured_rows]]])
             rows, _ = received(Expected("a", self._plan, self._armed, self._tokens), delivery, self._armed)
         except CaptureError:
             return
         shapes = [tuple(one.shape) for one in rows.values() if isinstance(one, torch.Tensor)]
-        assert shapes == [(TOKENS, WIDTH)] * POINTS, f"{parcel} gives rows of {shapes}"
-        labels = np.frombuffer(parcel.positions, dtype=np.int64), np.frombuffer(parcel.token_ids, dtype=np.int64)
+        assert shapes == [(TOKENS, WIDTH)] * POINTS, f"{captured_rows} gives rows of {shapes}"
+        labels = (
+            np.frombuffer(captured_rows.positions, dtype=np.int64),
+            np.frombuffer(captured_rows.token_ids, dtype=np.int64),
+        )
         known = np.arange(TOKENS)
-        assert not parcel.failure, parcel
-        assert np.array_equal(labels, (known, known + 7)), parcel
+        assert not captured_rows.failure, captured_rows
+        assert np.array_equal(labels, (known, known + 7)), captured_rows
 
     def _settle(self, record: SteeringRecord | Unknown) -> None:
         try:
@@ -360,7 +363,7 @@ async def fuzz(rounds: int, seed: int, *, every: int = 50) -> int:
     """Attack both sides for so many rounds; returns how many honest requests were served meanwhile.
 
     Args:
-        rounds: of one question, one plan, one answer and one parcel.
+        rounds: of one question, one plan, one answer and one delivery.
         seed: of what is sent.
         every: rounds between two honest requests.
 

@@ -12,12 +12,12 @@ from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
-    Census,
+    CapturedRows,
     Collect,
     Configure,
     Configured,
+    GetStats,
     Owner,
-    Parcel,
     Placed,
     Vectors,
     Wanted,
@@ -142,15 +142,15 @@ class Engine:
         return request, start, count
 
     def check(self, request: Request) -> None:
-        (parcel,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).parcels
-        assert isinstance(parcel, Parcel)
-        assert parcel.failure is None
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).deliveries
+        assert isinstance(captured_rows, CapturedRows)
+        assert captured_rows.failure is None
         selected = rows_selected(request.ranges, LIMIT, request.total)
-        assert np.frombuffer(parcel.positions, dtype=np.int64).tolist() == selected.tolist()
-        assert (np.frombuffer(parcel.token_ids, dtype=np.int64) == selected + 7).all()
-        assert parcel.stored_rows == min(len(selected), 1)
+        assert np.frombuffer(captured_rows.positions, dtype=np.int64).tolist() == selected.tolist()
+        assert (np.frombuffer(captured_rows.token_ids, dtype=np.int64) == selected + 7).all()
+        assert captured_rows.stored_rows == min(len(selected), 1)
         if len(selected):
-            found = torch.cat(rows_of(self.runtime, parcel))
+            found = torch.cat(rows_of(self.runtime, captured_rows))
             torch.testing.assert_close(found, request.expected(self.vector), rtol=1e-6, atol=1e-6)
 
 
@@ -184,23 +184,23 @@ def test_an_accumulator_is_the_reduction_of_the_rows_of_its_sequence(kind, draft
             engine.check(request)
             engine.check(request)
             engine.runtime.forget([request.key])
-            engine.ask(Census(), released=(Owner(request.key, 0),))
+            engine.ask(GetStats(), released=(Owner(request.key, 0),))
             finished += 1
         while len(ended) > 3:
             request = ended.pop(0)
-            spilled += engine.runtime._kept[Owner(request.key, 0)].outbox._spilled is not None
+            spilled += engine.runtime._kept[Owner(request.key, 0)].capture_buffer._spilled is not None
             engine.check(request)
             engine.check(request)
-            engine.ask(Census(), released=(Owner(request.key, 0),))
+            engine.ask(GetStats(), released=(Owner(request.key, 0),))
             finished += 1
     assert interpreted or spilled > 0
     assert finished > (2 if interpreted else 15)
     running += ended
     for request in running:
         engine.runtime.forget([request.key])
-    engine.ask(Census(), released=tuple(Owner(request.key, 0) for request in running))
-    census = engine.ask(Census())
-    assert (census.pages_in_use, census.requests, engine.runtime.taps.accumulators.in_use) == (0, 0, 0)
+    engine.ask(GetStats(), released=tuple(Owner(request.key, 0) for request in running))
+    stats = engine.ask(GetStats())
+    assert (stats.pages_in_use, stats.requests, engine.runtime.taps.accumulators.in_use) == (0, 0, 0)
 
 
 def add_up(sums: torch.Tensor, rows: torch.Tensor, *, fresh: bool) -> None:
@@ -244,12 +244,12 @@ def test_one_owner_twice_is_finished_once(kind) -> None:
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     engine.step([(request, 0, 4)])
     wanted = Wanted(Owner("r", 0), 4)
-    for parcel in engine.ask(Collect((wanted, wanted))).parcels:
-        (rows,) = rows_of(engine.runtime, parcel)
+    for captured_rows in engine.ask(Collect((wanted, wanted))).deliveries:
+        (rows,) = rows_of(engine.runtime, captured_rows)
         torch.testing.assert_close(rows[0], request.rows[0, :4].mean(0))
     engine.step([(request, 4, 1)])
-    (parcel,) = engine.ask(Collect((Wanted(Owner("r", 0), 5),))).parcels
-    assert len(np.frombuffer(parcel.positions, dtype=np.int64)) == 4  # which the client compares with 5
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 5),))).deliveries
+    assert len(np.frombuffer(captured_rows.positions, dtype=np.int64)) == 4  # which the client compares with 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,10 +269,10 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_accumulator(k
         if name != "c":
             engine.step([(request, 0, 12)])
             engine.runtime.forget([name])
-            engine.ask(Census(), released=(Owner("a", 0),))
-    assert engine.runtime._kept[Owner("b", 0)].outbox._spilled is not None
-    (parcel,) = engine.ask(Collect((Wanted(Owner("b", 0), 12),))).parcels
-    rows = torch.cat(rows_of(engine.runtime, parcel))
+            engine.ask(GetStats(), released=(Owner("a", 0),))
+    assert engine.runtime._kept[Owner("b", 0)].capture_buffer._spilled is not None
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("b", 0), 12),))).deliveries
+    rows = torch.cat(rows_of(engine.runtime, captured_rows))
     torch.testing.assert_close(rows, requests["b"].rows[:2, :12].sum(1))
 
 
@@ -287,10 +287,10 @@ def test_rows_added_past_the_end_are_an_error(kind) -> None:
     engine.step([(request, 0, 4)])
     for position in range(4, 10):
         engine.step([(request, position, 1)])
-    (parcel,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).parcels
-    assert parcel.failure == "9 rows were reduced, and 6 are selected"
-    (parcel,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).parcels
-    assert parcel.failure == "9 rows were reduced, and 6 are selected"
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).deliveries
+    assert captured_rows.failure == "9 rows were reduced, and 6 are selected"
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).deliveries
+    assert captured_rows.failure == "9 rows were reduced, and 6 are selected"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -304,5 +304,5 @@ def test_what_cannot_be_held_is_an_error(kind) -> None:
     request.key = "r"
     engine.step([(request, 0, 4)])
     engine.step([(request, 4, 5)])
-    (parcel,) = engine.ask(Collect((Wanted(Owner("r", 0), 9),))).parcels
-    assert "more of its newest rows than can be held apart" in parcel.failure
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 9),))).deliveries
+    assert "more of its newest rows than can be held apart" in captured_rows.failure

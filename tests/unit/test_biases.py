@@ -11,7 +11,7 @@ from workers import batch, some_runtime
 
 from steercap import Add, LogitBias, SteeringSpec
 from steercap.core.biases import bias_masks, combined, entries_put
-from steercap.core.messages import Call, Configure, Owner, Placed, Settle, Wanted, decode_answer, encode
+from steercap.core.messages import Call, Configure, GetSteeringRecord, Owner, Placed, Wanted, decode_answer, encode
 from steercap.core.plan import Plan
 from steercap.core.program import SteeringPlan
 from steercap.core.receipt import check_edits
@@ -27,7 +27,7 @@ from steercap.errors import (
     SteeringNotApplied,
     TooManyEdits,
 )
-from steercap.requests.change import Change
+from steercap.requests.compiled_steering import Change
 from steercap.steering.lowering import biased_by, lower, scopes_of
 
 VOCABULARY, WIDTH, PROMPT, LIMIT = 40, 8, 5, 12
@@ -97,7 +97,7 @@ class Bench:
     def settle(self, name: str, total: int):
         """The receipt of a request."""
         plan = self.plans[name]
-        found = self.answer(Settle((Wanted(Owner(name, 0), total),), ended=(False,)))
+        found = self.answer(GetSteeringRecord((Wanted(Owner(name, 0), total),), ended=(False,)))
         return check_edits(name, plan, self.ready.configuration, total, [found.records])
 
 

@@ -198,7 +198,7 @@ async def test_a_request_runs_where_its_rows_have_room() -> None:
 
         done = await run_all(jobs(), set())
         assert sorted(cluster.ran, key=str) == [0, 0, 0, 1, 1, None, None]
-        assert [count[0].requests for count in await engine.census()] == [3, 2]
+        assert [count[0].requests for count in await engine.get_stats()] == [3, 2]
         stats = await stats_of(engine)
         assert stats.handles_held == 5
         assert stats.capture_bytes_claimed == 3 * engine.admission.page_bytes
@@ -223,7 +223,7 @@ async def test_an_error_of_one_request_comes_with_its_cause() -> None:
             await run_all(jobs, set())
         assert failed.value.__cause__ is cause
         assert engine.admission.budget.reserved > 0  # until the workers have heard of it
-        await engine.census()
+        await engine.get_stats()
         assert engine.admission.budget.reserved == 0
 
 
@@ -234,4 +234,4 @@ async def test_an_engine_that_comes_or_goes_is_not_overlooked() -> None:
         cluster.workers.append(cluster.workers.pop(0))
         cluster.workers.append([])
         with pytest.raises(WorkerFailure, match="3 engines answered where 2 were started"):
-            await engine.census()
+            await engine.get_stats()

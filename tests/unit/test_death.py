@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from steercap.adapters import death
-from steercap.adapters.refusal import FOLDER, left_behind
+from steercap.adapters import process_exit as death
+from steercap.adapters.startup_error import FOLDER, left_behind
 
 
 def _until(condition) -> float:

@@ -20,9 +20,9 @@ from steercap.core.messages import (
     Call,
     Configure,
     Configured,
+    GetSteeringRecord,
     Owner,
     Placed,
-    Settle,
     Settled,
     Vectors,
     Wanted,
@@ -100,7 +100,7 @@ def run(
         if deferred is not None:
             deferred[of_pass] = part[1]
     wanted = tuple(Wanted(Owner(name, 0), count) for name, count in zip(names, counts, strict=True))
-    settled = decode_answer(runtime.answer(encode(Call((), Settle(wanted, (True,) * len(wanted))))))
+    settled = decode_answer(runtime.answer(encode(Call((), GetSteeringRecord(wanted, (True,) * len(wanted))))))
     assert isinstance(settled, Settled)
     failures = [record.failure for record in settled.records if record.failure]
     assert not failures, failures

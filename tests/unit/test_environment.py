@@ -13,7 +13,7 @@ import steercap
 from steercap import CaptureSpec, SteerModel
 from steercap.adapters.reaper import MARK
 from steercap.cli.engines import ModelOptions
-from steercap.cli.foreseen import foreseen
+from steercap.cli.preflight import preflight
 from steercap.config import Settings
 from steercap.engine import environment
 from steercap.engine.environment import (
@@ -74,10 +74,10 @@ def test_code_comes_before_the_environment_and_that_before_the_default(name, mon
     assert getattr(SteerModel("m").settings, name) == default
     monkeypatch.setenv(variable_of(name), text)
     options, flag = ModelOptions(), ModelOptions(engine_arg=[f"{name}={json.dumps(GIVEN[name])}"])
-    assert getattr(SteerModel("m").settings, name) == getattr(foreseen(options).settings, name) == value
+    assert getattr(SteerModel("m").settings, name) == getattr(preflight(options).settings, name) == value
     assert getattr(SteerModel("m", **{name: GIVEN[name]}).settings, name) == GIVEN[name]
-    assert getattr(foreseen(flag).settings, name) == getattr(foreseen(options, **{name: GIVEN[name]}).settings, name)
-    assert getattr(foreseen(flag).settings, name) == GIVEN[name]
+    assert getattr(preflight(flag).settings, name) == getattr(preflight(options, **{name: GIVEN[name]}).settings, name)
+    assert getattr(preflight(flag).settings, name) == GIVEN[name]
     monkeypatch.setenv(variable_of(name), "")
     assert getattr(SteerModel("m").settings, name) == default
 

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from steercap.core.coding import RAW, REDUCED, Coding
-from steercap.core.messages import Attached, LineRange, Owner, Parcel, Unknown
+from steercap.core.messages import Attached, CapturedRows, LineRange, Owner, Unknown
 from steercap.core.records import LINE_BYTES
 from steercap.core.schema import PointSchema
 from steercap.engine.fetching import Delivery, Fetcher
@@ -60,14 +60,14 @@ def rank(index: int = 0, of: LineReader | None = None) -> Rank:
     return Rank(index, attached(), of or ArenaReader())
 
 
-def parcel(name: str, points: int, ranges, rows: int, coding: Coding = RAW) -> Parcel:
+def captured_rows(name: str, points: int, ranges, rows: int, coding: Coding = RAW) -> CapturedRows:
     """Ranges are given in rows of the arena."""
     labels = np.arange(rows).tobytes()
     lines = tuple(LineRange(start * ROW, count * ROW) for start, count in ranges)
-    return Parcel(Owner(name, 0), coding, tuple(range(points)), lines, rows, labels, labels, rows, None)
+    return CapturedRows(Owner(name, 0), coding, tuple(range(points)), lines, rows, labels, labels, rows, None)
 
 
-def paged(name: str, points: int, rows: int, seed: int) -> Parcel:
+def paged(name: str, points: int, rows: int, seed: int) -> CapturedRows:
     """Rows in pages of 64 rows anywhere in the arena, some of them neighbours, the first one begun in its middle."""
     rng = np.random.default_rng(seed)
     per_page = 64 // points
@@ -79,10 +79,10 @@ def paged(name: str, points: int, rows: int, seed: int) -> Parcel:
         if count:
             ranges.append((page * 64 + skipped * points, count * points))
         left, skipped = left - count, 0
-    return parcel(name, points, ranges, rows)
+    return captured_rows(name, points, ranges, rows)
 
 
-def by_hand(one: Parcel) -> torch.Tensor:
+def by_hand(one: CapturedRows) -> torch.Tensor:
     """The rows one by one, as bytes: [points, rows, bytes of a row]."""
     lines = torch.cat([ARENA[item.start : item.start + item.count] for item in one.lines])
     records = lines.reshape(one.stored_rows, len(one.points), -1)
@@ -126,8 +126,8 @@ async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
     """Any points, pages anywhere, in one part or many, many requests at once: the bytes of the arena, each in its place."""
     monkeypatch.setattr(assemble, "PART_BYTES", part_bytes)
     asked = [paged(f"r{seed}", 1 + seed % 7, 1 + 37 * seed % 150, seed) for seed in range(40)]
-    asked.append(parcel("pairs", 3, [(10, 6), (700, 6)], 2, REDUCED))  # float32 rows take twice the lines
-    asked.append(parcel("none", 3, [], 0))
+    asked.append(captured_rows("pairs", 3, [(10, 6), (700, 6)], 2, REDUCED))  # float32 rows take twice the lines
+    asked.append(captured_rows("none", 3, [], 0))
     monkeypatch.setattr("steercap.engine.fetching.THREAD_BYTES", 20_000)  # both ways
     async with fetcher(threads) as made:
         deliveries = await made.deliver([[rank()]], [[[one]] for one in asked])
@@ -143,15 +143,18 @@ async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("lying", "message"),
     [
-        (parcel("liar", 3, [(0, 9)], 4), "4 records of 3 points, 24 lines each, expected; the worker names 72 lines"),
         (
-            parcel("liar", 3, [(0, 4), (9, 8)], 4),
+            captured_rows("liar", 3, [(0, 9)], 4),
+            "4 records of 3 points, 24 lines each, expected; the worker names 72 lines",
+        ),
+        (
+            captured_rows("liar", 3, [(0, 4), (9, 8)], 4),
             "4 records of 3 points, 24 lines each, expected; the worker names 96 lines",
         ),
-        (parcel("liar", 3, [], 4), "4 records"),
-        (parcel("liar", 3, [(0, 3)], 0), "0 records"),
-        (parcel("liar", 2, [(LINES // ROW - 2, 4)], 2), "outside of its arena"),
-        (parcel("liar", 2, [(-2, 4)], 2), "outside of its arena"),
+        (captured_rows("liar", 3, [], 4), "4 records"),
+        (captured_rows("liar", 3, [(0, 3)], 0), "0 records"),
+        (captured_rows("liar", 2, [(LINES // ROW - 2, 4)], 2), "outside of its arena"),
+        (captured_rows("liar", 2, [(-2, 4)], 2), "outside of its arena"),
     ],
 )
 async def test_lines_that_cannot_be_the_rows_fail_their_request_alone(lying, message) -> None:
@@ -281,7 +284,7 @@ async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> N
         return sent.numpy().tobytes()
 
     asked = [paged(f"r{seed}", 1 + seed % 5, 300, seed) for seed in range(8)]
-    asked.append(parcel("of one range", 3, [(5, 750)], 250))
+    asked.append(captured_rows("of one range", 3, [(5, 750)], 250))
     async with fetcher() as made:
         wire = WireReader(ask)
         deliveries = await made.deliver([[rank(of=wire)]], [[[one]] for one in asked])

@@ -19,9 +19,9 @@ from steercap.core.messages import (
     Collect,
     Configure,
     Configured,
+    GetSteeringRecord,
     Owner,
     Placed,
-    Settle,
     Vectors,
     Wanted,
     decode_answer,
@@ -76,12 +76,12 @@ class Bench:
         self.runtime.end_step()
 
     def settle(self, key: str) -> Any:
-        (record,) = self.ask(Settle((Wanted(Owner(key, 0), TOKENS),), (True,))).records
+        (record,) = self.ask(GetSteeringRecord((Wanted(Owner(key, 0), TOKENS),), (True,))).records
         return record
 
     def collect(self, key: str, total: int = TOKENS) -> Any:
-        (parcel,) = self.ask(Collect((Wanted(Owner(key, 0), total),))).parcels
-        return parcel
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(key, 0), total),))).deliveries
+        return captured_rows
 
 
 def rows_of(

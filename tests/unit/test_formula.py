@@ -22,9 +22,9 @@ from steercap.core.messages import (
     Call,
     Configure,
     Configured,
+    GetSteeringRecord,
     Owner,
     Placed,
-    Settle,
     Settled,
     Vectors,
     Wanted,
@@ -115,7 +115,7 @@ def hold_to_the_formula(kind: str, many: Sequence[Sequence[Entry]], seed: int) -
     runtime.begin_step(batch(kind, names, [0] * len(many), [TOKENS] * len(many), positions, positions))
     tap(runtime, hidden, None, 0)
     runtime.end_step()
-    settled = told(Settle(tuple(wanted), (True,) * len(wanted)))
+    settled = told(GetSteeringRecord(tuple(wanted), (True,) * len(wanted)))
     assert isinstance(settled, Settled)
     assert not any(record.failure for record in settled.records)  # every entry was counted
     found, expected = hidden.cpu().double(), expected.flatten(0, 1)

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from steercap import SteerModel, errors
 from steercap.adapters import hardware
 from steercap.adapters.hardware import BIND, NEEDS
-from steercap.adapters.refusal import NAME, left_behind, refusal
+from steercap.adapters.startup_error import NAME, left_behind, refusal
 from steercap.engine.checkpoint import look_up
 from steercap.errors import InvalidSetting, ModelNotLoaded
 

@@ -19,7 +19,18 @@ from workers import CUDA, batch, device_of, known_schemas, some_runtime, tap
 
 from steercap import Add, Replace, SteeringSpec
 from steercap.config import Settings
-from steercap.core.messages import Attach, Call, Census, Configure, Failed, Owner, Settle, Wanted, decode_answer, encode
+from steercap.core.messages import (
+    Attach,
+    Call,
+    Configure,
+    Failed,
+    GetStats,
+    GetSteeringRecord,
+    Owner,
+    Wanted,
+    decode_answer,
+    encode,
+)
 from steercap.core.plan import Plan
 from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import check_edits
@@ -203,7 +214,7 @@ class Client:
         return answers
 
     async def settle(self, wanted: Sequence[Wanted]) -> list[list[Any]]:
-        answers = await self.engine.rpc(Call((), Settle(tuple(wanted), (True,) * len(wanted))))
+        answers = await self.engine.rpc(Call((), GetSteeringRecord(tuple(wanted), (True,) * len(wanted))))
         return [[answer.records[place] for answer in answers] for place in range(len(wanted))]
 
     @asynccontextmanager
@@ -278,8 +289,8 @@ async def test_every_row_is_that_of_its_own_spec_whatever_happens(kind, seed, re
     assert client.refused or requests < 150
     while engine.later or engine.running or engine.waiting:  # the last late aborts
         await asyncio.sleep(0)
-    await engine.rpc(Call(tuple(client.released), Census()))
-    assert all(rank._steering.held == 0 and not list(rank._ledger) for rank in engine.ranks)
+    await engine.rpc(Call(tuple(client.released), GetStats()))
+    assert all(rank._steering.held == 0 and not list(rank._request_table) for rank in engine.ranks)
     slots = client.configurations.slots
     assert (slots.slots_in_use, slots.rows_in_use, client.configurations.waiting) == (0, 0, 0)
     running.cancel()

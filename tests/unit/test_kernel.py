@@ -173,9 +173,9 @@ def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
     runtime.begin_step(batch("cuda", ["r", "other"], [0, 0], [3, 2], range(5), [0, 1, 2, 0, 1]))
     tap(runtime, hidden, residual, 0)
     runtime.end_step()
-    (parcel,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 3),)))))).parcels
-    assert parcel.failure is None
-    (rows,) = rows_of(runtime, parcel)
+    (captured_rows,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 3),)))))).deliveries
+    assert captured_rows.failure is None
+    (rows,) = rows_of(runtime, captured_rows)
     known = edited(SteeringSpec(edits, preserve_norm=True), Point(0, "resid_post"), stream[:3], 3, 1)
     error = (rows.double() - known).abs() / known.abs().clamp(min=1e-3)
     assert error.max() < {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
@@ -195,7 +195,9 @@ def test_a_large_pass_takes_several_tokens_a_program() -> None:
     runtime.begin_step(batch("cuda", ["other", "r"], [0, 0], [51, 1000], range(tokens), positions))
     tap(runtime, hidden, None, 0)
     runtime.end_step()
-    (parcel,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 1000),)))))).parcels
-    assert parcel.failure is None
-    (rows,) = rows_of(runtime, parcel)
+    (captured_rows,) = decode_answer(
+        runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 1000),)))))
+    ).deliveries
+    assert captured_rows.failure is None
+    (rows,) = rows_of(runtime, captured_rows)
     assert torch.equal(rows, hidden[51:][[2, 3, *range(700, 1000)]].cpu())

@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 import steercap
-from steercap.concurrency.loops import Home, finished, on_thread, over, running_loop
+from steercap.concurrency.loops import OwnerLoop, finished, on_thread, over, running_loop
 from steercap.errors import ModelClosed, WrongEventLoop
 from steercap.sync.loop import LoopThread
 
 
-def made() -> tuple[Home, asyncio.AbstractEventLoop]:
+def made() -> tuple[OwnerLoop, asyncio.AbstractEventLoop]:
     """A home in a loop that does not run now."""
     loop = asyncio.new_event_loop()
 
-    async def make() -> Home:
-        return Home("this model")
+    async def make() -> OwnerLoop:
+        return OwnerLoop("this model")
 
     return loop.run_until_complete(make()), loop
 
@@ -60,7 +60,7 @@ def test_a_home_is_known_from_inside_alone() -> None:
 
 
 async def test_a_loop_that_does_not_answer_holds_nobody_up() -> None:
-    """`Home.run` runs in the loop where it lives, and waits for no loop that is blocked or does not run."""
+    """`OwnerLoop.run` runs in the loop where it lives, and waits for no loop that is blocked or does not run."""
     ran = []
 
     async def work() -> None:
@@ -68,8 +68,8 @@ async def test_a_loop_that_does_not_answer_holds_nobody_up() -> None:
 
     thread = LoopThread()
 
-    async def make() -> Home:
-        return Home("this model")
+    async def make() -> OwnerLoop:
+        return OwnerLoop("this model")
 
     home = thread.run(make())
     await home.run(work, patience=30)

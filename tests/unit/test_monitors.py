@@ -21,7 +21,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, TokenSelection
 from steercap.errors import CaptureNotFinite, InvalidSpec, InvalidVector, UnknownName
-from steercap.requests.gauges import Gauge
+from steercap.requests.monitor_readers import MonitorReader
 from steercap.requests.monitoring import STOPPED, Watch
 from steercap.server.call import Asked, Call, Live
 from steercap.server.middleware import Answer
@@ -145,10 +145,11 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def watch_of(*monitors: Monitor, samples: int = 1) -> Watch:
-    gauges = [
-        Gauge(one, one.name, POINT, TokenSelection.parse(one.tokens).ranges(PROMPT, 50), None) for one in monitors
+    monitor_readers = [
+        MonitorReader(one, one.name, POINT, TokenSelection.parse(one.tokens).ranges(PROMPT, 50), None)
+        for one in monitors
     ]
-    return Watch("r", gauges, prompt_len=PROMPT, limit=50, samples=samples)
+    return Watch("r", monitor_readers, prompt_len=PROMPT, limit=50, samples=samples)
 
 
 async def seen(watch: Watch, runs: Runs, *, final: bool = False) -> list[RequestOutput]:
@@ -275,8 +276,8 @@ async def test_products_are_scaled_to_the_probe() -> None:
     """What is kept are products with a probe at length 1; scores are those with the probe itself, and its bias."""
     monitor = Monitor([3.0, 4.0], 0.0, 1, bias=0.5)
     captures = Captures({POINT: torch.tensor([[9.0, 2.0], [9.0, -1.0]])}, 4)
-    gauge = Gauge(monitor, "0", POINT, (), 1)
-    assert gauge.scores(captures).tolist() == pytest.approx([10.5, -4.5])
+    monitor_reader = MonitorReader(monitor, "0", POINT, (), 1)
+    assert monitor_reader.scores(captures).tolist() == pytest.approx([10.5, -4.5])
 
 
 # What goes into a stream

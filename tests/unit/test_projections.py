@@ -15,12 +15,12 @@ from steercap.core.coding import RAW, Coding
 from steercap.core.messages import (
     Attach,
     Call,
-    Census,
+    CapturedRows,
     Collect,
     Configure,
     Configured,
+    GetStats,
     Owner,
-    Parcel,
     Placed,
     Vectors,
     Wanted,
@@ -95,11 +95,11 @@ class Worker:
             tap(self.runtime, rows.clone().to(device_of(self.kind)), None, point)
         self.runtime.end_step()
 
-    def collected(self, request: Request) -> tuple[Parcel, torch.Tensor | None]:
-        (parcel,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).parcels
-        if parcel.failure:
-            return parcel, None
-        return parcel, torch.stack(rows_of(self.runtime, parcel))
+    def collected(self, request: Request) -> tuple[CapturedRows, torch.Tensor | None]:
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).deliveries
+        if captured_rows.failure:
+            return captured_rows, None
+        return captured_rows, torch.stack(rows_of(self.runtime, captured_rows))
 
 
 class Request:
@@ -164,20 +164,20 @@ def test_projections_are_those_of_the_rows(kind, width, dtype) -> None:
         worker.step(parts)
         for request in [one for one in running if one.done == one.total]:
             running.remove(request)
-            parcel, rows = worker.collected(request)
-            assert parcel.failure is None
+            captured_rows, rows = worker.collected(request)
+            assert captured_rows.failure is None
             selected = rows_selected(request.ranges, LIMIT, request.total)
-            assert np.frombuffer(parcel.positions, dtype=np.int64).tolist() == selected.tolist()
+            assert np.frombuffer(captured_rows.positions, dtype=np.int64).tolist() == selected.tolist()
             assert rows.dtype == (dtype if request.set is None else torch.float32)
             # Up to 48 products of 20 or so, summed in float32.
             torch.testing.assert_close(rows, request.expected(worker), rtol=1e-5, atol=1e-4)
             worker.runtime.forget([request.key])
-            worker.ask(Census(), released=(Owner(request.key, 0),))
+            worker.ask(GetStats(), released=(Owner(request.key, 0),))
             finished[request.set] += 1
     assert min(finished.values()) > 3
     worker.runtime.forget([request.key for request in running])
-    worker.ask(Census(), released=tuple(Owner(request.key, 0) for request in running))
-    assert worker.ask(Census()).pages_in_use == 0
+    worker.ask(GetStats(), released=tuple(Owner(request.key, 0) for request in running))
+    assert worker.ask(GetStats()).pages_in_use == 0
 
 
 @pytest.mark.parametrize("records", [3, LARGE + 3])
@@ -229,13 +229,13 @@ def test_a_slot_without_the_directions_is_an_error(kind) -> None:
     worker = Worker(kind)
     request = Request(worker, 0, 0)
     worker.runtime.forget([request.key])
-    worker.ask(Census(), released=(Owner(request.key, 0),))
+    worker.ask(GetStats(), released=(Owner(request.key, 0),))
     worker.configurations[0] = worker._configuration((0, 1, 2), torch.ones(3, 2, worker.width))
     request = Request(worker, 1, 0)
     worker.step([(request, 0, request.total)])
-    parcel, rows = worker.collected(request)
+    captured_rows, rows = worker.collected(request)
     assert rows is None
-    assert "does not hold the vectors" in parcel.failure
+    assert "does not hold the vectors" in captured_rows.failure
 
 
 def directions(layers: tuple[int, ...] = (0, 2), width: int = 8, names: tuple[str, ...] = ("a", "b")) -> DirectionSet:

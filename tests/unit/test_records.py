@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steercap.core.coding import REDUCED, Coding
-from steercap.core.messages import LineRange, Owner, Parcel
+from steercap.core.messages import CapturedRows, LineRange, Owner
 from steercap.core.records import LINE_BYTES, record_shape
 from steercap.core.rows import page_shape
 from steercap.core.schema import PointSchema
@@ -86,10 +86,12 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
             start = line * LINE_BYTES + offset
             arena.view(-1)[start : start + own.shape[1]] = own[record]
     labels = np.arange(rows).tobytes()
-    parcel = Parcel(Owner("r", 0), coding, tuple(range(len(points))), ranges, rows, labels, labels, rows, None)
+    captured_rows = CapturedRows(
+        Owner("r", 0), coding, tuple(range(len(points))), ranges, rows, labels, labels, rows, None
+    )
     before, assemble.PART_BYTES = assemble.PART_BYTES, part_bytes
     try:
-        found = assemble.assemble(parcel, points, Readable(arena, ranges))
+        found = assemble.assemble(captured_rows, points, Readable(arena, ranges))
     finally:
         assemble.PART_BYTES = before
     arena.zero_()  # what was handed over is in memory of its own
@@ -109,7 +111,7 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
         known = encoding.decode(own, schema, coding)
         assert got.dtype == known.dtype
         assert torch.equal(bytes_of(got), bytes_of(known))
-    assert assemble.parcel_bytes(parcel, points) == rows * sum(shape.sizes)
+    assert assemble.parcel_bytes(captured_rows, points) == rows * sum(shape.sizes)
 
 
 @given(st.lists(schemas(), min_size=1, max_size=5), st.integers(1, 3000))

@@ -43,7 +43,6 @@ from steercap.lab.personas.roles import (
     cases_of,
     changes,
     drift_prompts,
-    halves,
     load_roles,
     load_run,
     plot_changes,
@@ -52,6 +51,9 @@ from steercap.lab.personas.roles import (
     plot_stability,
     shipped_roles,
     stability,
+)
+from steercap.lab.personas.roles import (
+    split_half as halves,
 )
 from steercap.lab.personas.roles.directions import axes, directions
 from steercap.lab.personas.roles.folder import check_same, open_folder

@@ -19,9 +19,9 @@ from steercap.core.coding import Coding
 from steercap.core.messages import (
     Attach,
     Call,
-    Census,
     CloseSAE,
     Collect,
+    GetStats,
     OpenSAE,
     Owner,
     SAEOpened,
@@ -447,7 +447,7 @@ class Worker:
         raise AssertionError("it never came")
 
     def read(self, key: str, encoder: Encoder, rows: torch.Tensor, k: int):
-        """A request of these rows at point 1, in two chunks; its parcel."""
+        """A request of these rows at point 1, in two chunks; what comes of it."""
         capture = CapturePlan((1,), (Range(0, None),), None, Coding("features", k), saes=(encoder.digest(),))
         self.runtime.register(key, Plan(key, len(rows), len(rows), capture=capture).encode(), 0)
         for start, stop in ((0, 13), (13, len(rows))):
@@ -456,8 +456,8 @@ class Worker:
             for _point in range(2):
                 tap(self.runtime, rows[start:stop].clone().to(device_of(self.kind)), None, _point)
             self.runtime.end_step()
-        (parcel,) = self.ask(Collect((Wanted(Owner(key, 0), len(rows)),))).parcels
-        return parcel
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(key, 0), len(rows)),))).deliveries
+        return captured_rows
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -467,15 +467,15 @@ def test_a_worker_reads_rows_with_what_it_was_given(kind, architecture, tmp_path
     own = some(architecture)
     encoder, worker, rows = SAE.load(own.write(tmp_path)).encoder, Worker(kind), ROWS[:40]
     assert worker.open(encoder) == SAEOpened()
-    counted = worker.ask(Census())
+    counted = worker.ask(GetStats())
     assert (counted.saes, counted.sae_bytes) == (1, encoder.nbytes)
-    parcel = worker.read("a", encoder, rows, 20)
-    (stored,) = kept_of(worker.runtime, parcel)
+    captured_rows = worker.read("a", encoder, rows, 20)
+    (stored,) = kept_of(worker.runtime, captured_rows)
     found = Features.of(CodedRows(stored.coding, PointSchema((400,), "float32"), stored.parts))
     check_features(found, own.encode(rows), own.slack(rows))
     assert worker.ask(CloseSAE(encoder.digest(), 1)) == SAEOpened()
     worker.runtime.forget(["a"])
-    assert worker.ask(Census(), released=(Owner("a", 0),)).sae_bytes == 0
+    assert worker.ask(GetStats(), released=(Owner("a", 0),)).sae_bytes == 0
     assert "is not here" in worker.read("b", encoder, rows, 20).failure
 
 
@@ -488,5 +488,5 @@ def test_a_worker_refuses_what_it_cannot_vouch_for(kind, tmp_path) -> None:
     asked = OpenSAE(encoder.digest(), 1, encoder.shape, "/proc/self/fd/9999", b"n" * 16, 1 << 30)
     assert "cannot open" in worker.ask(asked).unreachable
     assert worker.open(encoder, point=7) == SAEOpened()
-    counted = worker.ask(Census())
+    counted = worker.ask(GetStats())
     assert (counted.saes, counted.sae_bytes) == (0, 0)

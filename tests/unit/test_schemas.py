@@ -15,14 +15,14 @@ from steercap.core.messages import (
     Attach,
     Attached,
     Call,
-    Census,
+    CapturedRows,
     Collect,
     Configure,
     Configured,
+    GetStats,
+    GetSteeringRecord,
     Owner,
-    Parcel,
     Placed,
-    Settle,
     Vectors,
     Wanted,
     decode_answer,
@@ -126,11 +126,11 @@ class Bench:
             self.runtime.end_step()
         return became
 
-    def collect(self, number: int) -> Parcel:
-        (parcel,) = self.ask(Collect((Wanted(Owner(f"r{number}", 0), TOKENS),))).parcels
-        assert isinstance(parcel, Parcel)
-        assert parcel.failure is None
-        return parcel
+    def collect(self, number: int) -> CapturedRows:
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(f"r{number}", 0), TOKENS),))).deliveries
+        assert isinstance(captured_rows, CapturedRows)
+        assert captured_rows.failure is None
+        return captured_rows
 
     def shaped(self, rows: torch.Tensor, point: int) -> torch.Tensor:
         return rows.view(-1, *self.schemas[point].shard_shape)
@@ -155,9 +155,9 @@ def test_rows_of_every_schema_are_copied_bit_for_bit(kind, shard, deferred) -> N
         bench.plan(number, CapturePlan(points, ALL, None, RAW))
     bench.run([0, 1, 2], deferred=deferred)
     for number, points in enumerate(wanted):
-        parcel = bench.collect(number)
-        assert parcel.points == tuple(point for point in points if point in bench.points)
-        for point, rows in zip(parcel.points, rows_of(bench.runtime, parcel), strict=True):
+        captured_rows = bench.collect(number)
+        assert captured_rows.points == tuple(point for point in points if point in bench.points)
+        for point, rows in zip(captured_rows.points, rows_of(bench.runtime, captured_rows), strict=True):
             assert rows.dtype == getattr(torch, bench.schemas[point].dtype)
             assert torch.equal(rows, bench.shaped(bench.rows(number, point), point))
 
@@ -195,10 +195,10 @@ def test_each_point_is_edited_by_its_own_part_of_its_vector(kind, shard, before)
     for point in range(len(bench.schemas)):
         assert torch.equal(became[0][point], expected[point]), point
         assert torch.equal(became[1][point], bench.rows(1, point)), point
-    parcel = bench.collect(0)
-    for point, rows in zip(parcel.points, rows_of(bench.runtime, parcel), strict=True):
+    captured_rows = bench.collect(0)
+    for point, rows in zip(captured_rows.points, rows_of(bench.runtime, captured_rows), strict=True):
         assert torch.equal(rows, bench.shaped(bench.rows(0, point) if before else expected[point], point))
-    (record,) = bench.ask(Settle((Wanted(Owner("r0", 0), TOKENS),), (True,))).records
+    (record,) = bench.ask(GetSteeringRecord((Wanted(Owner("r0", 0), TOKENS),), (True,))).records
     assert (record.failure, record.rows, record.primary) == (None, (TOKENS - 2,) * len(vectors), shard == 0)
 
 
@@ -213,20 +213,22 @@ def test_reductions_are_those_of_each_point(kind, shard, reduce, accumulates) ->
         bench.run([number])
         bench.runtime.forget([f"r{number}"])
     if accumulates:  # the third took the accumulator of the first
-        spilled = [bench.runtime._kept[Owner(f"r{number}", 0)].outbox._spilled is not None for number in range(3)]
+        spilled = [
+            bench.runtime._kept[Owner(f"r{number}", 0)].capture_buffer._spilled is not None for number in range(3)
+        ]
         assert spilled == [True, False, False]
     for number, points in enumerate(wanted):
         for _ in range(2):
-            parcel = bench.collect(number)
-            assert parcel.stored_rows == 1
-            for point, rows in zip(parcel.points, rows_of(bench.runtime, parcel), strict=True):
+            captured_rows = bench.collect(number)
+            assert captured_rows.stored_rows == 1
+            for point, rows in zip(captured_rows.points, rows_of(bench.runtime, captured_rows), strict=True):
                 own = bench.rows(number, point).float()
                 by_hand = {"mean": own.mean(0), "sum": own.sum(0), "max": own.amax(0), "last": own[-1]}[reduce]
                 assert rows.dtype == torch.float32
                 torch.testing.assert_close(rows, bench.shaped(by_hand, point), rtol=1e-6, atol=1e-6)
-        assert parcel.points == tuple(point for point in points if point in bench.points)
-    bench.ask(Census(), released=tuple(Owner(f"r{number}", 0) for number in range(3)))
-    assert bench.ask(Census()).pages_in_use == 0
+        assert captured_rows.points == tuple(point for point in points if point in bench.points)
+    bench.ask(GetStats(), released=tuple(Owner(f"r{number}", 0) for number in range(3)))
+    assert bench.ask(GetStats()).pages_in_use == 0
 
 
 @pytest.mark.parametrize("points", [(0, 3), (1,), (4,), (2,)])
@@ -239,13 +241,13 @@ def test_rows_are_projected_on_the_shards_part_of_directions(kind, shard, points
     bench.plan(0, CapturePlan(points, ALL, None, Coding("projected", number), vectors=placed))
     bench.plan(1, CapturePlan((0, 1, 2), ALL, None, RAW))  # whole rows beside them
     bench.run([0, 1])
-    parcel = bench.collect(0)
-    assert parcel.points == tuple(point for point in points if point in bench.points)
-    for point, rows in zip(parcel.points, rows_of(bench.runtime, parcel), strict=True):
+    captured_rows = bench.collect(0)
+    assert captured_rows.points == tuple(point for point in points if point in bench.points)
+    for point, rows in zip(captured_rows.points, rows_of(bench.runtime, captured_rows), strict=True):
         own = bench.part(vectors[points.index(point)], point)
         torch.testing.assert_close(rows, bench.rows(0, point).float() @ own.T, rtol=1e-5, atol=1e-4)
-    parcel = bench.collect(1)
-    for point, rows in zip(parcel.points, rows_of(bench.runtime, parcel), strict=True):
+    captured_rows = bench.collect(1)
+    for point, rows in zip(captured_rows.points, rows_of(bench.runtime, captured_rows), strict=True):
         assert torch.equal(rows, bench.shaped(bench.rows(1, point), point))
 
 
@@ -269,9 +271,9 @@ def test_a_codec_stores_rows_of_every_schema(kind, shard, before, name) -> None:
     bench.plan(3, CapturePlan((0, 4), ALL, None, other))
     became = bench.run([0, 1, 2, 3])
     for number, stored in enumerate((coding, coding, RAW, other)):
-        parcel = bench.collect(number)
-        assert parcel.coding == stored
-        for point, rows in zip(parcel.points, kept_of(bench.runtime, parcel), strict=True):
+        captured_rows = bench.collect(number)
+        assert captured_rows.coding == stored
+        for point, rows in zip(captured_rows.points, kept_of(bench.runtime, captured_rows), strict=True):
             exact = bench.rows(number, point) if before and number == 0 else became[number][point]
             if stored == RAW:
                 assert isinstance(rows, torch.Tensor)

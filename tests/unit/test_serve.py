@@ -22,9 +22,9 @@ from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, Inva
 from steercap.server.asks import asked_of, capture_of, ranges, steering_of
 from steercap.server.call import CURRENT
 from steercap.server.captures import Captures, owner_of
-from steercap.server.elsewhere import AT_REST, STEERED, Elsewhere
 from steercap.server.library import OPERATOR, Library
 from steercap.server.middleware import Asking
+from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere
 from steercap.server.presets import Presets
 from steercap.server.routes import Routes
 from steercap.steering.directions import DirectionSet

@@ -19,21 +19,21 @@ from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
-    Census,
     CloseSketch,
     Collected,
+    CommitSketch,
     Failed,
-    Fold,
     Folded,
+    GetStats,
     Joining,
     OpenSketch,
     Owner,
+    PrepareSketch,
     ReadSketch,
     SketchOpened,
     SketchPart,
     Unknown,
     Wanted,
-    Weigh,
     decode_answer,
     encode,
 )
@@ -406,13 +406,13 @@ class Bench:
         return answer.refused
 
     def weigh(self, name: str, total: int, *sketches: str) -> str | None:
-        answer = self.ask(Weigh((Joining(Wanted(Owner(name, 0), total), sketches or ("s",)),)))
+        answer = self.ask(PrepareSketch((Joining(Wanted(Owner(name, 0), total), sketches or ("s",)),)))
         assert isinstance(answer, Collected)
-        (parcel,) = answer.parcels
-        return "unknown" if isinstance(parcel, Unknown) else parcel.failure
+        (captured_rows,) = answer.deliveries
+        return "unknown" if isinstance(captured_rows, Unknown) else captured_rows.failure
 
     def fold(self, name: str, total: int, *sketches: str) -> int:
-        answer = self.ask(Fold((Joining(Wanted(Owner(name, 0), total), sketches or ("s",)),)))
+        answer = self.ask(CommitSketch((Joining(Wanted(Owner(name, 0), total), sketches or ("s",)),)))
         assert isinstance(answer, Folded)
         return answer.rows[0]
 
@@ -446,7 +446,7 @@ def test_rows_are_folded_where_they_lie(bench) -> None:
         rows = bench.known(point, r1=41, r2=3)
         moments_agree(bench.state(point), rows)
         keeps_its_bound(bench.state(point, "frequent_directions", 4, "short"), rows, 4)
-    counted = bench.ask(Census())
+    counted = bench.ask(GetStats())
     assert counted.sketches == 2
     assert counted.sketch_bytes == sum(
         SKETCHES[kind].nbytes(width, size)
@@ -455,7 +455,7 @@ def test_rows_are_folded_where_they_lie(bench) -> None:
     )
     bench.ask(CloseSketch("s"))
     bench.ask(CloseSketch("s"))
-    assert bench.ask(Census()).sketches == 1
+    assert bench.ask(GetStats()).sketches == 1
     assert isinstance(bench.ask(ReadSketch("s", 0, 0, 8)), Failed)
     assert bench.weigh("r3", 50, "s") == "there is no sketch s here"
 
@@ -476,12 +476,12 @@ def test_what_may_not_enter_does_not(bench) -> None:
     assert bench.weigh("r6", 5) is None  # it says where, beside, and is not weighed
     assert [bench.fold(name, 5) for name in ("r1", "r2", "r3", "r4", "r6", "r9")] == [NONE] * 6
     assert bench.weigh("r4", 5) is None
-    bench.ask(Census(), (Owner("r4", 0),))
+    bench.ask(GetStats(), (Owner("r4", 0),))
     assert bench.fold("r4", 5) == NONE
     assert bench.state(0).rows == 0
     assert bench.weigh("r5", 5) is None
     assert bench.fold("r5", 5) == 5
-    bench.ask(Census(), (Owner("r5", 0),))
+    bench.ask(GetStats(), (Owner("r5", 0),))
     assert bench.fold("r5", 5) == NONE
     moments_agree(bench.state(1), bench.known(1, r5=5))
 
@@ -493,7 +493,7 @@ def test_what_was_weighed_together_fits_together(bench) -> None:
     bench.step(("r1", 0, 2), ("r2", 0, 2), scale=4e16)
     assert bench.weigh("r1", 2) is None
     assert "would add up to" in bench.weigh("r2", 2)
-    bench.ask(Census(), (Owner("r1", 0),))
+    bench.ask(GetStats(), (Owner("r1", 0),))
     assert bench.weigh("r2", 2) is None
 
 
@@ -503,7 +503,7 @@ def test_room_for_sketches_is_bounded(bench) -> None:
     assert f"it needs {needed:,} bytes" in bench.open(most=needed - 1)
     assert bench.open(most=needed) == ""
     assert f"{needed:,} of them in use" in bench.open("t", most=2 * needed - 1)
-    assert bench.ask(Census()).sketches == 1
+    assert bench.ask(GetStats()).sketches == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -539,7 +539,7 @@ def test_a_wide_covariance_on_a_device() -> None:
 # The client
 
 
-class Answering:
+class Backend:
     """Workers that answer what a test says; the last answer again."""
 
     closed = False
@@ -574,7 +574,7 @@ JOINING = Joining(Wanted(Owner("r", 0), 5), ("s",))
 )
 async def test_a_request_enters_on_all_workers_of_one_engine_or_breaks_the_sketch(answers, rows, broken) -> None:
     """What nobody can vouch for is never handed out."""
-    made, book = Sketching(Answering(answers), (), 1 << 20), a_book()
+    made, book = Sketching(Backend(answers), (), 1 << 20), a_book()
     found = await made.fold(JOINING, [book])
     assert bool(book.broken) == broken
     if not broken:
@@ -587,7 +587,7 @@ async def test_a_request_enters_on_all_workers_of_one_engine_or_breaks_the_sketc
 
 async def test_an_answer_that_never_came_breaks_the_sketch() -> None:
     """Whether rows entered is not known, so nothing that was added up is either."""
-    made, book = Sketching(Answering(SketchIncomplete("lost")), (), 1 << 20), a_book()
+    made, book = Sketching(Backend(SketchIncomplete("lost")), (), 1 << 20), a_book()
     with pytest.raises(SketchIncomplete, match="lost"):
         await made.fold(JOINING, [book])
     with pytest.raises(SketchIncomplete, match="nobody knows whether they did"):
@@ -596,7 +596,7 @@ async def test_an_answer_that_never_came_breaks_the_sketch() -> None:
 
 async def test_a_refused_sketch_is_freed_where_there_was_room() -> None:
     """One rank of two has none: both are told to forget it."""
-    asked = Answering([[SketchOpened(""), SketchOpened("it needs more")]], [[SketchOpened("")] * 2])
+    asked = Backend([[SketchOpened(""), SketchOpened("it needs more")]], [[SketchOpened("")] * 2])
     with pytest.raises(SketchMemoryFull, match=r"it needs more.*sketch_bytes="):
         await Sketching(asked, (), 1 << 20).open(a_book())
     assert [type(question) for question in asked.asked] == [OpenSketch, CloseSketch]

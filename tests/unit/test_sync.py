@@ -160,7 +160,7 @@ def test_messages_without_await(tmp_path) -> None:
 
 
 def test_no_message_of_the_library_says_await_itself() -> None:
-    """`await` and `async with` come into messages from `steercap.core.idiom` alone, which the facade sets."""
+    """`await` and `async with` come into messages from `steercap.core.call_style` alone, which the facade sets."""
     guilty = []
     for path in ROOT.rglob("*.py"):
         if path.relative_to(ROOT).parts[0] in {"cli", "testing", "idiom.py"}:

@@ -14,8 +14,8 @@ from steercap.core.messages import (
     Answer,
     Attach,
     Call,
-    Census,
     Failed,
+    GetStats,
     LineRange,
     Owner,
     Read,
@@ -28,7 +28,7 @@ from steercap.errors import EngineFailure, InvalidFrame, WorkerFailure
 from steercap.worker.memory.reader import WireReader
 
 READERS = (decode_call, decode_answer, Plan.decode)
-FRAMES = (encode(Call((), Census())), encode(Failed("no")), Plan("a", 1, 2).encode())
+FRAMES = (encode(Call((), GetStats())), encode(Failed("no")), Plan("a", 1, 2).encode())
 
 
 @pytest.mark.parametrize(("reads", "frame"), zip(READERS, FRAMES, strict=True))
@@ -70,8 +70,8 @@ def test_every_field_comes_back_within_its_bounds(kind) -> None:
     [
         Call((), Attach(-1)),
         Call((), Attach(1 << 61)),
-        Call((Owner("a", -1),), Census()),
-        Call((Owner("a" * 5000, 0),), Census()),
+        Call((Owner("a", -1),), GetStats()),
+        Call((Owner("a" * 5000, 0),), GetStats()),
         Call((), Read((LineRange(-1, 1),))),
     ],
     ids=["negative", "too large", "negative in a part", "too long", "negative line"],
@@ -99,7 +99,7 @@ def test_damaged_frames_are_refused_or_read_and_take_no_memory() -> None:
 
 
 async def test_neither_side_can_be_hurt() -> None:
-    """Any question, plan, answer and parcel; honest requests in between are served to the last bit, and nothing stays."""
+    """Any question, plan, answer and delivery; honest requests in between are served to the last bit, and nothing stays."""
     assert await fuzz(400, seed=2) == 8
 
 

@@ -15,7 +15,7 @@ from steercap.core.messages import (
     Attach,
     Attached,
     Call,
-    Census,
+    CapturedRows,
     Collect,
     Collected,
     Configure,
@@ -24,13 +24,13 @@ from steercap.core.messages import (
     Engage,
     Engaged,
     Failed,
+    GetStats,
+    GetSteeringRecord,
     Lines,
     NotCapturing,
     Owner,
-    Parcel,
     Placed,
     Read,
-    Settle,
     Unknown,
     Vectors,
     Wanted,
@@ -124,14 +124,14 @@ class Bench:
             tap(self.runtime, rows.to(device), residual.to(device), point)
         self.runtime.end_step()
 
-    async def rows(self, key: str, total: int, first: int = 0) -> tuple[Parcel, torch.Tensor]:
+    async def rows(self, key: str, total: int, first: int = 0) -> tuple[CapturedRows, torch.Tensor]:
         answer = self.ask(Collect((Wanted(Owner(key, 0), total, first),)))
         assert isinstance(answer, Collected)
-        (parcel,) = answer.parcels
-        assert isinstance(parcel, Parcel)
-        schemas = self.runtime.taps.layouts.schemas(parcel.points)
-        rows = assemble(parcel, schemas, await self.reader.read(parcel.lines))
-        return parcel, torch.stack(rows)
+        (captured_rows,) = answer.deliveries
+        assert isinstance(captured_rows, CapturedRows)
+        schemas = self.runtime.taps.layouts.schemas(captured_rows.points)
+        rows = assemble(captured_rows, schemas, await self.reader.read(captured_rows.lines))
+        return captured_rows, torch.stack(rows)
 
 
 def expected(request: int, positions, point: int) -> torch.Tensor:
@@ -153,10 +153,10 @@ async def test_mixed_batches_keep_each_row_at_its_place() -> None:
         ("r2", 8, (1,), (2, 4, 6)),
         ("r3", 10, (0, 2), (0, 1, 2, 9)),
     ):
-        parcel, rows = await bench.rows(key, total)
-        assert np.frombuffer(parcel.positions, dtype=np.int64).tolist() == list(positions)
-        assert parcel.points == points
-        assert parcel.failure is None
+        captured_rows, rows = await bench.rows(key, total)
+        assert np.frombuffer(captured_rows.positions, dtype=np.int64).tolist() == list(positions)
+        assert captured_rows.points == points
+        assert captured_rows.failure is None
         for index, point in enumerate(points):
             torch.testing.assert_close(rows[index, : len(positions)], expected(int(key[1:]), positions, point))
 
@@ -183,8 +183,8 @@ async def test_rows_the_client_has_are_not_sent_again() -> None:
     bench.step(("r1", 0, 9_000))
     _, full = await bench.rows("r1", 9_000)
     for first in (0, 1, 2_500, 8_999, 9_000):
-        parcel, rows = await bench.rows("r1", 9_000, first)
-        assert np.frombuffer(parcel.positions, dtype=np.int64).tolist() == list(range(first, 9_000))
+        captured_rows, rows = await bench.rows("r1", 9_000, first)
+        assert np.frombuffer(captured_rows.positions, dtype=np.int64).tolist() == list(range(first, 9_000))
         assert torch.equal(rows, full[:, first:])
 
 
@@ -209,10 +209,10 @@ async def test_records_cross_from_page_to_page_where_these_are_consecutive(other
     """Streamed, preempted, ended, and its spare pages taken by another request; in an arena that others crowd, or not."""
     bench = Bench(width=16)
     crowd(bench, *others)
-    held = bench.ask(Census()).pages_in_use
+    held = bench.ask(GetStats()).pages_in_use
     bench.plan("r1", points=(0, 2), ranges=(Range(0, 5), Range(6, None)), limit=81)
     bench.step(("r1", 0, 7))
-    assert bench.ask(Census()).pages_in_use == held + 20  # four records each, wherever they lie
+    assert bench.ask(GetStats()).pages_in_use == held + 20  # four records each, wherever they lie
     bench.plan("r2", limit=35)
     for position in range(7, 42):
         bench.step(("r1", position, 1), ("r2", position - 7, 1))
@@ -220,9 +220,9 @@ async def test_records_cross_from_page_to_page_where_these_are_consecutive(other
             bench.step(("r1", 0, 20))  # it was preempted
         _, new = await bench.rows("r1", position + 1, position - 1)
         torch.testing.assert_close(new[1], expected(1, [position], 2)[:, :1].expand(-1, 16))
-    ended = bench.ask(Census()).pages_in_use
+    ended = bench.ask(GetStats()).pages_in_use
     bench.runtime.forget(["r1"])
-    left = bench.ask(Census()).pages_in_use - (ended - 20)
+    left = bench.ask(GetStats()).pages_in_use - (ended - 20)
     assert left == 10 if blocks == 1 else 10 <= left <= 11  # 41 records of 2 lines, the last of them on two pages
     bench.plan("r3", limit=60)
     bench.step(("r3", 0, 60))
@@ -230,12 +230,14 @@ async def test_records_cross_from_page_to_page_where_these_are_consecutive(other
     for key, total, points in (("r1", 42, (0, 2)), ("r2", 35, (0, 1, 2)), ("r3", 60, (0, 1, 2))):
         positions = [position for position in range(total) if key != "r1" or position != 5]
         for first in (0, 1, 4, 17, 29):
-            parcel, rows = await bench.rows(key, total, first)
+            captured_rows, rows = await bench.rows(key, total, first)
             for index, point in enumerate(points):
                 wanted = expected(int(key[1:]), positions[first:], point)[:, :1].expand(-1, 16)
                 torch.testing.assert_close(rows[index], wanted)
-            kept.setdefault(key, {line for one in parcel.lines for line in range(one.start, one.start + one.count)})
-            assert len(parcel.lines) <= blocks if key == "r1" else parcel.lines
+            kept.setdefault(
+                key, {line for one in captured_rows.lines for line in range(one.start, one.start + one.count)}
+            )
+            assert len(captured_rows.lines) <= blocks if key == "r1" else captured_rows.lines
     assert len(kept["r1"] | kept["r2"] | kept["r3"]) == 41 * 2 + 35 * 3 + 60 * 3
 
 
@@ -246,7 +248,7 @@ async def test_a_reduction_reads_across_pages(others, accumulates) -> None:
     """All records of a request, in one block or several; one page is left."""
     bench = Bench(dtype=torch.bfloat16, width=32)
     crowd(bench, *others)
-    held = bench.ask(Census()).pages_in_use
+    held = bench.ask(GetStats()).pages_in_use
     bench.plan("r0", points=(0, 2), reduce="mean", limit=60, accumulates=accumulates)
     bench.step(("r0", 0, 25))
     for position in range(25, 40):
@@ -254,7 +256,7 @@ async def test_a_reduction_reads_across_pages(others, accumulates) -> None:
     for _ in range(2):
         _, rows = await bench.rows("r0", 40)
         torch.testing.assert_close(rows[0], torch.full((1, 32), 19.5))
-    assert bench.ask(Census()).pages_in_use == held + 1
+    assert bench.ask(GetStats()).pages_in_use == held + 1
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -280,9 +282,9 @@ async def test_rows_that_were_never_computed_are_missed() -> None:
     bench = Bench()
     bench.plan("r1")
     bench.step(("r1", 0, 9))
-    (parcel,) = bench.ask(Collect((Wanted(Owner("r1", 0), 12),))).parcels
-    assert parcel.failure == "3 of 12 rows were never computed, the first of them row 9"
-    assert parcel.lines == ()
+    (captured_rows,) = bench.ask(Collect((Wanted(Owner("r1", 0), 12),))).deliveries
+    assert captured_rows.failure == "3 of 12 rows were never computed, the first of them row 9"
+    assert captured_rows.lines == ()
 
 
 async def test_rows_past_the_end_are_not_handed_over() -> None:
@@ -290,8 +292,8 @@ async def test_rows_past_the_end_are_not_handed_over() -> None:
     bench = Bench()
     bench.plan("r1")
     bench.step(("r1", 0, 9))
-    parcel, rows = await bench.rows("r1", 6)
-    assert parcel.stored_rows == rows.shape[1] == 6
+    captured_rows, rows = await bench.rows("r1", 6)
+    assert captured_rows.stored_rows == rows.shape[1] == 6
 
 
 @LARGE
@@ -307,11 +309,11 @@ async def test_reductions_run_over_pages_in_float32(dtype, reduce, accumulates) 
     bench.plan("r1", reduce=reduce, limit=30_000, accumulates=accumulates, prompt=24_000)
     for start in range(0, 24_000, 6_000):
         bench.step(("r1", start, 6_000))
-    pages = bench.ask(Census()).pages_in_use
+    pages = bench.ask(GetStats()).pages_in_use
     assert pages == 1 if accumulates else pages > 1
     for _ in range(2):
-        parcel, rows = await bench.rows("r1", 24_000)
-        assert parcel.coding == REDUCED
+        captured_rows, rows = await bench.rows("r1", 24_000)
+        assert captured_rows.coding == REDUCED
         assert rows.dtype == torch.float32
         assert rows.shape == (POINTS, 1, WIDTH)
         values = (1000 + torch.arange(24_000)).to(torch.float64) / 2
@@ -319,7 +321,7 @@ async def test_reductions_run_over_pages_in_float32(dtype, reduce, accumulates) 
         full = (kept.to(dtype) + kept.to(dtype)).double()
         by_hand = {"mean": full.mean(), "sum": full.sum(), "max": full.max(), "last": full[-1]}[reduce]
         torch.testing.assert_close(rows[0, 0, 0].double(), by_hand, rtol=1e-5, atol=0)
-    assert bench.ask(Census()).pages_in_use == 1
+    assert bench.ask(GetStats()).pages_in_use == 1
 
 
 async def test_a_tap_that_does_not_fire_spoils_the_step_loudly(kind) -> None:
@@ -330,7 +332,7 @@ async def test_a_tap_that_does_not_fire_spoils_the_step_loudly(kind) -> None:
     bench.step(("r1", 0, 4))
     bench.step(("r2", 0, 4), skip_point=1)
     good, _ = await bench.rows("r1", 4)
-    bad = bench.ask(Collect((Wanted(Owner("r2", 0), 4),))).parcels[0]
+    bad = bench.ask(Collect((Wanted(Owner("r2", 0), 4),))).deliveries[0]
     assert good.failure is None
     assert (
         bad.failure
@@ -353,7 +355,7 @@ async def test_a_pass_that_fails_or_is_short_spoils_its_rows(kind) -> None:
     for point in range(POINTS):
         tap(bench.runtime, torch.zeros(3, WIDTH, device=device_of(kind)), None, point)
     bench.runtime.end_step()
-    first, second = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 4)))).parcels
+    first, second = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 4)))).deliveries
     assert "out of cheese" in first.failure
     assert (
         second.failure
@@ -372,8 +374,8 @@ async def test_positions_that_are_not_those_scheduled_spoil_the_rows(kind) -> No
     for point in range(POINTS):
         tap(bench.runtime, torch.zeros(4, WIDTH, device=device_of(kind)), None, point)
     bench.runtime.end_step()
-    (parcel,) = bench.ask(Collect((Wanted(Owner("r1", 0), 4),))).parcels
-    assert "computes position 1 where 0 was scheduled" in parcel.failure
+    (captured_rows,) = bench.ask(Collect((Wanted(Owner("r1", 0), 4),))).deliveries
+    assert "computes position 1 where 0 was scheduled" in captured_rows.failure
 
 
 @LARGE
@@ -383,7 +385,7 @@ async def test_a_full_arena_is_said_not_hidden() -> None:
     bench.plan("r1")
     bench.plan("r2", limit=20_000)
     bench.step(("r1", 0, 4), ("r2", 0, 9_000))
-    good, bad = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 9_000)))).parcels
+    good, bad = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 9_000)))).deliveries
     assert good.failure is None
     assert bad.failure == "the arena is full"
 
@@ -393,18 +395,18 @@ async def test_rows_given_back_are_gone_and_their_memory_free() -> None:
     bench = Bench()
     bench.plan("r1")
     bench.step(("r1", 0, 50))
-    counted = bench.ask(Census(), released=(Owner("r1", 0), Owner("never", 0)))
+    counted = bench.ask(GetStats(), released=(Owner("r1", 0), Owner("never", 0)))
     assert isinstance(counted, Counted)
     assert (counted.requests, counted.pages_in_use, counted.rows_written) == (0, 0, 50)
     bench.step(("r1", 50, 1))
-    assert bench.ask(Collect((Wanted(Owner("r1", 0), 50),))).parcels == (Unknown(Owner("r1", 0)),)
+    assert bench.ask(Collect((Wanted(Owner("r1", 0), 50),))).deliveries == (Unknown(Owner("r1", 0)),)
 
 
 async def test_errors_are_answers(kind, caplog, monkeypatch) -> None:
     """Bytes that are no frame, and questions before the arena is there, come back as Failed, never as an exception."""
     runtime = some_runtime(kind)
     assert isinstance(decode_answer(runtime.answer(b"\xc1 no frame")), Failed)
-    assert isinstance(decode_answer(runtime.answer(encode(Call((), Census())))), Failed)
+    assert isinstance(decode_answer(runtime.answer(encode(Call((), GetStats())))), Failed)
     monkeypatch.delattr(type(runtime), "_attach")
     assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(1 << 20))))), Failed)
     told = [record for record in caplog.records if record.name == "steercap.worker.runtime"]
@@ -416,8 +418,8 @@ async def test_lines_can_be_sent_as_bytes() -> None:
     bench = Bench()
     bench.plan("r1", points=(0,))
     bench.step(("r1", 0, 3))
-    parcel, rows = await bench.rows("r1", 3)
-    answer = bench.ask(Read(parcel.lines))
+    captured_rows, rows = await bench.rows("r1", 3)
+    answer = bench.ask(Read(captured_rows.lines))
     assert isinstance(answer, Lines)
     sent = np.frombuffer(answer.data, dtype=np.uint8).reshape(3, LINE_BYTES)
     assert sent[:, : WIDTH * 4].tobytes() == rows[0].numpy().tobytes()
@@ -435,8 +437,8 @@ async def test_rows_in_flight_are_not_overwritten() -> None:
     for start in range(0, 40, 2):
         bench.step(("r1", start, 2), ("r2", start, 2))
     for number in (1, 2):
-        parcel, rows = await bench.rows(f"r{number}", 40)
-        assert parcel.failure is None
+        captured_rows, rows = await bench.rows(f"r{number}", 40)
+        assert captured_rows.failure is None
         for point in range(POINTS):
             torch.testing.assert_close(rows[point], expected(number, range(40), point))
 
@@ -449,7 +451,7 @@ async def test_a_pass_larger_than_the_ring_is_said_not_hidden() -> None:
     bench.plan("r2")
     bench.step(("r1", 0, 5))
     bench.step(("r2", 0, 4))
-    large, small = bench.ask(Collect((Wanted(Owner("r1", 0), 5), Wanted(Owner("r2", 0), 4)))).parcels
+    large, small = bench.ask(Collect((Wanted(Owner("r1", 0), 5), Wanted(Owner("r2", 0), 4)))).deliveries
     assert (
         "one pass keeps 960 bytes of rows, and the device holds 832; raise SteerModel(..., arena_bytes=)"
         in large.failure
@@ -459,15 +461,15 @@ async def test_a_pass_larger_than_the_ring_is_said_not_hidden() -> None:
 
 @LARGE
 async def test_what_runs_on_costs_no_look_at_each_request() -> None:
-    """A token more of each of 300 requests, most of them: the ledger works out only those that turn a page."""
+    """A token more of each of 300 requests, most of them: the table works out only those that turn a page."""
     bench = Bench(96 << 20)
     keys = [f"r{number}" for number in range(300)]
     for key in keys:
         bench.plan(key, limit=60)
     bench.step(*((key, 0, 3) for key in keys))
-    ledger, worked_out = bench.runtime._ledger, []
-    work_out = ledger._work_out
-    ledger._work_out = lambda *args: worked_out.append(args) or work_out(*args)
+    request_table, worked_out = bench.runtime._request_table, []
+    work_out = request_table._work_out
+    request_table._work_out = lambda *args: worked_out.append(args) or work_out(*args)
     for position in range(3, 9):
         bench.step(*((key, position, 1) for key in keys))
     assert not worked_out
@@ -519,10 +521,10 @@ async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
         parts = [(name, at, 1 + int(not at or rng.random() < 0.03)) for name, at in reached.items()]
         if rng.random() < 0.05:
             parts = parts[1:]
-        series = both[0].runtime._ledger._series
+        series = both[0].runtime._request_table._series
         both[0].step(*parts)
-        continued += both[0].runtime._ledger._series is series is not None
-        both[1].runtime._ledger._series = None
+        continued += both[0].runtime._request_table._series is series is not None
+        both[1].runtime._request_table._series = None
         both[1].step(*parts)
         for name, at, count in parts:
             reached[name] = at + count
@@ -646,7 +648,7 @@ def steer(bench: Bench, key: str, steering: SteeringPlan, capture: bool = True) 
 
 
 def settled(bench: Bench, key: str, total: int):
-    (record,) = bench.ask(Settle((Wanted(Owner(key, 0), total),), (True,))).records
+    (record,) = bench.ask(GetSteeringRecord((Wanted(Owner(key, 0), total),), (True,))).records
     return record
 
 
@@ -822,7 +824,7 @@ async def test_edits_can_be_looked_at_before_the_end() -> None:
     steer(bench, "r1", steering_plan(configuration), capture=False)
     bench.step(("r1", 0, 4))
     for _ in range(2):
-        (record,) = bench.ask(Settle((Wanted(Owner("r1", 0), 4),), (False,))).records
+        (record,) = bench.ask(GetSteeringRecord((Wanted(Owner("r1", 0), 4),), (False,))).records
         assert record.rows == (8,)
     bench.step(("r1", 4, 1))
     assert settled(bench, "r1", 5).rows == (10,)
@@ -855,13 +857,13 @@ async def test_a_rank_without_rows_steers_all_the_same(kind) -> None:
     bench.step(("r1", 0, 4))
     record = settled(bench, "r1", 4)
     assert (record.failure, record.primary, record.rows) == (None, False, (8,))
-    assert isinstance(bench.ask(Census()), NotCapturing)
+    assert isinstance(bench.ask(GetStats()), NotCapturing)
 
 
 def test_what_tables_take_is_said(kind) -> None:
     """Bank and accumulators everywhere; a ring, what of it is not copied yet, and pinned memory on a device alone."""
     bench = Bench(arena_bytes=1 << 20)
-    tables = bench.ask(Census()).tables
+    tables = bench.ask(GetStats()).tables
     assert tables.bank == bench.runtime.taps._bank.nbytes == bench.attached.bank_rows * bench.attached.bank_width * 4
     assert tables.accumulators >= bench.attached.reductions * POINTS * WIDTH * 4
     if kind == "host":

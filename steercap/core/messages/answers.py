@@ -94,7 +94,7 @@ class Chosen(Message, frozen=True, tag="Chosen"):
     refused: Told = ""
 
 
-class Parcel(Message, frozen=True, tag="Parcel"):
+class CapturedRows(Message, frozen=True, tag="Parcel"):
     """Location and labels of one request's rows on one rank.
 
     Args:
@@ -131,7 +131,7 @@ class Unknown(Message, frozen=True, tag="Unknown"):
 class Collected(Message, frozen=True, tag="Collected"):
     """Answer to Collect, in its order."""
 
-    parcels: tuple[Parcel | Unknown, ...]
+    deliveries: tuple[CapturedRows | Unknown, ...]
 
 
 class Lines(Message, frozen=True, tag="Lines"):
@@ -141,7 +141,7 @@ class Lines(Message, frozen=True, tag="Lines"):
 
 
 class Counted(Message, frozen=True, tag="Counted"):
-    """Answer to Census: resources in use on one worker.
+    """Answer to GetStats: resources in use on one worker.
 
     The number of requests whose rows (`requests`) or steering record (`steered`) are held; pages; rows written and
     passes
@@ -198,7 +198,7 @@ class SteeringRecord(Message, frozen=True, tag="SteeringRecord"):
 
 
 class Settled(Message, frozen=True, tag="Settled"):
-    """Answer to Settle, in its order."""
+    """Answer to GetSteeringRecord, in its order."""
 
     records: tuple[SteeringRecord | Unknown, ...]
 
@@ -216,7 +216,7 @@ class SketchOpened(Message, frozen=True, tag="SketchOpened"):
 
 
 class Folded(Message, frozen=True, tag="Folded"):
-    """Answer to Fold, in its order: number of each request's rows in its sketches; -1 without a preceding Weigh."""
+    """Answer to CommitSketch, in its order: number of each request's rows in its sketches; -1 if none was prepared."""
 
     rows: tuple[WholeOrNone, ...]
 

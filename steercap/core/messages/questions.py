@@ -25,7 +25,7 @@ class Configure(Message, frozen=True, tag="Configure"):
     configurations: tuple[Placed, ...]
 
 
-class Settle(Message, frozen=True, tag="Settle"):
+class GetSteeringRecord(Message, frozen=True, tag="Settle"):
     """Report the edits made to requests so far; every rank answers.
 
     Args:
@@ -113,7 +113,7 @@ class Read(Message, frozen=True, tag="Read"):
     lines: tuple[LineRange, ...]
 
 
-class Census(Message, frozen=True, tag="Census"):
+class GetStats(Message, frozen=True, tag="Census"):
     """Report the resources in use on the worker."""
 
 
@@ -135,14 +135,14 @@ class OpenSketch(Message, frozen=True, tag="OpenSketch"):
     most_bytes: Large
 
 
-class Weigh(Message, frozen=True, tag="Weigh"):
+class PrepareSketch(Message, frozen=True, tag="Weigh"):
     """Seal finished requests, and check that their rows can be added to sketches; answered like `Collect`."""
 
     joining: tuple[Joining, ...]
 
 
-class Fold(Message, frozen=True, tag="Fold"):
-    """Add the rows of requests after `Weigh` to their sketches, once only, however often it is asked."""
+class CommitSketch(Message, frozen=True, tag="Fold"):
+    """Add the rows of requests after `PrepareSketch` to their sketches, once only, however often it is asked."""
 
     joining: tuple[Joining, ...]
 
@@ -193,16 +193,16 @@ Question: TypeAlias = (
     Attach
     | Collect
     | Read
-    | Census
+    | GetStats
     | Configure
-    | Settle
+    | GetSteeringRecord
     | Engage
     | Unembed
     | Project
     | Choose
     | OpenSketch
-    | Weigh
-    | Fold
+    | PrepareSketch
+    | CommitSketch
     | ReadSketch
     | CloseSketch
     | OpenSAE

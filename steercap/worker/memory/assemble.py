@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from steercap.core.messages import LineRange, Parcel
+from steercap.core.messages import CapturedRows, LineRange
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
@@ -36,27 +36,29 @@ SMALL_BYTES: Final = 512
 
 
 class Assembly:
-    """Rows of one parcel while they are gathered; its parts can be filled in any order, on any thread.
+    """Rows of one delivery while they are gathered; its parts can be filled in any order, on any thread.
 
     Args:
-        parcel: the parcel, which describes the lines.
+        captured_rows: the message that describes the lines.
         schemas: schemas of its points.
-        source: the parcel's lines.
+        source: the lines of these rows.
         shard: index of the worker among those that hold shards of the same rows.
 
     Raises:
-        CaptureIncomplete: the lines do not hold the records that the parcel says.
+        CaptureIncomplete: the lines do not hold the records that the message says.
     """
 
-    def __init__(self, parcel: Parcel, schemas: Sequence[PointSchema], source: Readable, shard: int = 0) -> None:
-        self._parcel, self._shard = parcel, shard
+    def __init__(
+        self, captured_rows: CapturedRows, schemas: Sequence[PointSchema], source: Readable, shard: int = 0
+    ) -> None:
+        self._captured_rows, self._shard = captured_rows, shard
         self._schemas = tuple(schemas)
-        self._encoding = ENCODINGS[parcel.coding.encoding]
-        self._shape = self._encoding.record(self._schemas, parcel.coding)
+        self._encoding = ENCODINGS[captured_rows.coding.encoding]
+        self._shape = self._encoding.record(self._schemas, captured_rows.coding)
         # Whole lines are gathered, so that pieces are never small; the encoding has them to itself.
         self._padded = tuple(-(-size // LINE_BYTES) * LINE_BYTES for size in self._shape.sizes)
         self._whole = self._encoding.align < LINE_BYTES or min(self._shape.sizes, default=0) < SMALL_BYTES
-        records = _records(parcel, self._shape.lines, source)
+        records = _records(captured_rows, self._shape.lines, source)
         self._piece, self._indices = self._pieces(records)
         flat = source.lines.numpy().reshape(-1)
         self._source = flat[: len(flat) // self._piece * self._piece].reshape(-1, self._piece)
@@ -95,7 +97,7 @@ class Assembly:
 
         Projected rows are [rows, directions]; rows in a lossy codec are returned as their codes.
         """
-        rows, flat = self._parcel.stored_rows, torch.from_numpy(self._result).view(-1)
+        rows, flat = self._captured_rows.stored_rows, torch.from_numpy(self._result).view(-1)
         if self._whole:
             records = flat.view(rows, -1) if rows else flat.view(0, self._shape.lines * LINE_BYTES)
             spans = zip(self._shape.offsets, self._shape.sizes, strict=True)
@@ -114,7 +116,7 @@ class Assembly:
 
         Copies are made for all of them at once, so that threads that gather hold the GIL only briefly.
         """
-        coding, rows = self._parcel.coding, self._parcel.stored_rows
+        coding, rows = self._captured_rows.coding, self._captured_rows.stored_rows
         if isinstance(self._encoding, Codec):
             shard = self._shard if schema.shards > 1 else None
             whole = CodedRows(coding, schema, self._encoding.parts(stored, schema, coding), shard)
@@ -123,45 +125,45 @@ class Assembly:
         return [decoded[at * rows : (at + 1) * rows] for at in range(count)]
 
 
-def parcel_bytes(parcel: Parcel, schemas: Sequence[PointSchema]) -> int:
-    """Return the bytes of a parcel's rows, as they are stored."""
-    return parcel.stored_rows * sum(record_of(schemas, parcel.coding).sizes)
+def parcel_bytes(captured_rows: CapturedRows, schemas: Sequence[PointSchema]) -> int:
+    """Return the bytes of captured rows, as they are stored."""
+    return captured_rows.stored_rows * sum(record_of(schemas, captured_rows.coding).sizes)
 
 
 def assemble(
-    parcel: Parcel, schemas: Sequence[PointSchema], source: Readable, shard: int = 0
+    captured_rows: CapturedRows, schemas: Sequence[PointSchema], source: Readable, shard: int = 0
 ) -> list[torch.Tensor | CodedRows]:
-    """Gather the records of a parcel at once, on this thread.
+    """Gather the records of captured rows at once, on this thread.
 
     Args:
-        parcel: the parcel, which describes the lines.
+        captured_rows: the message that describes the lines.
         schemas: schemas of its points.
-        source: the parcel's lines.
+        source: the lines of these rows.
         shard: as for `Assembly`.
 
     Returns:
         The rows of every point, as `Assembly.rows` returns them.
 
     Raises:
-        CaptureIncomplete: the lines do not hold the records that the parcel says.
+        CaptureIncomplete: the lines do not hold the records that the message says.
     """
-    assembly = Assembly(parcel, schemas, source, shard)
+    assembly = Assembly(captured_rows, schemas, source, shard)
     for part in assembly.parts:
         assembly.fill(part)
     return assembly.rows()
 
 
-def _records(parcel: Parcel, record: int, source: Readable) -> Ints:
+def _records(captured_rows: CapturedRows, record: int, source: Readable) -> Ints:
     """Return the first line of each record of `record` lines: int64 [rows]."""
     starts, counts = _arrays(source.ranges)
-    rows, lines = parcel.stored_rows, int(counts.sum())
+    rows, lines = captured_rows.stored_rows, int(counts.sum())
     if lines != rows * record or (record and (counts % record).any()):
         raise CaptureIncomplete(
-            f"{parcel.owner.key}: {rows} records of {len(parcel.points)} points, {record} lines each, expected; the "
-            f"worker names {lines} lines"
+            f"{captured_rows.owner.key}: {rows} records of {len(captured_rows.points)} points, {record} lines each, "
+            f"expected; the worker names {lines} lines"
         )
     if (starts < 0).any() or (starts + counts > len(source.lines)).any():
-        raise CaptureIncomplete(f"{parcel.owner.key}: the worker names lines outside of its arena")
+        raise CaptureIncomplete(f"{captured_rows.owner.key}: the worker names lines outside of its arena")
     if not lines:
         return np.empty(0, dtype=np.int64)
     # Lines of all ranges one after the other: a range's start, less what came before it, plus the line's own number.

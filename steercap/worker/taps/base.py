@@ -24,7 +24,7 @@ from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layout, Layouts
 from steercap.worker.programs import Programs
-from steercap.worker.step import Step, Witness
+from steercap.worker.step import Step, StepReport
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Taps(ABC):
         return None
 
     @abstractmethod
-    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, StepReport]]:
         """Iterate over steps whose passes have run and whose rows are in the arena, in their order, each once.
 
         Args:

@@ -31,7 +31,7 @@ from steercap.worker.accumulators import Updates
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import LAYOUTS, Layout
 from steercap.worker.programs import ENTRY_NUMBERS
-from steercap.worker.step import Step, Witness
+from steercap.worker.step import Step, StepReport
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
 from steercap.worker.taps.pattern import Pattern
@@ -270,7 +270,7 @@ class CudaTaps(Taps):
     def blocking(self) -> Step | None:
         return self._passed[0].step if len(self._passed) >= AHEAD - 1 else None
 
-    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, StepReport]]:
         while self._passed:
             done = self._passed[0]
             if through is not None:
@@ -285,7 +285,7 @@ class CudaTaps(Taps):
                 through = None
             token_ids, positions, *evidence = said.T
             (edits, overflowed), (copies, nonfinite) = map(told_apart, evidence)
-            yield done.step, Witness(token_ids, positions, edits, copies, overflowed, nonfinite, done.failure)
+            yield done.step, StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, done.failure)
 
     def on_tap(
         self,

@@ -22,7 +22,7 @@ from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layout
 from steercap.worker.reduce import write_reduced
-from steercap.worker.step import Step, Witness
+from steercap.worker.step import Step, StepReport
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.host_edits import HostEdits
 from steercap.worker.taps.host_rows import Copies, Encoded, HostAccumulators, Keeping, Reduced
@@ -44,7 +44,7 @@ class HostTaps(Taps):
         self._nonfinite: list[tuple[int, torch.Tensor]] = []  # points, and batch indices of their non-finite rows
         self._num_tokens = 0
         self._labels: tuple[Ints, Ints] = (self._fired[:0], self._fired[:0])
-        self._done: list[tuple[Step, Witness]] = []
+        self._done: list[tuple[Step, StepReport]] = []
 
     def use(self, arena: Arena) -> None:
         super().use(arena)
@@ -100,12 +100,12 @@ class HostTaps(Taps):
             failure = failure or self._misfit or self._misfires()
             self._done.append((step, self._witness(step, failure)))
 
-    def _witness(self, step: Step, failure: str | None) -> Witness:
+    def _witness(self, step: Step, failure: str | None) -> StepReport:
         nonfinite: Ints = np.full(len(step), NONE, dtype=np.int64)
         for point, tokens in reversed(self._nonfinite):  # the first point is written last
             nonfinite[np.searchsorted(step.tokens, tokens.numpy())] = point
         edits, overflowed = self._edits.made(step)
-        return Witness(*self._labels, edits, step.copies, overflowed, nonfinite, failure)
+        return StepReport(*self._labels, edits, step.copies, overflowed, nonfinite, failure)
 
     def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
         assert self.arena is not None
@@ -136,7 +136,7 @@ class HostTaps(Taps):
     def pending(self) -> Sequence[Step]:
         return [step for step, _ in self._done]
 
-    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:  # noqa: ARG002 -- all have run
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, StepReport]]:  # noqa: ARG002 -- all have run
         while self._done:
             yield self._done.pop(0)
 

@@ -1,8 +1,7 @@
 """Roles: vectors of many characters, the assistant axis, and capping along it."""
 
 from steercap.lab.personas.roles.axis import AssistantAxis, assistant_axis
-from steercap.lab.personas.roles.effects import CapRecord, Case, cases_of, compare_steering, drift_cases
-from steercap.lab.personas.roles.floors import (
+from steercap.lab.personas.roles.axis_capping import (
     Capping,
     calibrated_capping,
     calibration_texts,
@@ -10,13 +9,14 @@ from steercap.lab.personas.roles.floors import (
     projections_by_text,
     token_projections,
 )
-from steercap.lab.personas.roles.halves import Stability, stability
+from steercap.lab.personas.roles.effects import CapRecord, Case, cases_of, compare_steering, drift_cases
 from steercap.lab.personas.roles.pipeline import RoleRun, load_run, run, run_share
 from steercap.lab.personas.roles.plots import plot_changes, plot_positions, plot_roles, plot_stability
 from steercap.lab.personas.roles.reading import load_roles, shipped_roles
 from steercap.lab.personas.roles.role import ASSISTANT, Role, RoleSet, drift_prompts
 from steercap.lab.personas.roles.rows import RoleRows
 from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.lab.personas.roles.split_half import Stability, stability
 from steercap.lab.personas.roles.summaries import Change, changes
 
 __all__ = [

@@ -15,9 +15,9 @@ from steercap.files.base import write_whole
 from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.directions import How, directions
 from steercap.lab.personas.roles.effects import PLAIN, CapRecord
-from steercap.lab.personas.roles.halves import OFS, Of, Stability
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import RoleRows
+from steercap.lab.personas.roles.split_half import OFS, Of, Stability
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from steercap.worker.step import Step
 
 
 @dataclass
-class Series:
+class SteadyDecode:
     """State that the passes of a series share, and its progress.
 
     Args:

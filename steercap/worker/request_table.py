@@ -1,4 +1,4 @@
-"""Ledger of the requests running on this rank, which determines the work for each token of a pass.
+"""Table of the requests running on this rank, which determines the work for each token of a pass.
 
 In almost every pass, almost every request has advanced by one token, on the same page and in the same scopes. All
 of these are looked up in one array at once, so that a pass over hundreds of requests costs a few numpy calls. The
@@ -18,10 +18,10 @@ from steercap.core.messages import Owner, Wanted
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
 from steercap.worker.batch import BatchRows
+from steercap.worker.capture_buffer import CaptureBuffer
 from steercap.worker.layouts import Layouts
-from steercap.worker.outbox import Outbox
 from steercap.worker.programs import Programs
-from steercap.worker.series import Series
+from steercap.worker.steady_decode import SteadyDecode
 from steercap.worker.steering import Slot, Steered
 from steercap.worker.step import Step
 
@@ -37,7 +37,7 @@ class Tracked:
 
     Args:
         owner: key of the request and number of the sample.
-        outbox: storage of its rows, None if none are kept or they were released.
+        capture_buffer: storage of its rows, None if none are kept or they were released.
         steered: its steering state, None if it is not steered.
         vectors: number and contents of the slot with the vectors that its encoding needs; None if it needs none.
     """
@@ -45,19 +45,19 @@ class Tracked:
     def __init__(
         self,
         owner: Owner,
-        outbox: Outbox | None,
+        capture_buffer: CaptureBuffer | None,
         steered: Steered | None,
         vectors: tuple[int, Slot] | None = None,
     ) -> None:
         self.owner = owner
-        self.outbox = outbox
+        self.capture_buffer = capture_buffer
         self.steered = steered
         self.vectors = vectors
         self.index = NONE
-        self.run_from = 0  # first position that ran according to the ledger's array alone
+        self.run_from = 0  # first position that ran according to the request table's array alone
 
 
-class Ledger:
+class RequestTable:
     """Table of the requests that run, or whose last passes are not completed yet.
 
     Args:
@@ -82,7 +82,7 @@ class Ledger:
         #: Names of the last pass, positions of the tracked ones, and their indices; None after a request came or left.
         self._last: tuple[tuple[str, ...], Ints, Ints] | None = None
         #: Series of passes that the last pass belongs to; None once the next pass may differ.
-        self._series: Series | None = None
+        self._series: SteadyDecode | None = None
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._indices
@@ -109,16 +109,16 @@ class Ledger:
             self._grow()
         tracked.index = self._free.pop()
         self._tracked[tracked.index] = tracked
-        self._holding[tracked.index] = tracked.outbox is not None
+        self._holding[tracked.index] = tracked.capture_buffer is not None
         self._indices[request_id] = tracked.index
         self._last = None
         self._owners[tracked.owner] = tracked
         self._state[tracked.index] = 0
-        if (outbox := tracked.outbox) is not None:
-            if outbox.limit > self._token_ids.shape[1]:
-                self._widen(outbox.limit)
-            self._token_ids[tracked.index, : outbox.limit] = NONE
-            outbox.token_ids = self._token_ids[tracked.index, : outbox.limit]
+        if (capture_buffer := tracked.capture_buffer) is not None:
+            if capture_buffer.limit > self._token_ids.shape[1]:
+                self._widen(capture_buffer.limit)
+            self._token_ids[tracked.index, : capture_buffer.limit] = NONE
+            capture_buffer.token_ids = self._token_ids[tracked.index, : capture_buffer.limit]
 
     def leave(self, request_ids: Iterable[str]) -> None:
         """Remove requests that will not run again; passes they were in may be pending."""
@@ -127,8 +127,8 @@ class Ledger:
             if index is not None:
                 self._last = None
                 self.flush(self.at(index))
-                if (outbox := self.at(index).outbox) is not None:
-                    outbox.stop()
+                if (capture_buffer := self.at(index).capture_buffer) is not None:
+                    capture_buffer.stop()
                 self._leaving.append((self._begun, index))
         self._reuse()
 
@@ -144,12 +144,12 @@ class Ledger:
         self._reuse()
 
     def flush(self, tracked: Tracked) -> None:
-        """Report to a request the tokens that ran according to the ledger's array alone."""
+        """Report to a request the tokens that ran according to the request table's array alone."""
         reached = NONE if tracked.index == NONE else int(self._state[tracked.index, _NEXT])
         if reached <= tracked.run_from:
             return
-        if tracked.outbox is not None and self._state[tracked.index, _LAYOUT] != NONE:
-            tracked.outbox.ran(tracked.run_from, reached)
+        if tracked.capture_buffer is not None and self._state[tracked.index, _LAYOUT] != NONE:
+            tracked.capture_buffer.ran(tracked.run_from, reached)
         if tracked.steered is not None:
             tracked.steered.ran(tracked.run_from, reached)
         tracked.run_from = reached
@@ -157,7 +157,7 @@ class Ledger:
     def forget_rows(self, tracked: Tracked) -> None:
         """Drop the rows of a request that were released; only its steering is left, if it has any."""
         self.flush(tracked)
-        tracked.outbox = None
+        tracked.capture_buffer = None
         if tracked.index != NONE:
             self._state[tracked.index, _STOP] = 0
             self._holding[tracked.index] = False
@@ -176,7 +176,7 @@ class Ledger:
         for tracked in self:
             if tracked.steered is not None and tracked.steered.slot is not None:
                 used[tracked.steered.steering.slot] = tracked.steered.slot
-            if tracked.outbox is not None and tracked.vectors is not None:
+            if tracked.capture_buffer is not None and tracked.vectors is not None:
                 number, slot = tracked.vectors
                 used[number] = slot
         return used
@@ -223,7 +223,7 @@ class Ledger:
         if alike.all() and (batch.counts == 1).all():
             left = int((self._state[indices, _STOP] - starts).min()) - 1
             record_lines = np.where(step.drained, self._layouts.lines[step.layouts], 0)
-            self._series = Series(tracked, starts + 1, left, step, record_lines)
+            self._series = SteadyDecode(tracked, starts + 1, left, step, record_lines)
         return step
 
     def _alike(self, indices: Ints, starts: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
@@ -233,7 +233,7 @@ class Ledger:
         return known
 
     def _find_all(self, names: tuple[str, ...]) -> tuple[Ints, Ints]:
-        """Return the places in a batch of the requests that are tracked, and their ledger indices."""
+        """Return the places in a batch of the requests that are tracked, and their indices in the table."""
         if self._last is None or self._last[0] != names:
             indices = np.array([self._indices.get(name, NONE) for name in names], dtype=np.int64)
             tracked = np.flatnonzero(indices != NONE)
@@ -243,12 +243,12 @@ class Ledger:
 
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
         """Build the step of one request's tokens in a pass, and predict its next ones."""
-        outbox, steered = request.outbox, request.steered
+        capture_buffer, steered = request.capture_buffer, request.steered
         kept = np.zeros(count, dtype=np.bool_)
         lines: Ints = np.full(count, NONE, dtype=np.int64)
         masks = np.zeros(count, dtype=np.int32)
-        if outbox is not None and outbox.failure is None:
-            kept, lines = outbox.place(start, count)
+        if capture_buffer is not None and capture_buffer.failure is None:
+            kept, lines = capture_buffer.place(start, count)
         if steered is not None:
             masks = steered.begin(start, count)
         chosen = np.flatnonzero(kept | (masks != 0))
@@ -268,9 +268,9 @@ class Ledger:
         lines: Ints,
         masks: npt.NDArray[np.int32],
     ) -> Step:
-        outbox, steered = request.outbox, request.steered
+        capture_buffer, steered = request.capture_buffer, request.steered
         size = len(chosen)
-        layouts = np.where(kept, NONE if outbox is None else outbox.layout, NONE)
+        layouts = np.where(kept, NONE if capture_buffer is None else capture_buffer.layout, NONE)
         slots = np.full(size, NONE if steered is None or steered.slot is None else steered.steering.slot)
         positions = chosen + start
         replaced = {} if steered is None else steered.replaced(positions)
@@ -280,7 +280,7 @@ class Ledger:
             positions=positions,
             firsts=np.full(size, start),
             lines=lines,
-            accumulators=np.where(kept, NONE if outbox is None else outbox.accumulator, NONE),
+            accumulators=np.where(kept, NONE if capture_buffer is None else capture_buffer.accumulator, NONE),
             layouts=layouts,
             slots=slots,
             masks=masks,
@@ -292,13 +292,13 @@ class Ledger:
     def _look_ahead(self, request: Tracked, start: int) -> None:
         """Record the state that the tokens from `start` on have in common, and the position where it ends."""
         self.flush(request)
-        outbox, steered = request.outbox, request.steered
+        capture_buffer, steered = request.capture_buffer, request.steered
         request.run_from = start
         stop, line, accumulator, layout = NEVER, 0, NONE, NONE
-        if outbox is not None and outbox.failure is None:
-            stop, first = outbox.ahead(start)
+        if capture_buffer is not None and capture_buffer.failure is None:
+            stop, first = capture_buffer.ahead(start)
             if first is not None:
-                line, accumulator, layout = first, outbox.accumulator, outbox.layout
+                line, accumulator, layout = first, capture_buffer.accumulator, capture_buffer.layout
         slot, mask = NONE, 0
         if steered is not None:
             reach, mask = steered.ahead(start)
@@ -316,7 +316,9 @@ class Ledger:
         for item in wanted:
             tracked = self.find(item.owner)
             if tracked is not None and tracked.index != NONE:
-                totals[tracked.index] = item.total if tracked.outbox is None else tracked.outbox.reads(item.total)
+                totals[tracked.index] = (
+                    item.total if tracked.capture_buffer is None else tracked.capture_buffer.reads(item.total)
+                )
         return bool((step.positions < totals[step.requests]).any())
 
     def _alike_tokens(self, indices: Ints, starts: Ints, counts: Ints, first_tokens: Ints) -> Step:
@@ -365,10 +367,10 @@ class Ledger:
         """Move the token ids to a new array; unused entries are neither read nor written, and so take no memory."""
         self._token_ids = np.empty((requests, limit), dtype=np.int32)
         for index, tracked in enumerate(self._tracked):
-            if tracked is not None and (outbox := tracked.outbox) is not None:
-                moved = self._token_ids[index, : outbox.limit]
-                moved[:] = outbox.token_ids
-                outbox.token_ids = moved
+            if tracked is not None and (capture_buffer := tracked.capture_buffer) is not None:
+                moved = self._token_ids[index, : capture_buffer.limit]
+                moved[:] = capture_buffer.token_ids
+                capture_buffer.token_ids = moved
 
     def _reuse(self) -> None:
         """Free the indices that no pending pass names."""
@@ -378,7 +380,7 @@ class Ledger:
             if self._owners.get(tracked.owner) is tracked:
                 del self._owners[tracked.owner]
             tracked.index = NONE
-            if tracked.outbox is not None:
-                tracked.outbox.token_ids = tracked.outbox.token_ids.copy()
+            if tracked.capture_buffer is not None:
+                tracked.capture_buffer.token_ids = tracked.capture_buffer.token_ids.copy()
             self._tracked[index] = None
             self._free.append(index)

@@ -61,9 +61,9 @@ class Recipe:
         async def itself(job: Job) -> Job:
             return job
 
-        return await self.surviving(itself)
+        return await self.with_restart(itself)
 
-    async def surviving(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
+    async def with_restart(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
         """Run `work` on the request; if the engine dies meanwhile and is restarted, run it once more.
 
         Args:
@@ -71,27 +71,27 @@ class Recipe:
             job: the request as already prepared, reused if its engine is still the running one.
 
         Raises:
-            EngineDied: see `Serving.surviving`.
+            EngineDied: see `Serving.with_restart`.
             Whatever `work` and `prepare` raise.
         """
 
         async def attempt(engine: Engine) -> Value:
             return await work(job if job is not None and job.engine is engine else await self._made(engine))
 
-        return await self.serving.surviving(attempt, None if job is None else job.engine)
+        return await self.serving.with_restart(attempt, None if job is None else job.engine)
 
     async def _made(self, engine: Engine) -> Job:
         names = ("options", "spans", "reading", "sketches", "encoding", "monitors", "known")
         asked = {name: getattr(self, name) for name in names}
         return replace(await prepare(engine, self.prompt, self.params, self.spec, self.steering, **asked), recipe=self)
 
-    def lost(self, job: Job, sample: Sample) -> LostRows | None:
+    def lost(self, job: Job, sample: Sample) -> Recompute | None:
         """Return the means to recompute a finished sample's rows; None if engines are not restarted."""
-        return LostRows(self, job, sample) if self.serving.settings.restart else None
+        return Recompute(self, job, sample) if self.serving.settings.restart else None
 
 
 @dataclass(frozen=True)
-class LostRows:
+class Recompute:
     """Finished sample whose rows can be recomputed if their engine dies.
 
     Args:
@@ -113,12 +113,12 @@ class LostRows:
         """Return True if the engine of the rows has died and another one can recompute them."""
         return self.recipe.serving.outlives(self.job.engine)
 
-    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+    async def with_restart(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
         """Run `work` on the engine, with a restart, for work that needs the model but not the rows.
 
-        See `Serving.surviving`.
+        See `Serving.with_restart`.
         """
-        return await self.recipe.serving.surviving(work)
+        return await self.recipe.serving.with_restart(work)
 
     async def rows(self) -> Found:
         """Recompute the rows.
@@ -130,7 +130,7 @@ class LostRows:
         """
         if reason := self._reason():
             raise EngineDied(f"{self.job.engine.death}; its rows are not computed again, since {reason}")
-        found = await self._reading().surviving(_read)
+        found = await self._reading().with_restart(_read)
         return found._replace(receipt=replace(found.receipt, recomputed=True))
 
     def _reason(self) -> str:

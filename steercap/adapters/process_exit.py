@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from steercap.adapters.hardware import missing_kernel
-from steercap.adapters.refusal import FOLDER
-from steercap.adapters.refusal import NAME as REFUSAL
+from steercap.adapters.startup_error import FOLDER
+from steercap.adapters.startup_error import NAME as REFUSAL
 
 #: Seconds after which no report of an exit code is expected any more.
 WORD_SECONDS: Final = 0.3

@@ -1,4 +1,4 @@
-"""Storage of one request's captured rows, and the parcel that is made of them."""
+"""Storage of one request's captured rows, and the message that describes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from steercap.core.coding import REDUCED
-from steercap.core.messages import LineRange, Owner, Parcel
+from steercap.core.messages import CapturedRows, LineRange, Owner
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, Places, ranks, rows_selected, runs
@@ -21,7 +21,7 @@ from steercap.worker.layouts import Form, Layouts, Reads
 from steercap.worker.reduce import record_blocks, reduce_rows, rows_of
 
 
-class Outbox(ABC):
+class CaptureBuffer(ABC):
     """Captured rows of one sample of a request on this rank.
 
     Args:
@@ -34,7 +34,7 @@ class Outbox(ABC):
 
     Attributes:
         token_ids: token id that the model read at each position, NONE where it read none: int32 [limit]. A view of the
-            ledger's table as long as passes of the request may be pending.
+            request table as long as passes of the request may be pending.
     """
 
     def __init__(  # noqa: PLR0917 -- what a request is, and where it runs
@@ -162,8 +162,8 @@ class Outbox(ABC):
     def _stopped(self) -> None:
         """Release what is not needed after the request's end."""
 
-    def seal(self, total: int, first: int) -> Parcel:
-        """Describe the rows of the first `total` inputs as a parcel; reduce them first if the plan says so. Idempotent.
+    def seal(self, total: int, first: int) -> CapturedRows:
+        """Describe the rows of the first `total` inputs; reduce them first if the plan says so. Idempotent.
 
         Args:
             total: inputs of the sequence, as far as the client knows it.
@@ -179,7 +179,7 @@ class Outbox(ABC):
                 self._reduce(self.capture.reduce, rows, total)
                 self._reduced = positions, token_ids
                 failure = self.failure
-        return Parcel(
+        return CapturedRows(
             owner=self.owner,
             coding=coding,
             points=self._points,
@@ -238,8 +238,8 @@ class Outbox(ABC):
         return f"{len(missing)} of {len(positions)} rows were never computed, the first of them row {missing[0]}"
 
 
-class RowsOutbox(Outbox):
-    """Outbox whose rows stay in the arena, each in its place, to be fetched, or reduced once their number is known."""
+class ArenaBuffer(CaptureBuffer):
+    """Capture buffer whose rows stay in the arena, to be fetched, or reduced once their number is known."""
 
     def __init__(  # noqa: PLR0917 -- as above
         self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena, reads: Reads = ()

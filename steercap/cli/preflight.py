@@ -27,7 +27,7 @@ OVERRIDES = ("hf_overrides", "hf_config_path")
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class Preflight:
     """Facts about an engine that are known before it is started.
 
     Args:
@@ -113,7 +113,7 @@ class Foreseen:
             )
 
 
-def foreseen(options: ModelOptions, **settings: Any) -> Foreseen:
+def preflight(options: ModelOptions, **settings: Any) -> Preflight:
     """Return the facts known about the engine that `opened` would start with the same arguments.
 
     Raises:
@@ -131,7 +131,7 @@ def foreseen(options: ModelOptions, **settings: Any) -> Foreseen:
         import msgspec
 
         model = msgspec.structs.replace(model, layers=0, width=0)
-    return Foreseen(model, ours)
+    return Preflight(model, ours)
 
 
 def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Outbox of a request whose rows are reduced while it runs."""
+"""Capture buffer of a request whose rows are reduced while it runs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from steercap.kernels.codecs import ENCODINGS
 from steercap.kernels.codecs.reduced import accumulator_records
 from steercap.worker.accumulators import EMPTY
 from steercap.worker.arena import Arena
+from steercap.worker.capture_buffer import CaptureBuffer
 from steercap.worker.layouts import Layout, Layouts
-from steercap.worker.outbox import Outbox
 from steercap.worker.reduce import Accumulator, rows_of, write_reduced
 from steercap.worker.taps.base import Taps
 
 
-class ReducingOutbox(Outbox):
-    """Outbox whose rows are reduced as they come; only the reduction reaches the arena, at the request's end.
+class ReducingBuffer(CaptureBuffer):
+    """Capture buffer whose rows are reduced as they come; only the reduction reaches the arena, at the request's end.
 
     Args:
-        owner, plan, capture, layouts, arena: as for `Outbox`.
+        owner, plan, capture, layouts, arena: as for `CaptureBuffer`.
         taps: taps that carry out the reduction.
     """
 
-    def __init__(  # noqa: PLR0917 -- as for `Outbox`
+    def __init__(  # noqa: PLR0917 -- as for `CaptureBuffer`
         self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena, taps: Taps
     ) -> None:
         super().__init__(owner, plan, capture, layouts, arena)
@@ -160,14 +160,14 @@ class ReducingOutbox(Outbox):
         return int(self._first_lines[0]), self._layout
 
 
-def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
+def finish(taps: Taps, asked: Mapping[CaptureBuffer, int]) -> None:
     """Finish the running reductions, and copy them to the arena, all of them together.
 
     Args:
         taps: taps that carry out the reductions.
-        asked: number of inputs of each outbox's sequence.
+        asked: number of inputs of each buffer's sequence.
     """
-    running = [(box, total) for box, total in asked.items() if isinstance(box, ReducingOutbox)]
+    running = [(box, total) for box, total in asked.items() if isinstance(box, ReducingBuffer)]
     ready = [(box, total, rows) for box, total in running if (rows := box.rows_to_finish(total))]
     if not ready:
         return

@@ -19,11 +19,11 @@ from steercap.steering.layers import LayerVectors
 from steercap.steering.monitor import Monitor, labels_of
 
 #: For each monitor its point, and the index of its projection among those kept there; None where rows are kept.
-Gauged: TypeAlias = Sequence[tuple[Point, int | None]]
+ReadAt: TypeAlias = Sequence[tuple[Point, int | None]]
 
 
 @dataclass(frozen=True, eq=False)
-class Gauge:
+class MonitorReader:
     """Monitor bound to the captured data from which its scores are computed.
 
     Args:
@@ -48,9 +48,9 @@ class Gauge:
         return rows[:, self.column] * self.monitor.length + self.monitor.bias
 
 
-def gauged_by(
+def reader_for(
     spec: CaptureSpec, coding: Coding, points: Sequence[Point], monitors: Sequence[Monitor], places: Sequence[Point]
-) -> Gauged:
+) -> ReadAt:
     """Return, for each monitor, the point and the projection column to read its scores from.
 
     Args:
@@ -85,7 +85,7 @@ def _column(project: object, place: Point, monitor: Monitor) -> int | None:
     return same[0] if same else None
 
 
-def gauges_of(monitors: Sequence[Monitor], gauged: Gauged, plan: Plan) -> list[Gauge]:
+def monitor_readers_of(monitors: Sequence[Monitor], read_at: ReadAt, plan: Plan) -> list[MonitorReader]:
     """Bind monitors to one request, whose tokens are known.
 
     Raises:
@@ -95,7 +95,7 @@ def gauges_of(monitors: Sequence[Monitor], gauged: Gauged, plan: Plan) -> list[G
     capture = plan.capture
     assert capture is not None
     kept, found = selected(capture.ranges, plan.limit), []
-    for monitor, label, (point, column) in zip(monitors, labels_of(monitors), gauged, strict=True):
+    for monitor, label, (point, column) in zip(monitors, labels_of(monitors), read_at, strict=True):
         ranges = monitor.selection.ranges(plan.prompt_len, plan.limit)
         wanted = selected(ranges, plan.limit)
         if (wanted & ~kept).any():
@@ -107,5 +107,5 @@ def gauges_of(monitors: Sequence[Monitor], gauged: Gauged, plan: Plan) -> list[G
                 f"{monitor} reads tokens={monitor.selection}, and a text ends at a generated token alone; give "
                 "tokens='generated'"
             )
-        found.append(Gauge(monitor, label, point, ranges, column))
+        found.append(MonitorReader(monitor, label, point, ranges, column))
     return found
