@@ -28,7 +28,7 @@ from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
 TICK = 0.0005
 
 
-def deliveries(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[CapturedRows]]:
+def captured(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[CapturedRows]]:
     """An arena full of requests, and where each one's rows are."""
     schemas = (PointSchema((args.width,), "bfloat16"),) * args.points
     record = record_of(schemas, RAW).lines
@@ -87,7 +87,7 @@ async def stalls(seen: list[float]) -> None:
 
 async def main(args: argparse.Namespace) -> dict[int, list[float]]:
     """Deliver everything, a few times; GB a second by the number of threads."""
-    _segment, attached, found = deliveries(args)
+    _segment, attached, found = captured(args)
     moved = args.requests * args.rows * args.points * args.width * 2
     reader = SharedReader(attached)
     rank = Rank(0, attached, reader)

@@ -144,11 +144,11 @@ def measure_passes(
         rank.attach(requests * total)
         plans, took = rank.register(names, total, mode)
         before, after = zip(*steady(rank, names, passes, profiler), strict=True)
-        deliveries = rank.check(plans, total)
+        shares = rank.check(plans, total)
         row: Row = {"requests": requests, "mode": mode, **spread("before", before), **spread("after", after)}
         row["register"] = 1e6 * statistics.median(took) if took else 0.0
         if isinstance(rank.transfers, NoDevice):
-            assert rank.transfers.copied == len(deliveries) * total * rank.record_bytes, "bytes of rows were not copied"
+            assert rank.transfers.copied == len(shares) * total * rank.record_bytes, "bytes of rows were not copied"
             row |= {"uploads": rank.transfers.uploads, "calls": len(rank.transfers.sizes)}
             row["copies"] = sum(map(len, rank.transfers.sizes))
     return row

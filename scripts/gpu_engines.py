@@ -193,8 +193,8 @@ class Bench:
         """Check what was captured, fetch some of it, and free it before the next run."""
         import torch
 
-        for handle, deliveries in zip(handles, found, strict=True):
-            _check_rows(run, handle, deliveries, workload.rows)
+        for handle, shares in zip(handles, found, strict=True):
+            _check_rows(run, handle, shares, workload.rows)
         if fetch:
             dtype: torch.dtype = self.model.engine.vllm_config.model_config.dtype
             width = self.model.points[handles[0].points[0]].width
@@ -223,7 +223,7 @@ def _stored_bytes(found: Sequence[Sequence[Any]]) -> int:
     from steercap.core.records import LINE_BYTES
 
     return LINE_BYTES * int(
-        sum(lines.count for deliveries in found for captured_rows in deliveries for lines in captured_rows.lines)
+        sum(lines.count for shares in found for captured_rows in shares for lines in captured_rows.lines)
     )
 
 
@@ -237,13 +237,13 @@ def _check_outputs(run: Run, workload: Workload) -> None:
             raise NotReal(f"{run.mode}: {output.num_cached_tokens} prompt tokens came from the prefix cache")
 
 
-def _check_rows(run: Run, handle: Any, deliveries: Sequence[Any], rows: int) -> None:
+def _check_rows(run: Run, handle: Any, shares: Sequence[Any], rows: int) -> None:
     import numpy as np
 
     from steercap.core.messages import Unknown
 
     points: set[int] = set()
-    for captured_rows in deliveries:
+    for captured_rows in shares:
         if isinstance(captured_rows, Unknown) or captured_rows.failure:
             raise NotReal(f"{run.mode}: a worker has no rows of {handle.request_id}: {captured_rows}")
         if captured_rows.points and not np.array_equal(

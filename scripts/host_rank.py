@@ -247,14 +247,14 @@ class Rank:
                 check_edits(plan.key, plan, self.ready.configuration, total, [[record]])
         if plans[0].capture is None:
             return []
-        deliveries: list[CapturedRows] = list(self.ask(Collect(wanted)).deliveries)
-        for captured_rows in deliveries:
+        shares: list[CapturedRows] = list(self.ask(Collect(wanted)).shares)
+        for captured_rows in shares:
             assert isinstance(captured_rows, CapturedRows), f"the worker does not know a request: {captured_rows}"
             assert captured_rows.failure is None, captured_rows.failure
             assert np.array_equal(np.frombuffer(captured_rows.positions, dtype=np.int64), np.arange(total)), (
                 captured_rows.owner
             )
-        return deliveries
+        return shares
 
 
 def everything() -> CapturePlan:

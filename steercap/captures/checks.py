@@ -66,8 +66,8 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
         raise CaptureIncomplete(f"{expected.name}: {delivery.failure}")
     capture = expected.plan.capture
     assert capture is not None
-    known = check_labelled(expected, delivery.deliveries)
-    writes = sum(captured_rows.writes for captured_rows in delivery.deliveries)
+    known = check_labelled(expected, delivery.shares)
+    writes = sum(captured_rows.writes for captured_rows in delivery.shares)
     shards = {
         armed[index]: tuple(_completed(rows, expected, armed[index]) for rows in found)
         for index, found in delivery.shards.items()
@@ -101,7 +101,7 @@ def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point)
     return replace(rows, constants=constants or rows.constants, schema=schema or rows.schema)
 
 
-def check_labelled(expected: Expected, deliveries: Sequence[CapturedRows]) -> Ints:
+def check_labelled(expected: Expected, shares: Sequence[CapturedRows]) -> Ints:
     """Check the owner, encoding and labels of every worker's rows; return their positions, int64 [rows].
 
     Raises:
@@ -111,7 +111,7 @@ def check_labelled(expected: Expected, deliveries: Sequence[CapturedRows]) -> In
     assert capture is not None
     known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
     coding, stored = (REDUCED, min(len(known), 1)) if capture.reduce else (capture.coding, len(known))
-    for captured_rows in deliveries:
+    for captured_rows in shares:
         if captured_rows.owner.key != expected.plan.key:
             raise CaptureIncomplete(
                 f"{expected.name}: rows of {captured_rows.owner.key!r} came, which is another request"
@@ -141,7 +141,7 @@ def check_finite(
     capture = expected.plan.capture
     assert capture is not None
     remedy = "CaptureSpec(..., allow_nonfinite=True) hands such rows over"
-    found = [captured_rows.nonfinite for captured_rows in delivery.deliveries if captured_rows.nonfinite]
+    found = [captured_rows.nonfinite for captured_rows in delivery.shares if captured_rows.nonfinite]
     if found:
         position, point = min(found)
         if point >= len(armed):

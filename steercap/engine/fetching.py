@@ -40,12 +40,12 @@ class Delivery:
     """Fetched rows of one request, or the reason why there are none.
 
     Args:
-        deliveries: answer of each capturing worker that holds points of the request.
+        shares: answer of each capturing worker that holds points of the request.
         shards: rows of each point, by its index: one item, or its shards in the order of the ranks.
         failure: error that a worker reported, or None.
     """
 
-    deliveries: tuple[CapturedRows, ...]
+    shares: tuple[CapturedRows, ...]
     shards: Mapping[int, tuple[torch.Tensor | CodedRows, ...]]
     failure: str | None
 
@@ -55,7 +55,7 @@ class Delivery:
         if coded:
             return CodedRows.joined(coded)
         tensors = [shard for shard in shards if isinstance(shard, torch.Tensor)]
-        return ENCODINGS[self.deliveries[0].coding.encoding].joined(tensors)
+        return ENCODINGS[self.shares[0].coding.encoding].joined(tensors)
 
 
 @dataclass
@@ -79,9 +79,9 @@ class _Order:
 
     def delivery(self) -> Delivery:
         """Return the fetched rows, or the failure."""
-        deliveries = tuple(captured_rows for _, captured_rows in self.gathered)
+        shares = tuple(captured_rows for _, captured_rows in self.gathered)
         if self.failure:
-            return Delivery(deliveries, {}, self.failure)
+            return Delivery(shares, {}, self.failure)
         shards: dict[int, list[tuple[int, torch.Tensor | CodedRows]]] = {}
         wanted: dict[int, int] = {}
         for (rank, captured_rows), assembly in zip(self.gathered, self.assemblies, strict=True):
@@ -93,8 +93,8 @@ class _Order:
             numbers = [number for number, _ in found]  # whole rows have no shard number
             if len(found) != wanted[point] or (wanted[point] > 1 and numbers != list(range(wanted[point]))):
                 failure = f"{len(found)} of {wanted[point]} shards of a point came"
-                return Delivery(deliveries, {}, failure)
-        return Delivery(deliveries, {point: tuple(rows for _, rows in found) for point, found in shards.items()}, None)
+                return Delivery(shares, {}, failure)
+        return Delivery(shares, {point: tuple(rows for _, rows in found) for point, found in shards.items()}, None)
 
 
 class Fetcher:
@@ -181,7 +181,7 @@ class Fetcher:
             raise ModelClosed("the model was closed while rows were fetched")
 
 
-def parcels_of(found: Found) -> tuple[list[CapturedRows], str | None]:
+def shares_of(found: Found) -> tuple[list[CapturedRows], str | None]:
     """Return the captured rows of a request from the one engine that ran it.
 
     Returns:
@@ -191,28 +191,26 @@ def parcels_of(found: Found) -> tuple[list[CapturedRows], str | None]:
     if len(known) != 1:
         claim = f"engines {', '.join(map(str, known))} all have" if known else "no worker has"
         return [], f"{claim} rows of this request"
-    deliveries, failure = [], None
+    shares, failure = [], None
     for number, captured_rows in enumerate(found[known[0]]):
         if isinstance(captured_rows, Unknown):
             failure = failure or f"worker {number} of engine {known[0]} has no rows of this request"
         else:
             failure = failure or captured_rows.failure
-            deliveries.append(captured_rows)
-    return deliveries, failure
+            shares.append(captured_rows)
+    return shares, failure
 
 
 def _order(ranks: Ranks, found: Found) -> _Order:
     """Make the order of one request; it fails unless exactly one engine ran it and all its workers have rows."""
-    deliveries, failure = parcels_of(found)
+    shares, failure = shares_of(found)
     if failure:
         return _Order([], failure)
     (engine,) = knowing(found)
-    if damage := next(filter(None, map(Rank.damage, ranks[engine], deliveries)), None):
+    if damage := next(filter(None, map(Rank.damage, ranks[engine], shares)), None):
         return _Order([], damage)
     gathered = [
-        (rank, captured_rows)
-        for rank, captured_rows in zip(ranks[engine], deliveries, strict=True)
-        if captured_rows.points
+        (rank, captured_rows) for rank, captured_rows in zip(ranks[engine], shares, strict=True) if captured_rows.points
     ]
     return _Order(gathered, None)
 

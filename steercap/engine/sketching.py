@@ -168,7 +168,7 @@ class Sketching:
 
     async def _weigh(self, joining: Sequence[Joining]) -> list[Found]:
         engines = await self._workers.ask(PrepareSketch(tuple(joining)), Collected)
-        return [[[answer.deliveries[at] for answer in answers] for answers in engines] for at in range(len(joining))]
+        return [[[answer.shares[at] for answer in answers] for answers in engines] for at in range(len(joining))]
 
     async def _fold(self, asked: Sequence[tuple[Joining, tuple[Book, ...]]]) -> list[int]:
         books = {book.name: book for _, known in asked for book in known}

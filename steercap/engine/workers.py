@@ -141,9 +141,7 @@ class Workers:
             For each request, the captured rows of each capturing worker, engine by engine.
         """
         engines = await self.ask(Collect(tuple(wanted)), Collected)
-        return [
-            [[answer.deliveries[index] for answer in answers] for answers in engines] for index in range(len(wanted))
-        ]
+        return [[[answer.shares[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
     async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
         """Locate rows of requests that still run; concurrent calls share one RPC."""

@@ -142,7 +142,7 @@ async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[in
         engine.abandon(plan, ticket)
     _check(engine, delivery)
     strange = min(
-        (captured_rows.nonfinite for captured_rows in delivery.deliveries if captured_rows.nonfinite), default=None
+        (captured_rows.nonfinite for captured_rows in delivery.shares if captured_rows.nonfinite), default=None
     )
     joined = {engine.vllm.points[index]: delivery.joined(shards) for index, shards in delivery.shards.items()}
     return _Probed({point: _tensor(rows) for point, rows in joined.items()}, outputs[-1]), strange

@@ -15,7 +15,7 @@ from steercap.core.ownership import NonCopyable
 from steercap.core.receipt import check_points
 from steercap.core.spec import CaptureSpec, Layers, Point, resolve_layers
 from steercap.core.tokens import TokenSelection
-from steercap.engine.fetching import parcels_of
+from steercap.engine.fetching import shares_of
 from steercap.engine.sketching import Book
 from steercap.errors import CaptureIncomplete, CaptureNotFinite, EngineFailure, InvalidSpec, SketchIncomplete
 from steercap.files.fingerprint import model_name
@@ -214,18 +214,18 @@ async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequ
 
 def _check(engine: Engine, expected: Expected, points: Sequence[Point], found: Any) -> None:
     """Check the rows that the workers hold of a request against those that must enter."""
-    deliveries, failure = parcels_of(found)
+    shares, failure = shares_of(found)
     if failure:
         raise CaptureIncomplete(f"{expected.name}: {failure}")
     armed = engine.vllm.points
-    deliveries = [captured_rows for captured_rows in deliveries if captured_rows.points]
-    check_labelled(expected, deliveries)
-    captured = [armed[index] for captured_rows in deliveries for index in captured_rows.points]
+    shares = [captured_rows for captured_rows in shares if captured_rows.points]
+    check_labelled(expected, shares)
+    captured = [armed[index] for captured_rows in shares for index in captured_rows.points]
     check_points(expected.name, points, captured)
     for point in points:
         if captured.count(point) != engine.schemas[point].shards:
             raise CaptureIncomplete(f"{expected.name}: {captured.count(point)} shards of {point} came")
-    if not_finite := [captured_rows.nonfinite for captured_rows in deliveries if captured_rows.nonfinite]:
+    if not_finite := [captured_rows.nonfinite for captured_rows in shares if captured_rows.nonfinite]:
         position, index = min(not_finite)
         raise CaptureNotFinite(
             f"{expected.name}: the row of position {position} at {armed[index]} holds NaN or infinity, so the request "

@@ -165,7 +165,7 @@ class AnyWorker:
         check_edits(key, plan, CONFIGURATION, TOKENS, [settled.records])
         collected = self.ask(Collect((wanted,)))
         assert isinstance(collected, Collected), collected
-        (captured_rows,) = collected.deliveries
+        (captured_rows,) = collected.shares
         assert isinstance(captured_rows, CapturedRows), captured_rows
         assert not captured_rows.failure, captured_rows
         arena = self.runtime._arena

@@ -142,7 +142,7 @@ class Engine:
         return request, start, count
 
     def check(self, request: Request) -> None:
-        (captured_rows,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).deliveries
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).shares
         assert isinstance(captured_rows, CapturedRows)
         assert captured_rows.failure is None
         selected = rows_selected(request.ranges, LIMIT, request.total)
@@ -244,11 +244,11 @@ def test_one_owner_twice_is_finished_once(kind) -> None:
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     engine.step([(request, 0, 4)])
     wanted = Wanted(Owner("r", 0), 4)
-    for captured_rows in engine.ask(Collect((wanted, wanted))).deliveries:
+    for captured_rows in engine.ask(Collect((wanted, wanted))).shares:
         (rows,) = rows_of(engine.runtime, captured_rows)
         torch.testing.assert_close(rows[0], request.rows[0, :4].mean(0))
     engine.step([(request, 4, 1)])
-    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 5),))).deliveries
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 5),))).shares
     assert len(np.frombuffer(captured_rows.positions, dtype=np.int64)) == 4  # which the client compares with 5
 
 
@@ -271,7 +271,7 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_accumulator(k
             engine.runtime.forget([name])
             engine.ask(GetStats(), released=(Owner("a", 0),))
     assert engine.runtime._kept[Owner("b", 0)].capture_buffer._spilled is not None
-    (captured_rows,) = engine.ask(Collect((Wanted(Owner("b", 0), 12),))).deliveries
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("b", 0), 12),))).shares
     rows = torch.cat(rows_of(engine.runtime, captured_rows))
     torch.testing.assert_close(rows, requests["b"].rows[:2, :12].sum(1))
 
@@ -287,9 +287,9 @@ def test_rows_added_past_the_end_are_an_error(kind) -> None:
     engine.step([(request, 0, 4)])
     for position in range(4, 10):
         engine.step([(request, position, 1)])
-    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).deliveries
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).shares
     assert captured_rows.failure == "9 rows were reduced, and 6 are selected"
-    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).deliveries
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).shares
     assert captured_rows.failure == "9 rows were reduced, and 6 are selected"
 
 
@@ -304,5 +304,5 @@ def test_what_cannot_be_held_is_an_error(kind) -> None:
     request.key = "r"
     engine.step([(request, 0, 4)])
     engine.step([(request, 4, 5)])
-    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 9),))).deliveries
+    (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 9),))).shares
     assert "more of its newest rows than can be held apart" in captured_rows.failure

@@ -93,10 +93,10 @@ def test_a_device_is_driven_as_none_is() -> None:
         rank.hidden.copy_(torch.randn(rank.hidden.shape, generator=torch.Generator().manual_seed(0)))
         plans, took = rank.register(names, total, "capture")
         times = bench_host.steady(rank, names, 3)
-        deliveries = rank.check(plans, total)
+        shares = rank.check(plans, total)
         assert len(took) == requests
         assert min(map(min, times)) > 0
-        for number, captured_rows in enumerate(deliveries):
+        for number, captured_rows in enumerate(shares):
             mine = slice(number * host_rank.PROMPT, (number + 1) * host_rank.PROMPT)
             want = torch.cat([rank.hidden[mine], rank.hidden[number].expand(3, -1)]).cpu()
             for rows in rows_of(rank.runtime, captured_rows):

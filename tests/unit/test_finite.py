@@ -80,7 +80,7 @@ class Bench:
         return record
 
     def collect(self, key: str, total: int = TOKENS) -> Any:
-        (captured_rows,) = self.ask(Collect((Wanted(Owner(key, 0), total),))).deliveries
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(key, 0), total),))).shares
         return captured_rows
 
 

@@ -173,7 +173,7 @@ def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
     runtime.begin_step(batch("cuda", ["r", "other"], [0, 0], [3, 2], range(5), [0, 1, 2, 0, 1]))
     tap(runtime, hidden, residual, 0)
     runtime.end_step()
-    (captured_rows,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 3),)))))).deliveries
+    (captured_rows,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 3),)))))).shares
     assert captured_rows.failure is None
     (rows,) = rows_of(runtime, captured_rows)
     known = edited(SteeringSpec(edits, preserve_norm=True), Point(0, "resid_post"), stream[:3], 3, 1)
@@ -195,9 +195,7 @@ def test_a_large_pass_takes_several_tokens_a_program() -> None:
     runtime.begin_step(batch("cuda", ["other", "r"], [0, 0], [51, 1000], range(tokens), positions))
     tap(runtime, hidden, None, 0)
     runtime.end_step()
-    (captured_rows,) = decode_answer(
-        runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 1000),)))))
-    ).deliveries
+    (captured_rows,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 1000),)))))).shares
     assert captured_rows.failure is None
     (rows,) = rows_of(runtime, captured_rows)
     assert torch.equal(rows, hidden[51:][[2, 3, *range(700, 1000)]].cpu())

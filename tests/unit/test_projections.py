@@ -96,7 +96,7 @@ class Worker:
         self.runtime.end_step()
 
     def collected(self, request: Request) -> tuple[CapturedRows, torch.Tensor | None]:
-        (captured_rows,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).deliveries
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).shares
         if captured_rows.failure:
             return captured_rows, None
         return captured_rows, torch.stack(rows_of(self.runtime, captured_rows))

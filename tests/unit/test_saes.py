@@ -456,7 +456,7 @@ class Worker:
             for _point in range(2):
                 tap(self.runtime, rows[start:stop].clone().to(device_of(self.kind)), None, _point)
             self.runtime.end_step()
-        (captured_rows,) = self.ask(Collect((Wanted(Owner(key, 0), len(rows)),))).deliveries
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(key, 0), len(rows)),))).shares
         return captured_rows
 
 

@@ -127,7 +127,7 @@ class Bench:
         return became
 
     def collect(self, number: int) -> CapturedRows:
-        (captured_rows,) = self.ask(Collect((Wanted(Owner(f"r{number}", 0), TOKENS),))).deliveries
+        (captured_rows,) = self.ask(Collect((Wanted(Owner(f"r{number}", 0), TOKENS),))).shares
         assert isinstance(captured_rows, CapturedRows)
         assert captured_rows.failure is None
         return captured_rows

@@ -408,7 +408,7 @@ class Bench:
     def weigh(self, name: str, total: int, *sketches: str) -> str | None:
         answer = self.ask(PrepareSketch((Joining(Wanted(Owner(name, 0), total), sketches or ("s",)),)))
         assert isinstance(answer, Collected)
-        (captured_rows,) = answer.deliveries
+        (captured_rows,) = answer.shares
         return "unknown" if isinstance(captured_rows, Unknown) else captured_rows.failure
 
     def fold(self, name: str, total: int, *sketches: str) -> int:

@@ -127,7 +127,7 @@ class Bench:
     async def rows(self, key: str, total: int, first: int = 0) -> tuple[CapturedRows, torch.Tensor]:
         answer = self.ask(Collect((Wanted(Owner(key, 0), total, first),)))
         assert isinstance(answer, Collected)
-        (captured_rows,) = answer.deliveries
+        (captured_rows,) = answer.shares
         assert isinstance(captured_rows, CapturedRows)
         schemas = self.runtime.taps.layouts.schemas(captured_rows.points)
         rows = assemble(captured_rows, schemas, await self.reader.read(captured_rows.lines))
@@ -282,7 +282,7 @@ async def test_rows_that_were_never_computed_are_missed() -> None:
     bench = Bench()
     bench.plan("r1")
     bench.step(("r1", 0, 9))
-    (captured_rows,) = bench.ask(Collect((Wanted(Owner("r1", 0), 12),))).deliveries
+    (captured_rows,) = bench.ask(Collect((Wanted(Owner("r1", 0), 12),))).shares
     assert captured_rows.failure == "3 of 12 rows were never computed, the first of them row 9"
     assert captured_rows.lines == ()
 
@@ -332,7 +332,7 @@ async def test_a_tap_that_does_not_fire_spoils_the_step_loudly(kind) -> None:
     bench.step(("r1", 0, 4))
     bench.step(("r2", 0, 4), skip_point=1)
     good, _ = await bench.rows("r1", 4)
-    bad = bench.ask(Collect((Wanted(Owner("r2", 0), 4),))).deliveries[0]
+    bad = bench.ask(Collect((Wanted(Owner("r2", 0), 4),))).shares[0]
     assert good.failure is None
     assert (
         bad.failure
@@ -355,7 +355,7 @@ async def test_a_pass_that_fails_or_is_short_spoils_its_rows(kind) -> None:
     for point in range(POINTS):
         tap(bench.runtime, torch.zeros(3, WIDTH, device=device_of(kind)), None, point)
     bench.runtime.end_step()
-    first, second = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 4)))).deliveries
+    first, second = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 4)))).shares
     assert "out of cheese" in first.failure
     assert (
         second.failure
@@ -374,7 +374,7 @@ async def test_positions_that_are_not_those_scheduled_spoil_the_rows(kind) -> No
     for point in range(POINTS):
         tap(bench.runtime, torch.zeros(4, WIDTH, device=device_of(kind)), None, point)
     bench.runtime.end_step()
-    (captured_rows,) = bench.ask(Collect((Wanted(Owner("r1", 0), 4),))).deliveries
+    (captured_rows,) = bench.ask(Collect((Wanted(Owner("r1", 0), 4),))).shares
     assert "computes position 1 where 0 was scheduled" in captured_rows.failure
 
 
@@ -385,7 +385,7 @@ async def test_a_full_arena_is_said_not_hidden() -> None:
     bench.plan("r1")
     bench.plan("r2", limit=20_000)
     bench.step(("r1", 0, 4), ("r2", 0, 9_000))
-    good, bad = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 9_000)))).deliveries
+    good, bad = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 9_000)))).shares
     assert good.failure is None
     assert bad.failure == "the arena is full"
 
@@ -399,7 +399,7 @@ async def test_rows_given_back_are_gone_and_their_memory_free() -> None:
     assert isinstance(counted, Counted)
     assert (counted.requests, counted.pages_in_use, counted.rows_written) == (0, 0, 50)
     bench.step(("r1", 50, 1))
-    assert bench.ask(Collect((Wanted(Owner("r1", 0), 50),))).deliveries == (Unknown(Owner("r1", 0)),)
+    assert bench.ask(Collect((Wanted(Owner("r1", 0), 50),))).shares == (Unknown(Owner("r1", 0)),)
 
 
 async def test_errors_are_answers(kind, caplog, monkeypatch) -> None:
@@ -451,7 +451,7 @@ async def test_a_pass_larger_than_the_ring_is_said_not_hidden() -> None:
     bench.plan("r2")
     bench.step(("r1", 0, 5))
     bench.step(("r2", 0, 4))
-    large, small = bench.ask(Collect((Wanted(Owner("r1", 0), 5), Wanted(Owner("r2", 0), 4)))).deliveries
+    large, small = bench.ask(Collect((Wanted(Owner("r1", 0), 5), Wanted(Owner("r2", 0), 4)))).shares
     assert (
         "one pass keeps 960 bytes of rows, and the device holds 832; raise SteerModel(..., arena_bytes=)"
         in large.failure

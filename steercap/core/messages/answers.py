@@ -131,7 +131,7 @@ class Unknown(Message, frozen=True, tag="Unknown"):
 class Collected(Message, frozen=True, tag="Collected"):
     """Answer to Collect, in its order."""
 
-    deliveries: tuple[CapturedRows | Unknown, ...] = msgspec.field(name="parcels")
+    shares: tuple[CapturedRows | Unknown, ...] = msgspec.field(name="parcels")
 
 
 class Lines(Message, frozen=True, tag="Lines"):
