@@ -33,8 +33,7 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
     """Describe a folder, as a document and as tables.
 
     Args:
-        path: a run of `steercap persona run`, of `steercap sweep`, of `steercap evaluate`, of `steercap capture`,
-            of `steercap collect`, an SAE, a model, or a folder with other files that steercap knows.
+        path: a run of a command that writes one, an SAE, a model, or a folder with other files that steercap knows.
         verify: True to read the files that a manifest lists; otherwise only their sizes are compared.
 
     Raises:

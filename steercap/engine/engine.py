@@ -404,8 +404,8 @@ class Engine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's dtype: that of rows of the residual stream."""
-        return dtype_of(self.schemas[Point(self.vllm.num_layers - 1, "resid_post")])
+        """The model's dtype: that of the last rows of the stream, or of the streams."""
+        return dtype_of(self.schemas[self.end])
 
     async def unembed(
         self,

@@ -7,7 +7,7 @@ A request is remembered from the first step until it is released, so that it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -179,7 +179,7 @@ class Sketches:
             torch.cuda.synchronize(self._device)  # after the answer, the rows' memory may be reused
         return sketches[0].folded[owner]
 
-    def forget(self, owners: Iterable[Owner]) -> None:
+    def forget(self, owners: Sequence[Owner]) -> None:
         """Forget requests whose rows were released."""
         for held in self._held.values():
             for owner in owners:
