@@ -52,7 +52,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
 
-# What a newcomer runs, and everybody before a commit: at most 15 minutes on two cores.
+# What a newcomer runs, and everybody before a commit: at most 20 minutes on two cores.
 test: lint
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) --durations=15
 

@@ -172,7 +172,7 @@ class Runtime:
             slot = None if vectors is None else self._steering.slot(vectors.slot, vectors.configuration)
             if slot is not None:
                 check_vectors(slot.configuration, plan.capture.coding)
-            capture_buffer = self._outbox_for(owner, plan, plan.capture, self._arena)
+            capture_buffer = self._buffer_for(owner, plan, plan.capture, self._arena)
             if vectors is not None:
                 held = None if slot is None else (vectors.slot, slot)
                 if slot is None:
@@ -343,7 +343,7 @@ class Runtime:
             self._request_table.look_again(tracked)
         return start
 
-    def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> CaptureBuffer:
+    def _buffer_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> CaptureBuffer:
         if capture.accumulates:
             return ReducingBuffer(owner, plan, capture, self.taps.layouts, arena, self.taps)
         reads = self._saes.reads(capture.points, capture.saes) if capture.saes else ()
