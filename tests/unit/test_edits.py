@@ -285,7 +285,7 @@ def test_sixteen_bit_rows_are_edited_in_float32_and_rounded_once(kind) -> None:
 
 
 def test_every_operation_is_tested_here() -> None:
-    """A new file in edits/ must be added to tests/specs.py."""
+    """A new file in edits/ must be added to tests/support/specs.py."""
     assert set(EDITS) == set(OPERATIONS)
 
 
