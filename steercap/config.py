@@ -87,16 +87,13 @@ class Settings:
 
     Args:
         sites: sites to arm, or "all" that the model has. Each armed point costs a little time in every pass. The input
-            or
-            output of a module is a site too, by its path: "model.layers.*.mlp.down_proj.input" at `layers`,
+            or output of a module is a site too, by its path: "model.layers.*.mlp.down_proj.input" at `layers`,
             "model.layers.5.input_layernorm.output" at one layer, "model.norm.output". TransformerLens's names are
-            accepted
-            as well.
+            accepted as well.
         layers: layers to arm them at. `resid_post` of the last layer is always armed (`mhc_streams_final`, where the
             model carries several streams): the proof at start reads it. The other terms of its sum are armed too
             where `attn_out` or `mlp_out` is armed anywhere. In float16, `resid_post` of every layer from the first
-            armed
-            one on is armed as well, since edited rows can overflow there.
+            armed one on is armed as well, since edited rows can overflow there.
         codec: default codec that stores rows, where a `CaptureSpec` names none; see there.
         codec_k, codec_seed: default `k` and `seed` of codecs that have them, where a `CaptureSpec` gives none; None for
             the codec's own defaults.
@@ -125,8 +122,7 @@ class Settings:
         restart: True to restart a dead engine when it is next needed. Requests whose texts have not been returned yet
             are
             run again; rows not yet fetched are computed again from their tokens, and their receipt says so. A stream
-            that
-            has begun, and a sketch, end with the same error as without it.
+            that has begun, and a sketch, end with the same error as without it.
 
     Raises:
         InvalidSetting, InvalidSpec: a value that does not fit, or is of another type.
@@ -208,8 +204,7 @@ class Settings:
             overflows_later: True if an edited row can overflow layers later, as in float16. Then the end of every layer
                 from the first armed one on is armed too, so that no key or value is computed from such a row.
             exists: predicate that says if the model has a point: a layer with experts has no neurons, one without has
-                no
-                router.
+                no router.
             derived: True if inputs and outputs of layers may have to be derived; then the stream is armed at every
                 layer.
             end: site of the last layer from which the model makes its logits.

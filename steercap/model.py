@@ -236,8 +236,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
         Tasks started inside join it; other tasks do not see it. Calls join all nested sketches, which must be of the
         same tokens. A request inside that also captures for itself must keep the same tokens, at least the same points,
-        and
-        raw rows. The statistics are freed when the block ends: `fetch()` before.
+        and raw rows. The statistics are freed when the block ends: `fetch()` before.
 
         Args:
             kind: "moments" (mean and covariance), "variances" (mean and variance of each element), or

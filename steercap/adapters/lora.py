@@ -51,8 +51,7 @@ class Adapters:
     Args:
         config: vLLM's configuration.
         load: coroutine function that loads an adapter in every worker, given its name, number and path, and returns
-            each
-            worker's error, or "".
+            each worker's error, or "".
     """
 
     def __init__(self, config: Any, load: Callable[[str, int, str], Awaitable[list[str]]]) -> None:

@@ -45,8 +45,7 @@ def read_pooling(given: Any, supported: tuple[str, ...], default: str) -> Poolin
 
     Raises:
         InvalidRequest: an unknown name, a value of another type, a task that the model has not, or a field that the
-            user
-            may not set.
+            user may not set.
     """
     fields = _fields(given)
     try:
@@ -65,7 +64,13 @@ def read_pooling(given: Any, supported: tuple[str, ...], default: str) -> Poolin
 
 
 def _fields(given: Any) -> dict[str, Any]:
-    """Return the fields that were given, by name, with NumPy's numbers as Python's."""
+    """Return the fields of a user's pooling parameters, by name, with NumPy's numbers as Python's; {} for None.
+
+    Of a PoolingParams these are all fields that a user may set, defaults included; of a dict, those in it.
+
+    Raises:
+        InvalidRequest: something else, an unknown name, or a PoolingParams in which a field of vLLM's own is set.
+    """
     if given is None:
         return {}
     if isinstance(given, PoolingParams):

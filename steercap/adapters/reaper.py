@@ -105,9 +105,8 @@ class Reaper:
         """Kill the remaining processes of the engine, and remove their files; callable from any thread. Idempotent.
 
         Returns:
-            True if all of them are gone; if not, the process beside the engine keeps trying. In a fork of the client,
-            False:
-            the engine is its parent's.
+            True if all of them are gone. False if not, when the process beside the engine keeps trying, and in a fork
+            of the client, since the engine is its parent's.
         """
         if not self.is_ours:
             return False

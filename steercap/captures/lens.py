@@ -153,7 +153,12 @@ def _flag(name: str, given: object) -> bool:
 
 
 def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.Tensor, "rows hidden"]:
-    """Return the rows in the model's dtype, checked to be finite, since a row of NaN would yield a token too."""
+    """Return rows for the logit lens in the model's dtype, on the CPU, detached from their graph.
+
+    Raises:
+        InvalidRequest: they are not floating-point rows [rows, `width`], or not finite in that dtype; the lens would
+            name a token even for a row of NaN.
+    """
     dense = isinstance(rows, torch.Tensor) and rows.layout == torch.strided and rows.device.type != "meta"
     if not (dense and rows.dim() == 2 and rows.is_floating_point() and rows.shape[1] == width):
         raise InvalidRequest(f"rows={shown(rows)}; give a floating-point tensor, [rows, {width}]")

@@ -175,7 +175,12 @@ async def capture_to(
 
 
 def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpec) -> dict[str, Any]:
-    """Return the inputs of captures that are known before the model is open, as plain data for a manifest."""
+    """Return what identifies captures before the model is open, to be compared with that of a folder's manifest.
+
+    Returns:
+        The SHA-256 of all prompts, the sampling parameters, and the spec's layers, sites, tokens and reduction;
+        `asked_of` returns what needs the model.
+    """
     known = [prompt.content if prompt.special is None else [prompt.content, prompt.special] for prompt in prompts]
     contents = msgspec.json.encode(known)
     return {

@@ -266,7 +266,7 @@ def _captures(path: Path, files: list[Path]) -> Found:
 
 
 def _kind(path: Path) -> str:
-    """Return the kind of a file in a word, "" if steercap does not know it."""
+    """Return the kind of a file as a summary names it, such as "GGUF"; "" if steercap does not know it."""
     from steercap.files.base import read_tensors
 
     try:

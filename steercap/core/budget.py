@@ -160,8 +160,7 @@ class Budget:
 
         They are all of one engine: of those that may run the head of the queue, one where that makes room for it, and
         of several such the one where least has to move. Where nothing makes enough room, moving some still helps the
-        running
-        requests to make it.
+        running requests to make it.
 
         Args:
             may: predicate that says if the rows of a ticket can be moved now.

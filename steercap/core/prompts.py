@@ -21,10 +21,16 @@ MEDIA: Final = ("image", "audio", "video", "file")
 
 @dataclass(frozen=True)
 class CallArguments:
-    """Arguments of a call besides its prompts, see `SteerModel.generate`, and the sketches that it joins.
+    """Arguments of one call of a model, such as `SteerModel.generate`, besides its prompts.
 
     Args:
         sampling_params: sampling parameters, or pooling parameters if the prompts are encoded.
+        capture_layers, capture: as given to the call, see `SteerModel.generate`.
+        steering: as given to the call, or the spec in force where it is made.
+        options: the call's `lora_request` and `priority`.
+        raw_output: True if the call returns vLLM's own outputs.
+        reading: True if the prompts alone are wanted, and the token that vLLM must sample is kept from the caller.
+        sketches: running sketches (`model.sketch`) in force where the call is made; its rows are added to them.
         encoding: True if the prompts are encoded by a pooling model.
         monitors: monitors that watch each request.
         add_special_tokens: see `special_asked`.

@@ -41,7 +41,7 @@ class ReadingModel(OpenModel, Protocol):
         """See `SteerModel.read`."""
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> Any:
-        """See `SteerModel.fetch_captures_batch`."""
+        """Fetch the rows of many handles, which then hold them; see `SteerModel.fetch_captures_batch`."""
 
 
 class SketchingModel(ReadingModel, Protocol):

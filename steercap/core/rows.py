@@ -43,8 +43,7 @@ def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
 
     Returns:
         The first position after each run, ascending; and the number to subtract from a position in it to get its row
-        index,
-        -1 where none is selected: int64 [runs] each.
+        index, -1 where none is selected: int64 [runs] each.
     """
     order = ranks(ranges, limit)
     shifts = np.where(order >= 0, np.arange(limit) - order, -1)
@@ -68,8 +67,7 @@ def latest_per_position(positions: npt.NDArray[np.integer]) -> Ints:
 
     The indices are ordered by position. steercap's own files never repeat one. Other programs write rows as the engine
     computes them, and tokens that are preempted, or drafted and rejected, are computed again: of two rows of a position
-    the
-    later one counts.
+    the later one counts.
 
     Args:
         positions: positions of the rows of one sequence, in the order in which they were written, int [rows].
@@ -122,8 +120,7 @@ class Places:
     """Lines of a request's records in the arena.
 
     Records follow each other through each block of consecutive pages, across page borders; no record crosses from block
-    to
-    block. Nearly always all pages are one block.
+    to block. Nearly always all pages are one block.
 
     Args:
         pages: pages of the request, ascending: int64 [pages].
@@ -152,7 +149,12 @@ class Places:
         return np.array(self._origins)[blocks] + rows * self._record
 
     def block(self, row: int) -> tuple[int, int]:
-        """Return the row after the block of `row`, and the line of row 0 if that block is extended backwards to it."""
+        """Locate the block of consecutive pages that holds a row.
+
+        Returns:
+            The first row after the block, and its origin, the line that row 0 would have if the block reached back
+            to it: a row of the block begins at origin + row * lines of a record.
+        """
         block = bisect_right(self._ends, row)
         return self._ends[block], self._origins[block]
 

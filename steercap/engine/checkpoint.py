@@ -83,8 +83,7 @@ def require_reachable(name: str) -> None:
     The hub's library tries six times, and vLLM calls it again and again, after a long import: their own error would
     come
     minutes later. Only a connection to the hub, or to the proxy before it, is checked; errors behind a proxy and other
-    hubs
-    are left to those libraries.
+    hubs are left to those libraries.
 
     Raises:
         ModelNotLoaded: it is not on this machine, and nothing answers, or HF_HUB_OFFLINE forbids to ask.

@@ -99,7 +99,10 @@ class Compiler:
         return found
 
     def captured(self, spec: CaptureSpec) -> tuple[tuple[Point, ...], tuple[int, ...]]:
-        """Return the points of a spec, and their indices among the armed, ascending; cached for all requests of a call.
+        """Return the points of a spec, and the indices of these among the armed, in ascending order.
+
+        Points that are meant at all layers are left out where the model lacks them. The result for the last spec is
+        kept, since all requests of a call may share it; that of a spec with SAEs is not.
 
         Raises:
             LayerOutOfRange, InvalidSpec: see `CaptureSpec.points`.

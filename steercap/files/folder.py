@@ -79,8 +79,7 @@ class FolderKind(Generic[Definition]):
         Args:
             folder: run folder; it need not exist.
             wanted: function that returns the definition of the run to resume, given the one in the folder. It copies
-                from
-                there what is not known yet, such as the model.
+                from there what is not known yet, such as the model.
 
         Returns:
             The definition in the folder, or None if there is none.

@@ -96,19 +96,19 @@ class Template(TypedDict, total=False):
 
 
 class ChatPlain(Plain, Template):
-    """Arguments `Plain`, for `chat`."""
+    """Arguments of `chat` that captures nothing."""
 
 
 class ChatByLayers(ByLayers, Template):
-    """Arguments `ByLayers`, for `chat`."""
+    """Arguments of `chat` that captures layers."""
 
 
 class ChatBySpec(BySpec, Template):
-    """Arguments `BySpec`, for `chat`."""
+    """Arguments of `chat` that captures by one spec."""
 
 
 class ChatBySpecs(BySpecs, Template):
-    """Arguments `BySpecs`, for `chat`."""
+    """Arguments of `chat` that captures by a spec for each prompt."""
 
 
 class Watched(TypedDict, total=False):
@@ -118,32 +118,32 @@ class Watched(TypedDict, total=False):
 
 
 class RawPlain(Plain, Watched):
-    """Arguments `Plain`, with monitors."""
+    """Arguments of `generate` with `raw_output=True` that captures nothing: monitors, too."""
 
 
 class RawByLayers(ByLayers, Watched):
-    """Arguments `ByLayers`, with monitors."""
+    """Arguments of `generate` with `raw_output=True` that captures layers: monitors, too."""
 
 
 class RawBySpec(BySpec, Watched):
-    """Arguments `BySpec`, with monitors."""
+    """Arguments of `generate` with `raw_output=True` that captures by one spec: monitors, too."""
 
 
 class RawBySpecs(BySpecs, Watched):
-    """Arguments `BySpecs`, with monitors."""
+    """Arguments of `generate` with `raw_output=True` that captures by a spec for each prompt: monitors, too."""
 
 
 class RawChatPlain(ChatPlain, Watched):
-    """Arguments `ChatPlain`, with monitors."""
+    """Arguments of `chat` with `raw_output=True` that captures nothing: monitors, too."""
 
 
 class RawChatByLayers(ChatByLayers, Watched):
-    """Arguments `ChatByLayers`, with monitors."""
+    """Arguments of `chat` with `raw_output=True` that captures layers: monitors, too."""
 
 
 class RawChatBySpec(ChatBySpec, Watched):
-    """Arguments `ChatBySpec`, with monitors."""
+    """Arguments of `chat` with `raw_output=True` that captures by one spec: monitors, too."""
 
 
 class RawChatBySpecs(ChatBySpecs, Watched):
-    """Arguments `ChatBySpecs`, with monitors."""
+    """Arguments of `chat` with `raw_output=True` that captures by a spec for each prompt: monitors, too."""

@@ -144,10 +144,14 @@ def _candidates(name: str) -> Iterator[Layout]:
 
 
 def _from_hub(repository: str, name: str, revision: str | None) -> Path | None:
-    """Return a file of a repository, from the cache if it is there; None if the repository has no such file.
+    """Return a file of a repository, from the hub or its cache on this machine.
+
+    None if the repository has no such file, or if the hub cannot be reached and the file is not in the cache, where
+    another layout may be.
 
     Raises:
-        InvalidFile: it is not in the cache, and cannot be fetched.
+        InvalidFile: the repository's name is not valid, the hub refuses it (no such repository or revision, or closed
+            to this user), or the file cannot be stored.
     """
     with extra("cuda", "cpu"):
         from huggingface_hub import hf_hub_download

@@ -64,7 +64,7 @@ class Folder:
         self._closed = False
 
     def written(self, owner: str) -> int:
-        """Return the bytes that requests of a key have written."""
+        """Return the bytes that requests of a key have written to the folder since this server started."""
         return self._written[owner]
 
     def require_room(self, owner: str, size: int = 0) -> None:

@@ -187,7 +187,7 @@ class Routes:
             return self._library.keep(name, owner, content, length)
 
     async def forget_vector(self, request: Request) -> Response:
-        """Delete the caller's vectors or steering."""
+        """Delete the caller's vectors or steering of the name in the path; answer 404 if there are none."""
         name, owner = _named(request)
         if not self._library.remove(name, owner):
             return refused(404, "no vector or steering of yours has the name")

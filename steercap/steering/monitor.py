@@ -137,10 +137,10 @@ class Monitor:
         return score > self.threshold if self.above else score < self.threshold
 
     def point(self, num_layers: int) -> Point:
-        """Return the point of its rows, in a model of `num_layers` layers.
+        """Return the point whose rows the monitor scores, in a model of `num_layers` layers.
 
         Raises:
-            LayerOutOfRange: a layer that it does not have.
+            LayerOutOfRange: the model does not have the monitor's layer.
         """
         (layer,) = resolve_layers(self.layer, num_layers)
         (point,) = placed((Point(layer, self.site),), num_layers)

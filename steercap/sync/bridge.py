@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class Life(Protocol):
-    """Model with a start and an end."""
+    """Interface of an asynchronous model that a blocking one drives: coroutines start and close it."""
 
     def start(self) -> Coroutine[Any, Any, Any]:
         """Start it."""

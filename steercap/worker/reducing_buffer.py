@@ -155,7 +155,7 @@ class ReducingBuffer(CaptureBuffer):
 
     @property
     def target(self) -> tuple[int, Layout]:
-        """First line of the reduction in the arena, and the layout of its rows."""
+        """First line in the arena that the reduction is written to, and the layout of the rows that are reduced."""
         assert self._layout is not None
         return int(self._first_lines[0]), self._layout
 

@@ -45,8 +45,7 @@ def over_transformers(family: Family) -> Family:
     """Return a family adapted to vLLM running transformers' own modules, which carry the whole stream.
 
     transformers' attention function calls vLLM's module past its hooks, and its routers choose experts from their
-    logits
-    before a hook can change these.
+    logits before a hook can change these.
     """
     return replace(family, residual_output=None, residual_input="", attention="", router="")
 

@@ -75,8 +75,7 @@ class Family:
             neurons.
         router: module that returns the logits of the experts.
         sparse: function of transformers' configuration and a layer's index that says if the layer has experts; None if
-            no
-            layer has.
+            no layer has.
         factor: function of transformers' configuration that returns the factor of both blocks' outputs before they are
             added; None where a layer does more than add them to its input, so that the proof at start checks no sum.
         norms: for layers that norm the sum of the stream and a block's output, the norm after each: "resid_mid" for the
@@ -122,7 +121,10 @@ class Family:
 
     @property
     def attention_input(self) -> str:
-        """Path of the module that reads the input of the attention block."""
+        """Path, within a layer, of the module that the attention block's input goes to, after a norm before the block.
+
+        It is `attn_in`, or `attn_out` if that is None; "" if layers have no such module.
+        """
         return self.attn_out if self.attn_in is None else self.attn_in
 
     @property

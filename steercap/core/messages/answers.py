@@ -144,8 +144,7 @@ class Counted(Message, frozen=True, tag="Counted"):
     """Answer to GetStats: resources in use on one worker.
 
     The number of requests whose rows (`requests`) or steering record (`steered`) are held; pages; rows written and
-    passes
-    so far; sketches; SAEs; the bytes of tables; and True if the arena is pinned.
+    passes so far; sketches; SAEs; the bytes of tables; and True if the arena is pinned.
     """
 
     requests: Whole

@@ -65,7 +65,7 @@ class OpenShard:
         return self._receipt.rows if self.offsets is None else len(self.offsets)
 
     def places(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the offsets of rows that are numbered among the selected ones."""
+        """Return the offsets, among all rows of the shard, of rows given by their indices among the selected ones."""
         return numbers if self.offsets is None else self.offsets[numbers]
 
     def rows(self, number: int, places: NDArray[np.int64]) -> torch.Tensor:

@@ -287,7 +287,12 @@ def _parts_of(text: Text) -> list[tuple[Any, bool]]:
 
 
 def _prompts(texts: Sequence[Text], firsts: Sequence[list[int]]) -> Iterator[tuple[Any, list[int]]]:
-    """Yield texts, or the prompts of exchanges, each with its token ids."""
+    """Yield each text, or the prompt of an exchange, with its token ids, as `repeating` takes them.
+
+    Args:
+        texts: texts and exchanges.
+        firsts: token ids of each text, or of the prompt of each exchange.
+    """
     for text, ids in zip(texts, firsts, strict=True):
         yield text.prompt if isinstance(text, Exchange) else text, ids
 

@@ -91,14 +91,16 @@ def changed(
     doses: Doses,
     gate_width: float,
 ) -> Rows:
-    """Apply one edit to rows.
+    """Return rows after one edit, differentiably; each sequence is edited by its own spec.
+
+    Parts are applied one after another; a part that is joined reads the rows that the part before it read.
 
     Args:
-        rows: rows in float32, or wider.
+        rows: rows in float32, or wider; not changed.
         parts: rank-one edits of the edit.
         owners: spec index of each sequence.
         scope: tokens to edit.
-        doses: factors of the edit.
+        doses: each sequence's factor, and the sequences whose positive projections are removed instead of edited.
         gate_width: width of the relaxation of f's threshold, in the units of the projection; see `gate`.
     """
     before = rows

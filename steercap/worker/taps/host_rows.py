@@ -33,7 +33,10 @@ from steercap.worker.taps.base import Kind
 
 
 class Keeping(ABC):
-    """Rows of a pass that are kept in one way, at the points where they are wanted."""
+    """Way of keeping rows of one pass on CPU: copied to the arena, encoded, or added to running reductions.
+
+    It is set up before the pass; at every point of the pass `take` keeps the rows that are wanted there.
+    """
 
     @abstractmethod
     def take(

@@ -39,7 +39,12 @@ AHEAD: Final = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """Settings of a stream; see `steercap.lab.datasets.collecting.activations`."""
+    """Settings of a stream of shuffled batches of rows: arguments of `steercap.lab.datasets.collecting.activations`.
+
+    Raises:
+        InvalidSetting: `batch_size` is below 1, `buffer` below `batch_size`, or `seed` below 0; or `join` or
+            `normalise` is unknown.
+    """
 
     batch_size: int
     buffer: int
@@ -142,8 +147,7 @@ class ActivationStream:
         if self._task is not None and not self._task.done():
             warnings.warn(
                 "a stream of activations was left open: use `async with activations(...)`, or await its aclose()",
-                ResourceWarning,
-                stacklevel=2,
+                ResourceWarning, stacklevel=2,
             )
 
     # From the engine

@@ -52,14 +52,16 @@ class Source:
 
 
 class Runs:
-    """Runner of all pairs of an experiment.
+    """Runner of an experiment on pairs of prompts: it runs prompts, with and without edits, and returns their metric.
+
+    A changed run is that of a prompt with one change, such as patched rows. Changed runs of all pairs share one limit.
 
     Args:
         model: an open model.
         metric: metric of a run.
         pairs: number of pairs.
-        concurrent: maximum concurrent runs, if there are as many slots.
-        progress: function called with the number of finished changed runs, and of all.
+        concurrent: maximum concurrent changed runs; at most as many as the model has steering slots.
+        progress: function called after each changed run with the number finished and `total`, which the caller sets.
 
     Raises:
         InvalidSpec: `metric` is not a Metric, or does not fit the pairs.

@@ -134,15 +134,20 @@ class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def trait_of(role: Role, roles: RoleSet, scorer: str) -> Trait:
-    """Return a role as a trait for a scorer: its own sentences against the plain ones, its keywords, its rubric.
+    """Return a role as a trait, for one scorer.
+
+    The role's system prompts are set against "You are a helpful assistant."; its sentences and the set's plain ones are
+    the examples, in pairs. What the role lacks and this scorer does not need is filled in: placeholders for examples,
+    the role's name for keywords, a default rubric.
 
     Args:
         role: role to convert.
         roles: set of the role.
-        scorer: the name of the scorer, whose needs are checked.
+        scorer: name of the scorer, whose needs are checked.
 
     Raises:
-        InvalidSetting: the scorer needs something that the role, or the set, does not have.
+        InvalidSetting: the scorer is "minilm" and there are too few pairs of sentences, or it is "keywords" and the
+            role has none.
     """
     pairs = min(len(role.examples), len(roles.plain))
     if scorer == "minilm" and pairs < LEAST_EXAMPLES:

@@ -52,7 +52,17 @@ class Stability:
         return dict(zip(self.layers, np.nanmedian(self.cosines[how_of(how), of], 1).tolist(), strict=True))
 
     def band(self, how: How = "contrast", of: Of = "found", share: float = 0.9) -> dict[int, tuple[float, float]]:
-        """Return the central band that holds this share of the splits, by layer."""
+        """Return the interval, by layer, that holds the central share of the cosines of the splits, without NaN.
+
+        Args:
+            how: direction of the axes: "contrast" or "pca".
+            of: input of the cosines: "found" for the rows, "permuted" for rows with permuted roles, "random" for
+                random vectors.
+            share: share of the splits in the interval: 0.9 leaves out a twentieth at either end.
+
+        Returns:
+            Lower and upper end at each layer.
+        """
         ends = np.nanquantile(self.cosines[how_of(how), of], [(1 - share) / 2, (1 + share) / 2], axis=1).T
         return {layer: (float(low), float(high)) for layer, (low, high) in zip(self.layers, ends, strict=True)}
 

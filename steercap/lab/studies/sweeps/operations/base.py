@@ -12,7 +12,10 @@ from steercap.steering.edits.base import Edit
 
 
 class Operation(ABC):
-    """Operation of `steercap.steering.edits` with a scale that is swept."""
+    """Operation of a sweep, such as addition: makes an edit of `steercap.steering.edits` from a vector and a scale.
+
+    Each subclass defines what its scale is: a multiple of the vector, or the share of a projection that is removed.
+    """
 
     #: Scale at which it changes nothing; None if there is none.
     neutral: ClassVar[float | None]
