@@ -191,7 +191,8 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
         projected, columns = engine.probed(monitors, places)
         return _Kept(
             CaptureSpec(tokens=TokenSelection(tuple(term for one in monitors for term in one.selection.terms))),
-            projected.points, tuple(engine.armed[point] for point in projected.points),
+            projected.points,
+            tuple(engine.armed[point] for point in projected.points),
             projected,
             coding=Coding("projected", len(projected.names)),
             read_at=tuple(zip(places, columns, strict=True)),

@@ -147,7 +147,8 @@ class ActivationStream:
         if self._task is not None and not self._task.done():
             warnings.warn(
                 "a stream of activations was left open: use `async with activations(...)`, or await its aclose()",
-                ResourceWarning, stacklevel=2,
+                ResourceWarning,
+                stacklevel=2,
             )
 
     # From the engine
