@@ -37,7 +37,7 @@ LONGEST_WAIT: Final = 60.0
 
 @dataclass(frozen=True)
 class Judge(Scorer):
-    """Mean of the numbers 0 to 100 under the judge's probabilities for its first token.
+    """Score by a judge: the mean of the numbers 0 to 100 under its probabilities for its first token.
 
     Source: Chen et al., Persona Vectors. Where the server gives no probabilities, or its tokenizer splits numbers into
     digits (the first token "8" may then become 85), it is the one number in the judge's words, alone or before "/100",
