@@ -136,7 +136,10 @@ async def test_rows_come_from_the_engine_that_ran_the_request(transport) -> None
         assert len(cluster.asked) - len(reads) == 1
         assert sorted(reads) == ([0, 0, 1, 1] if transport == "wire" else [])
         located = await engine.locate([Wanted(Owner(plans[1].key, 0), 5)])
-        assert [[type(one).__name__ for one in workers] for workers in located[0]] == [["Unknown"] * 2, ["Parcel"] * 2]
+        assert [[type(one).__name__ for one in workers] for workers in located[0]] == [
+            ["Unknown"] * 2,
+            ["CapturedRows"] * 2,
+        ]
 
 
 async def test_rows_of_half_an_engine_of_none_or_of_two_are_none() -> None:
