@@ -62,7 +62,7 @@ def check(root: Path, base: str) -> str:
     Raises:
         SystemExit: there is no such commit, or the two have none in common.
     """
-    left = _git(root, "merge-base", base, "HEAD").strip()
+    left = git(root, "merge-base", base, "HEAD").strip()
     touched = _changed(root, left, "steercap")
     if not touched:
         return ""
@@ -80,28 +80,33 @@ def check(root: Path, base: str) -> str:
 
 def _is_release(root: Path, left: str, touched: list[str]) -> bool:
     """Tell whether the version is new and all else in the library is as it was."""
-    before = _git(root, "show", f"{left}:steercap/__init__.py") if touched == ["steercap/__init__.py"] else ""
+    before = git(root, "show", f"{left}:steercap/__init__.py") if touched == ["steercap/__init__.py"] else ""
     now = (root / "steercap" / "__init__.py").read_text() if before else ""
     return before != now and VERSION.sub("", before) == VERSION.sub("", now)
 
 
 def _is_excused(root: Path, left: str) -> bool:
     """Tell whether each commit that touches the library gives its reason, and nothing is uncommitted."""
-    if _git(root, "status", "--porcelain", "--", "steercap").strip():
+    if git(root, "status", "--porcelain", "--", "steercap").strip():
         return False
-    commits = _git(root, "rev-list", "--no-merges", f"{left}..HEAD", "--", "steercap").split()
+    commits = git(root, "rev-list", "--no-merges", f"{left}..HEAD", "--", "steercap").split()
     form = "--format=%(trailers:key=No-fragment,valueonly)"
-    return bool(commits) and all(_git(root, "show", "--no-patch", form, one).strip() for one in commits)
+    return bool(commits) and all(git(root, "show", "--no-patch", form, one).strip() for one in commits)
 
 
 def _changed(root: Path, left: str, folder: str) -> list[str]:
     """Files of a folder that differ from those of a commit, or are new."""
-    differ = _git(root, "diff", "--name-only", "--no-renames", "-z", left, "--", folder)
-    new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", folder)
+    differ = git(root, "diff", "--name-only", "--no-renames", "-z", left, "--", folder)
+    new = git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", folder)
     return sorted(filter(None, (differ + new).split("\0")))
 
 
-def _git(root: Path, *words: str) -> str:
+def git(root: Path, *words: str) -> str:
+    """Run git in a repository and return what it prints.
+
+    Raises:
+        SystemExit: it fails.
+    """
     done = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"git {' '.join(words)}: {done.stderr.strip() or 'nothing found'}")

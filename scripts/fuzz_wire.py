@@ -37,9 +37,7 @@ def guided(seconds: int, seed: int) -> None:
     """Frames that atheris makes, read by both sides."""
     import atheris
 
-    with atheris.instrument_imports(
-        include=["steercap.core", "steercap.worker", "steercap.engine", "steercap.worker.sketches"]
-    ):
+    with atheris.instrument_imports(include=["steercap.core", "steercap.worker", "steercap.engine"]):
         from support import wire
 
     rng = random.Random(seed)

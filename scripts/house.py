@@ -27,7 +27,7 @@ UNCOUNTED: Final = {"__main__.py", "py.typed", "__pycache__"}
 #: Figures that say something and are held to nothing.
 FREE: Final = {"lines of the median module", "lines"}
 #: Openings of docstrings that make a reader guess what the thing is.
-RIDDLE: Final = re.compile(r"(What|Which|How|Where|Whether|Whose|Who|Why)\b")
+RIDDLE: Final = re.compile(r"(What|Which|How|Where|Whether|Whose|Who|Why|Of)\b")
 
 
 def figures() -> dict[str, int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -47,11 +46,11 @@ def disagreements(root: Path, *, released: bool = False) -> list[str]:
     if version is None:
         return ['steercap/__init__.py has no line __version__ = "..."']
     wanted = f"v{version[1]}"
-    tags = _git(root, "tag", "--points-at", "HEAD", "--list", "v*").split()
+    tags = check_change.git(root, "tag", "--points-at", "HEAD", "--list", "v*").split()
     found = [f"HEAD carries the tag {tag}; that of version {version[1]} is {wanted}" for tag in tags if tag != wanted]
     if released and wanted not in tags:
         found.append(f"HEAD does not carry the tag {wanted}")
-    if released and (dirty := _git(root, "status", "--porcelain").rstrip()):
+    if released and (dirty := check_change.git(root, "status", "--porcelain").rstrip()):
         found.append(f"uncommitted:\n{dirty}")
     return found + _of_changelog(root, version[1], dated=released or bool(tags))
 
@@ -96,10 +95,6 @@ def build(folder: Path, pip_arguments: Sequence[str]) -> list[Path]:
     if not wheel.name.startswith(f"steercap-{version}-"):
         sys.exit(f"{wheel.name} holds steercap {version}")
     return sorted(wheel.parent.iterdir())
-
-
-def _git(root: Path, *words: str) -> str:
-    return subprocess.check_output(["git", "-C", root, *words], text=True)
 
 
 def main() -> None:

@@ -3,10 +3,9 @@
 Importing it loads neither vLLM nor torch; the public names load what they need when first used.
 """
 
-import sys
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from steercap.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     # The packages of _PACKAGES, for type checkers.
@@ -53,40 +52,40 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Ablate": "steercap.steering.edits.ablate",
-    "Add": "steercap.steering.edits.add",
-    "AddIf": "steercap.steering.edits.add_if",
-    "Cap": "steercap.steering.edits.cap",
-    "AttentionSummary": "steercap.captures.attention",
-    "Calibration": "steercap.steering.calibration",
-    "CaptureHandle": "steercap.captures.handle",
-    "CaptureRun": "steercap.captures.saving",
-    "CaptureSpec": "steercap.core.spec",
-    "Chunk": "steercap.requests.stream",
-    "Crossing": "steercap.requests.monitoring",
-    "Encoded": "steercap.captures.pooled",
-    "Features": "steercap.saes.features",
-    "LogitBias": "steercap.steering.logit_bias",
-    "LowRank": "steercap.steering.edits.low_rank",
-    "Manifest": "steercap.captures.manifest",
-    "Monitor": "steercap.steering.monitor",
-    "MonitorReport": "steercap.requests.monitoring",
-    "Point": "steercap.core.spec",
-    "RawOutput": "steercap.requests.answers",
-    "Receipt": "steercap.core.receipt",
-    "Replace": "steercap.steering.edits.replace",
-    "RunningSketch": "steercap.requests.sketching",
-    "SAE": "steercap.saes.sae",
-    "SAEFeature": "steercap.steering.edits.sae_feature",
-    "SetProjection": "steercap.steering.edits.set_projection",
-    "Settings": "steercap.config",
-    "Sketch": "steercap.captures.sketch",
-    "SteerModel": "steercap.model",
-    "SteeringReceipt": "steercap.core.receipt",
-    "SteeringSpec": "steercap.steering.spec",
-    "latest_per_position": "steercap.core.rows",
-    "save_run": "steercap.captures.saving",
-    "stack": "steercap.captures.stacking",
+    "Ablate": "steering.edits.ablate",
+    "Add": "steering.edits.add",
+    "AddIf": "steering.edits.add_if",
+    "Cap": "steering.edits.cap",
+    "AttentionSummary": "captures.attention",
+    "Calibration": "steering.calibration",
+    "CaptureHandle": "captures.handle",
+    "CaptureRun": "captures.saving",
+    "CaptureSpec": "core.spec",
+    "Chunk": "requests.stream",
+    "Crossing": "requests.monitoring",
+    "Encoded": "captures.pooled",
+    "Features": "saes.features",
+    "LogitBias": "steering.logit_bias",
+    "LowRank": "steering.edits.low_rank",
+    "Manifest": "captures.manifest",
+    "Monitor": "steering.monitor",
+    "MonitorReport": "requests.monitoring",
+    "Point": "core.spec",
+    "RawOutput": "requests.answers",
+    "Receipt": "core.receipt",
+    "Replace": "steering.edits.replace",
+    "RunningSketch": "requests.sketching",
+    "SAE": "saes.sae",
+    "SAEFeature": "steering.edits.sae_feature",
+    "SetProjection": "steering.edits.set_projection",
+    "Settings": "config",
+    "Sketch": "captures.sketch",
+    "SteerModel": "model",
+    "SteeringReceipt": "core.receipt",
+    "SteeringSpec": "steering.spec",
+    "latest_per_position": "core.rows",
+    "save_run": "captures.saving",
+    "stack": "captures.stacking",
 }
 #: Packages that `import steercap` makes reachable, each loaded when it is first named.
 _PACKAGES = frozenset({"architectures", "captures", "client", "errors", "lab", "saes", "steering", "sync", "testing"})
@@ -128,17 +127,4 @@ __all__ = [
     "stack",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name in _PACKAGES:
-        return import_module(f"steercap.{name}")
-    if name not in _HOMES:
-        inner = not name.startswith("_") and find_spec(f"steercap.{name}") is not None
-        hint = f" before it is imported; write import steercap.{name}" if inner else ""
-        raise AttributeError(f"module 'steercap' has no attribute {name!r}{hint}", name=name, obj=sys.modules[__name__])
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    """Return the names for completion, including those that are not loaded yet."""
-    return sorted({*__all__, *_PACKAGES, "__version__", "__doc__", "__file__", "__name__", "__path__"})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _PACKAGES)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG_KEY = "steercap"
 #: Modules whose source affects traced graphs.
-_TRACED = ("architectures", "kernels", "worker/install.py")
+_TRACED = ("architectures/sites", "architectures/families", "kernels", "worker/install.py")
 
 
 def worker_config(armed: Sequence[Point], settings: Settings, candidate: int) -> dict[str, Any]:

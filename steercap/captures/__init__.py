@@ -1,5 +1,12 @@
 """Captured rows on the client: handles, their rows, computations on them, and their files."""
 
-from steercap.captures.tuned_lens import TunedLens
+from typing import TYPE_CHECKING
+
+from steercap.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from steercap.captures.tuned_lens import TunedLens
 
 __all__ = ["TunedLens"]
+
+__getattr__, __dir__ = lazy_names(__name__, {"TunedLens": "tuned_lens"})

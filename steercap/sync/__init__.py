@@ -15,8 +15,9 @@ such as edits and specs, are in `steercap` only.
 In a notebook `await` works at the top level, and `steercap.SteerModel` is the better choice.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from steercap.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from steercap.sync import analysis, collecting, directions, evaluation, patching, personas, roles, sweeps
@@ -102,15 +103,4 @@ _HOMES = {
 }
 _PACKAGES = frozenset({"analysis", "collecting", "evaluation", "sweeps", "patching", "personas", "roles", "directions"})
 
-
-def __getattr__(name: str) -> object:
-    if name in _PACKAGES:
-        return import_module(f"steercap.sync.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'steercap.sync' has no attribute {name!r}")
-    return getattr(import_module(f"steercap.sync.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    """Return the names for completion, including those that are not loaded yet."""
-    return sorted({*__all__, "__doc__", "__file__", "__name__", "__path__"})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _PACKAGES)

@@ -1,4 +1,4 @@
-"""Registry of sites: one file a site. To add one, add a file with a `MEMBER`. Paths of modules are sites too."""
+"""Registry of sites: files with a `MEMBER`, or tables of sites that share code. Paths of modules are sites too."""
 
 import sys
 from collections.abc import Iterable

@@ -1,0 +1,92 @@
+"""Sites at a layer's blocks: the input of a block, and the term that it adds to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from steercap.architectures.families.base import located
+from steercap.architectures.sites.base import (
+    RowShape,
+    Site,
+    Sizes,
+    Tap,
+    Visit,
+    output_tap,
+    read_tap,
+    visit_output,
+    visit_read,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from steercap.architectures.families.base import Family
+
+
+class BlockInput(Site):
+    """Tap on the input of a block of the family; edits reach no other module that reads the same tensor.
+
+    Args:
+        name: name of the site.
+        path: function that returns the family's path of the module that reads the input.
+        added: function that returns the family's path of the block's last module.
+    """
+
+    def __init__(self, name: str, path: Callable[[Family], str], added: Callable[[Family], str]) -> None:
+        self._name, self._path, self._added = name, path, added
+
+    def known(self, family: Family) -> bool:
+        return bool(self._path(family))
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        located(layer, self._added(family))  # some layers may lack the block
+        located(layer, self._path(family))
+        return RowShape((sizes.hidden,))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return read_tap(layer, self._path(family), self._name, tap)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_read(layer.get_submodule(located(layer, self._path(family))), visit)
+
+
+class BlockOutput(Site):
+    """Tap on the output of the last module of a block of the family.
+
+    Args:
+        name: name of the site.
+        path: function that returns the family's path of that module.
+    """
+
+    def __init__(self, name: str, path: Callable[[Family], str]) -> None:
+        self._name, self._path = name, path
+
+    def known(self, family: Family) -> bool:
+        return bool(self._path(family))
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        located(layer, self._path(family))  # some layers may lack it
+        return RowShape((sizes.hidden,))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return output_tap(layer, self._path(family), self._name, tap)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_output(layer.get_submodule(located(layer, self._path(family))), visit)
+
+
+class AttnIn(BlockInput):
+    """Tap on the input of the attention block, from which keys and values are made."""
+
+    before_keys: ClassVar[bool] = True
+
+
+#: By name. Inputs are normed where the norm comes first; the terms are those after any norm.
+MEMBERS: Final[Mapping[str, Site]] = {
+    "attn_in": AttnIn("attn_in", lambda family: family.attention_input, lambda family: family.attn_out),
+    "attn_out": BlockOutput("attn_out", lambda family: family.attn_out),
+    "mlp_in": BlockInput("mlp_in", lambda family: family.mlp_input, lambda family: family.mlp_out),
+    "mlp_out": BlockOutput("mlp_out", lambda family: family.mlp_out),
+}
