@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ class Mapped(threading.Thread):
 
 
 _MAPPED = Mapped()
-_PRELOADED = Preloaded()
+PRELOADED = Preloaded()
 
 
 @asynccontextmanager
@@ -152,6 +152,16 @@ class Leftovers:
         }
 
 
+@pytest.fixture(autouse=True)
+def preloaded(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start engines of tests as copies of a process that has imported vLLM, but for tests marked as `spawned`."""
+    if "engine" not in request.path.parts or request.node.get_closest_marker("spawned"):
+        yield
+        return
+    with PRELOADED.starting():
+        yield
+
+
 @pytest.fixture
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers on CPU, whose cores steercap names."""
@@ -170,7 +180,7 @@ async def opened(path: str | Path, *, spawned: bool = False, **arguments: Any) -
         **arguments: of `SteerModel`.
     """
     model = SteerModel(str(path), **arguments)
-    with contextlib.nullcontext() if spawned else _PRELOADED.starting():
+    with contextlib.nullcontext() if spawned else PRELOADED.starting():
         before = Leftovers()
         await model.start()
     made: dict[str, set[Any]] = {}

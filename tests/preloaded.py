@@ -1,4 +1,4 @@
-"""Engines whose processes begin as copies of one that has imported vLLM, which saves two imports of about 12 s a start.
+"""Engines and kernels of notebooks whose processes begin as copies of one that has imported vLLM: each saves 12 s.
 
 Python's own fork server makes an engine core, and that forks its workers. Everything else is as in an engine that is
 spawned, which all of a user's are: tests about starts, ends and faults, and the fixture `tiny`, have those.
@@ -11,15 +11,28 @@ import functools
 import multiprocessing
 import os
 import runpy
+import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from pathlib import Path
+from subprocess import Popen
 from typing import Any, Final
+
+from jupyter_client.launcher import launch_kernel
 
 from steercap.adapters.entry import quieten, wants_quiet
 
-_IMPORTED: Final = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "steercap.adapters.extension")
+_IMPORTED: Final = (
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.engine.async_llm",
+    "steercap.adapters.extension",
+    "ipykernel.kernelapp",
+)
+_BINDING: Final = "VLLM_CPU_OMP_THREADS_BIND"
 _WRONG: Final = Path(__file__).parent / "wrong_families"
 #: Read on import, and set by vLLM with the first engine of a process that it configures for CPU.
 _SET_EARLY: Final = {"TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
@@ -32,6 +45,16 @@ _LATE: Final = frozenset(
         "STEERCAP_ENGINE",
         "SPT_NOENV",
         "VLLM_RPC_BASE_PATH",
+        # of a notebook's kernel
+        "CLICOLOR",
+        "CLICOLOR_FORCE",
+        "FORCE_COLOR",
+        "GIT_PAGER",
+        "JPY_PARENT_PID",
+        "MPLBACKEND",
+        "PAGER",
+        "PYDEVD_USE_FRAME_EVAL",
+        "TERM",
         # set with each engine that is configured for CPU
         "AITER_SITUV2_A4W4",
         "LD_PRELOAD",
@@ -40,6 +63,8 @@ _LATE: Final = frozenset(
         "TORCHINDUCTOR_CACHE_DIR",
         "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
         "VLLM_SSM_CONV_STATE_LAYOUT",
+        # what it binds threads to is read on import, so that these copies are bound to nothing
+        _BINDING,
         "VLLM_WORKER_MULTIPROC_METHOD",
     }
 )
@@ -48,11 +73,12 @@ _LATE: Final = frozenset(
 class _Target:
     """The function of a process; unpickling it is what gives the process its environment."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], environment: dict[str, str]) -> None:
         self._function = function
+        self._environment = environment
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _prepared, (dict(os.environ), self._function)
+        return _prepared, (self._environment, self._function)
 
 
 def _prepared(environment: dict[str, str], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,8 +93,12 @@ def _prepared(environment: dict[str, str], function: Callable[..., Any]) -> Call
 
 
 class _Process(ForkServerProcess):
+    def __init__(self, *args: Any, environment: dict[str, str] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._environment = environment
+
     def start(self) -> None:
-        self._target = _Target(self._target)
+        self._target = _Target(self._target, self._environment or dict(os.environ))
         super().start()
 
 
@@ -81,31 +111,51 @@ class Preloaded:
 
     def __init__(self) -> None:
         self._environment: dict[str, str] = {}
+        self._possible = os.environ.get(_BINDING) == "nobind"
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """Have the engine cores that are started meanwhile begin as copies.
 
-        Where vLLM binds threads to cores it does so by variables that are read on import: those engines are spawned.
+        They are not bound to cores, as that takes variables that are read on import: where this process is to be bound,
+        because no other runs tests beside it, they are spawned.
         """
         quieten(log=wants_quiet())
-        if os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":
+        if not self._possible:
             yield
             return
-        if not self._environment:
-            os.environ.update(_SET_EARLY)
-            forkserver.set_forkserver_preload(list(_IMPORTED))
-            forkserver.ensure_running()
+        self._run()
         from vllm.v1.engine import utils
 
-        # What imports set is as good as there from the start: the server makes the same ones.
-        self._environment = self._environment or _early()
         original = utils.get_mp_context
         utils.get_mp_context = functools.partial(self._context, original)
         try:
             yield
         finally:
             utils.get_mp_context = original
+
+    def launch_kernel(
+        self, cmd: list[str], *, env: dict[str, str], cwd: Path, **options: Any
+    ) -> _Kernel | Popen[bytes]:
+        """Start a kernel as `jupyter_client.launcher.launch_kernel` does, in a session of its own."""
+        if not self._possible:
+            return launch_kernel(cmd, env=env, cwd=cwd, **options)
+        self._run()
+        words = cmd[cmd.index("ipykernel_launcher") :]
+        process = _Context().Process(target=_run_kernel, args=(words, cwd), environment=env)
+        process.start()
+        while process.is_alive() and os.getpgid(process.pid) != process.pid:  # the whole group is sent signals
+            time.sleep(0.01)
+        return _Kernel(process)
+
+    def _run(self) -> None:
+        if not self._environment:
+            os.environ.update(_SET_EARLY)
+            forkserver.set_forkserver_preload(list(_IMPORTED))
+            forkserver.ensure_running()
+            import vllm.v1.engine.utils  # noqa: F401 -- what imports set is as good as there from the start
+
+            self._environment = _early()
 
     def _context(self, original: Callable[[], BaseContext]) -> BaseContext:
         return _Context() if _early() == self._environment else original()
@@ -115,3 +165,43 @@ def _early() -> dict[str, str]:
     early = {name: value for name, value in os.environ.items() if name not in _LATE}
     path = [entry for entry in early.get("PYTHONPATH", "").split(os.pathsep) if entry not in {"", str(_WRONG)}]
     return early | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+class _Kernel:
+    """A notebook's kernel that began as a copy, with the members of a Popen that jupyter_client uses."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def _run_kernel(words: list[str], folder: Path) -> None:
+    """Be a kernel, whose engine cores begin as copies of the same fork server's process."""
+    from ipykernel.kernelapp import launch_new_instance
+    from vllm.v1.engine import utils
+
+    os.setsid()
+    os.chdir(folder)
+    sys.path[0:0] = [""]
+    sys.argv = words
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # it runs: this process came from it
+    utils.get_mp_context = _Context
+    launch_new_instance()

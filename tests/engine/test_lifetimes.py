@@ -114,6 +114,7 @@ def test_a_model_lives_in_one_event_loop_and_is_closed_from_any() -> None:
     assert not before.new()
 
 
+@pytest.mark.spawned
 async def test_a_thread_closes_a_model_that_generates_and_one_that_starts() -> None:
     """Whoever waits in the model's own loop gets ModelClosed, soon; nothing is left."""
     before = Leftovers()

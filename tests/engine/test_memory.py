@@ -221,6 +221,7 @@ async def _drain(stream: Any) -> None:
         pass
 
 
+@pytest.mark.spawned
 async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing() -> None:
     """A killed worker is an EngineFailure for who waits and who comes, and closing removes what it had mapped."""
     before = Leftovers()
@@ -240,6 +241,7 @@ async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing() -> Non
     assert not before.new()
 
 
+@pytest.mark.spawned
 async def test_cancelling_the_start_leaves_nothing() -> None:
     """A start that is cancelled half-way stops what it had started."""
     before = Leftovers()

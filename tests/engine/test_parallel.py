@@ -29,7 +29,10 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_refe
     layers, and projects their rows; the client merges rows and receipts. In codecs they are those of one worker. Of
     biases every rank that samples has a receipt.
     """
-    async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE, **{layout: 2}) as model:
+    spawned = layout == "tensor_parallel_size"  # whose workers have the cores that steercap names
+    async with opened(
+        tiny_checkpoint("qwen3"), spawned=spawned, sites=ALL_SITES, **TINY_ENGINE, **{layout: 2}
+    ) as model:
         _, handles = await workers_agree(model, tiny_reference)
         await projections_agree(model)
         await biases_agree(model, tiny_reference)

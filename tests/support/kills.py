@@ -36,7 +36,6 @@ PHASES: Final = {
 BOUND: Final = 3.0
 MARK: Final = "STEERCAP_KILLS"
 _ENGINE: Final = ("--dtype", "float32", "--eager", "--max-model-len", "256", "--engine-arg")
-_SHARED: Final = Path("/dev/shm")
 #: Lines of a log, or a traceback, that another process than the client wrote.
 _STORM: Final = re.compile(
     r"\((EngineCore|Worker|VllmWorker)\S* pid=\d+\) ERROR|^Process \S+:$|^Exception ignored", re.MULTILINE
@@ -129,7 +128,7 @@ def end_one(kill: Kill, report: Report, *, bound: float = BOUND) -> None:
     Raises:
         Left: see `kills`.
     """
-    mark, before = uuid4().hex, set(_SHARED.iterdir())
+    mark, own = uuid4().hex, set[Path]()
     # As a script: `python -m` ends with 1 where a script that is interrupted ends by the signal.
     words = _command() if kill.command else [sys.executable, "-P", __file__]
     client = subprocess.Popen(
@@ -156,10 +155,15 @@ def end_one(kill: Kill, report: Report, *, bound: float = BOUND) -> None:
     listening.start()
     try:
         if kill.command:  # it says nothing of its phases; so its whole life is drawn from
-            _wait(client, kill.delay + sum(PHASES[phase] for phase in PHASES if phase < kill.phase))
+            end = time.monotonic() + kill.delay + sum(PHASES[phase] for phase in PHASES if phase < kill.phase)
         else:
-            reached.wait()
-            _wait(client, kill.delay)
+            while not reached.wait(0.2):
+                own |= _mapped(mark)
+            end = time.monotonic() + kill.delay
+        while client.poll() is None and time.monotonic() < end:
+            own |= _mapped(mark)
+            time.sleep(min(0.2, max(0.0, end - time.monotonic())))
+        own |= _mapped(mark)
         began = time.monotonic()
         for number in kill.signals:
             with contextlib.suppress(ProcessLookupError):
@@ -168,7 +172,8 @@ def end_one(kill: Kill, report: Report, *, bound: float = BOUND) -> None:
         found = "not looked at"
         while found and time.monotonic() < began + bound:
             time.sleep(0.02)
-            found = _left(client, mark, before)
+            own |= _mapped(mark)
+            found = _left(client, mark, own)
         took = time.monotonic() - began
         if found:
             raise Left(f"{kill}: after {took:.1f} s there is still {found}; it said:\n{''.join(said)}")
@@ -186,18 +191,21 @@ def end_one(kill: Kill, report: Report, *, bound: float = BOUND) -> None:
         listening.join(bound)
 
 
-def _wait(client: subprocess.Popen[str], seconds: float) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        client.wait(seconds)
+def _mapped(mark: str) -> set[Path]:
+    """Files of shared memory that a client's processes map now: what others make beside it is theirs."""
+    from steercap.adapters.reaper import mapped, named
+
+    processes = marked(mark)
+    return {Path(path) for path in mapped(processes, written=True) | named(processes)}
 
 
-def _left(client: subprocess.Popen[str], mark: str, before: set[Path]) -> str:
+def _left(client: subprocess.Popen[str], mark: str, own: set[Path]) -> str:
     """What there still is of a client, in words; empty if nothing."""
     if client.poll() is None:
         return "the client itself"
     if found := marked(mark):
         return f"processes {[_shown(pid) for pid in found]}"
-    if files := {path for path in _SHARED.iterdir() if path not in before} - in_use():
+    if files := {path for path in own if path.exists()} - in_use():
         return f"shared memory {sorted(map(str, files))}"
     return ""
 
