@@ -1,4 +1,4 @@
-# make setup | demo | test | test-all | test-extended | versions | lint | docs: each does all its own set-up, in .venv; running it again is quick.
+# make setup | demo | unit | test | test-all | test-extended | versions | lint | docs: each does all its own set-up, in .venv; running it again is quick.
 # make release-check needs no set-up.
 #
 # PYTHON     the interpreter to build .venv with (3.11 or newer)
@@ -27,7 +27,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Some images forbid it: then each of the thousand processes of the tests compiles the library anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-avx2 test-extended versions lint docs release-check clean
+.PHONY: setup demo unit test test-all test-avx2 test-extended versions lint docs release-check clean
 
 setup: $(STAMP)
 
@@ -52,7 +52,11 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
 
-# What a newcomer runs, and everybody before a commit: at most 20 minutes on two cores.
+# No engine: at most three minutes on two cores.
+unit: setup
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) tests/unit
+
+# What a newcomer runs, and everybody before a commit: at most ten minutes on two cores.
 test: lint
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) --durations=15
 

@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
+import beside_tests  # noqa: F401 -- support is there
 import typer
 from rich.console import Console
 from rich.markup import escape

@@ -67,22 +67,22 @@ def said(progress: Progress) -> None:
     print(f"{progress.seconds:.0f} s: {progress.shards} shards, {progress.tokens} tokens", flush=True)
 
 
-async def on_ray(folder: Path, kills: int, seed: int) -> Collected:
-    """Collect by two actors, with kills."""
+async def on_ray(folder: Path, texts: list[str], kills: int, seed: int) -> Collected:
+    """Collect by two actors, with kills; by one without."""
     killing = asyncio.create_task(killed(folder, kills, seed))
     try:
         return await collect(
-            a_model(), corpus(), folder, ray=RayActors(2 if kills else 1, **ACTORS), progress=said, **COLLECTED
+            a_model(), texts, folder, ray=RayActors(2 if kills else 1, **ACTORS), progress=said, **COLLECTED
         )
     finally:
         assert killing.done() or not kills, "the corpus ended before the last kill"
         killing.cancel()
 
 
-async def alone(folder: Path) -> Collected:
+async def alone(folder: Path, texts: list[str]) -> Collected:
     """Collect by one engine of this process."""
     async with a_model() as model:
-        return await collect(model, corpus(), folder, **COLLECTED)
+        return await collect(model, texts, folder, **COLLECTED)
 
 
 def main() -> None:
@@ -90,15 +90,16 @@ def main() -> None:
     import ray
 
     folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    texts = corpus(960 if kills else 240)
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ["RAY_AUTH_MODE"] = "disabled"  # or a token stays in the user's home
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 -- its name; or they stand behind whatever else runs on the machine
     ray.init(log_to_driver=False, **RAY)
     began = time.monotonic()
-    done = asyncio.run(on_ray(folder / "ray", kills, seed))
+    done = asyncio.run(on_ray(folder / "ray", texts, kills, seed))
     print(done, f"{time.monotonic() - began:.0f} s", flush=True)
     ray.shutdown()
-    print(asyncio.run(alone(folder / "alone")), flush=True)
+    print(asyncio.run(alone(folder / "alone", texts)), flush=True)
     one, other = digests(folder / "ray"), digests(folder / "alone")
     assert one == other, {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
     print(f"the same {len(one)} files", flush=True)

@@ -165,6 +165,7 @@ async def test_many_at_once_each_with_specs_of_its_own(remote: RemoteModel, tiny
         same(here, together)
 
 
+@pytest.mark.slow
 async def test_texts_prompts_and_samples_come_as_they_do_locally(remote: RemoteModel, tiny: SteerModel) -> None:
     params = {"temperature": 0.9, "seed": 3, "max_tokens": 4, "n": 2, "top_k": 20}
     prompt = random_prompt(9, 7)
@@ -377,6 +378,7 @@ async def test_each_sample_has_reports_of_its_own(remote: RemoteModel, tiny: Ste
     assert await settled(tiny) == (0, 0, 0)
 
 
+@pytest.mark.slow
 async def test_a_direction_extracted_over_the_connection_is_the_local_one(
     remote: RemoteModel, tiny: SteerModel
 ) -> None:

@@ -66,6 +66,7 @@ def windows(document: int) -> list[list[int]]:
     return [ids[start : start + CONTEXT] for start in range(0, len(ids), CONTEXT)]
 
 
+@pytest.mark.slow
 async def test_rows_are_those_of_read_and_of_transformers(tiny, tiny_reference, tmp_path) -> None:
     """Every token of every document once, in order, under its labels, whatever is under way at once."""
     found = await collect(
@@ -545,6 +546,7 @@ async def test_a_shard_whose_receipt_is_damaged_is_mended(tiny, tmp_path) -> Non
     assert digests(tmp_path) == files
 
 
+@pytest.mark.slow
 async def test_a_slow_disk_slows_the_model_and_fills_no_memory(tiny, tmp_path, monkeypatch) -> None:
     """No more is read ahead than is said to be, however far the corpus goes."""
     taken, held = 0, asyncio.Event()

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("two_workers")
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.slow
 async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_reference) -> None:
     """Tensor parallel: one rank captures the full rows, both edit. Pipeline parallel: each stage captures and edits its
     layers, and projects their rows; the client merges rows and receipts. In codecs they are those of one worker. Of

@@ -25,6 +25,7 @@ LEFT_OUT = {"test_logits.py": ["-k", "not grammar and not drafting"]}
 SAYS = f"{Path(__file__).name}::test_the_doctor_names_the_runner_that_runs"
 
 
+@pytest.mark.slow
 async def test_the_doctor_names_the_runner_that_runs(tiny) -> None:
     """V2 where Triton has a backend for CPU, and V1 where it has none."""
     expected = "cpu" in entry_points(group="triton.backends").names

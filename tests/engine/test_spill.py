@@ -78,6 +78,7 @@ async def test_a_request_that_does_not_fit_by_itself_is_refused_however_it_is_as
     assert await empty(spilling) == (0, 0, 0)
 
 
+@pytest.mark.slow
 async def test_one_call_over_ten_times_the_memory(spilling, tiny, tiny_reference) -> None:
     """Rows of a call that nobody can fetch before it ends go to disk: bit for bit those of an engine with room.
 

@@ -149,6 +149,7 @@ def even(index) -> np.ndarray:
         ({"keep": even, "positions": slice(0, 2)}, lambda line: line[0] % 2 == 0 and line[2] < 2),
     ],
 )
+@pytest.mark.slow
 def test_tokens_are_left_out(folder, chosen, meant) -> None:
     """By position, by token, by a function of the index; the rest is numbered anew."""
     data = ActivationDataset(folder, at=POST, labels=True, dtype=None, **chosen)
@@ -221,6 +222,7 @@ def test_batches_come_shuffled_once_an_epoch_in_another_order_each(folder) -> No
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.slow
 def test_workers_change_nothing(context, folder) -> None:
     """A DataLoader gives what the batches give, in their order, forked or spawned."""
     data = ActivationDataset(folder, at=POST, labels=True, positions=slice(1, None))
@@ -331,6 +333,7 @@ def test_a_buffer_shuffles_across_the_data() -> None:
     assert np.mean(np.abs(np.diff(epoch.batch(0))) == 1) < 0.02
 
 
+@pytest.mark.slow
 def test_a_map_style_loader_takes_it(folder) -> None:
     """Indices of torch's own sampler, whole batches read at once, points by name."""
     data = ActivationDataset(folder)

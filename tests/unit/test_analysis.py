@@ -304,6 +304,7 @@ def test_neurons_are_products_of_the_files_matrices(llama, tensors) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.slow
 def test_z_scores_of_random_vectors_are_standard_normal(family) -> None:
     """A number of each of 300 random vectors, of every function that gives a z: Kolmogorov and Smirnov find nothing.
 
@@ -537,6 +538,7 @@ def test_a_table_says_what_it_was_made_of(tmp_path) -> None:
     assert len({len(line) for line in lines[:-1]}) == 1
 
 
+@pytest.mark.slow
 def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
     """Every picture is a file of its format; of another table, or of several layers, none is made."""
     vectors = drawn(4, layers=(0, 1))

@@ -271,6 +271,7 @@ def test_a_folder_is_listed_while_files_are_renamed(tmp_path) -> None:
     assert storage.sizes("nowhere") == LocalFolder(tmp_path).sizes("nowhere") == {}
 
 
+@pytest.mark.slow
 def test_what_a_killed_writer_left_behind_a_url_is_removed(tmp_path) -> None:
     """Before the definition, and beside shards: the folder is no other's for it, and begins."""
     script = f"""
@@ -349,6 +350,7 @@ def test_a_torn_missing_or_changed_file_is_named(end, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["statistics.safetensors", "points.parquet"])
+@pytest.mark.slow
 def test_what_follows_from_the_shards_is_verified_too(name, tmp_path) -> None:
     """No receipt names these two: a bit, another file or none is found."""
     folder_of(tmp_path, definition_of())

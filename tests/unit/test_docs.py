@@ -56,6 +56,7 @@ def site(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_documentation_builds(site) -> None:
     """`mkdocs build --strict` finds every page, link, heading and object named, without a network."""
     for name in ("index.html", "api/model.html", "api/errors.html", "notebooks/02_steer.html"):
@@ -123,6 +124,7 @@ def test_the_picture_of_the_processes_is_the_one_that_is_drawn() -> None:
     assert f"](pictures/{docs_diagram.PICTURE.name})" in (ROOT / "docs" / "architecture.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_site_can_be_searched_from_a_file(site) -> None:
     """The index is a script, and where a browser starts no worker from a file, a frame does its work."""
     page = (site / "index.html").read_text()

@@ -141,13 +141,15 @@ def specs(draw) -> SteeringSpec:
 # The same examples each time: where a gate opens, a last bit decides, and one run in many would meet one.
 @given(st.lists(specs(), min_size=1, max_size=5), seeds, st.booleans(), passes)
 @settings(max_examples=150, deadline=None, derandomize=True)
+@pytest.mark.slow
 def test_one_kernel_does_what_each_formula_says(many, seed, deferred, cuts) -> None:
     """Any edits in any order, several specs in one pass: the kernel equals the float64 formulas, row by row."""
     hold_to_formulas("host", many, seed, deferred, cuts)
 
 
 @given(st.lists(specs(), min_size=1, max_size=4), seeds, st.booleans(), passes)
-@settings(max_examples=150 if CUDA else 30, deadline=None, derandomize=True)
+@settings(max_examples=150 if CUDA else 16, deadline=None, derandomize=True)
+@pytest.mark.slow
 def test_the_kernel_of_a_device_does_too(many, seed, deferred, cuts) -> None:
     """The same for the kernel in Triton, on the device or interpreted."""
     hold_to_formulas("cuda", many, seed, deferred, cuts)
@@ -185,7 +187,8 @@ def test_a_feature_with_a_threshold_is_off_below_it(kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=seeds)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
+@pytest.mark.slow
 def test_what_changes_nothing_changes_no_bit(kind, seed) -> None:
     """Scale zero, keep one, bounds not reached, a closed gate: rows are left bit for bit, hidden and residual apart."""
     v, rows = vector(WIDTH, seed=seed), vector(9, WIDTH, seed=seed + 1)
@@ -240,6 +243,7 @@ def test_ablate_twice_is_ablate(seed) -> None:
 
 
 @given(seeds)
+@pytest.mark.slow
 def test_order_matters_exactly_where_it_should(seed) -> None:
     """Additions commute, edits along orthogonal directions commute; an addition and a cap along one direction do not."""
     v, rows = vector(WIDTH, seed=seed), vector(9, WIDTH, seed=seed + 1)

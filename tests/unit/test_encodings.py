@@ -412,6 +412,7 @@ ON_DEVICE = [
 @pytest.mark.parametrize("width", [5, 24, 140])
 @pytest.mark.parametrize(("which", "dtype"), ON_DEVICE)
 @pytest.mark.parametrize("name", CODECS)
+@pytest.mark.slow
 def test_the_device_stores_what_the_host_does(name, which, dtype, width) -> None:
     """The same scales and codes, but for numbers in the middle of two codes, and not a byte beside them."""
     codec, schema, count, points = ENCODINGS[name], PointSchema((width,), dtype), 4, 2

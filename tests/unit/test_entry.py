@@ -36,6 +36,7 @@ print("a result")
         ({"VLLM_LOGGING_LEVEL": "INFO"}, False, {"an info", "a warning", "an error", "Triton is installed, but"}),
     ],
 )
+@pytest.mark.slow
 def test_a_process_of_vllm_says_what_was_asked_for(monkeypatch, chosen, log, heard) -> None:
     """Results alone on stdout; on stderr warnings and errors, or what the user's level lets through."""
     for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):

@@ -130,6 +130,7 @@ def test_the_sign_flip_test_counts_signs() -> None:
     assert math.isnan(sign_flip(np.array([1.0])))
 
 
+@pytest.mark.slow
 def test_the_sign_flip_test_is_scipys() -> None:
     """Exact up to 16 clusters; beyond them drawn, within what drawing can tell. SciPy tries all signs of both."""
     from scipy.stats import permutation_test

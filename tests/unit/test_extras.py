@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -36,9 +37,15 @@ def name_of(requirement: str) -> str:
     return re.split(r"[\[<>=!~ ]", requirement)[0].lower()
 
 
+@cache
+def installed() -> dict[str, list[str]]:
+    """The distributions that bring each module, for each: asking takes a second."""
+    return dict(packages_distributions())
+
+
 def modules_of(distribution: str) -> set[str]:
     """What a distribution is imported as; its own name where it is not installed here."""
-    found = {module for module, names in packages_distributions().items() if distribution in {n.lower() for n in names}}
+    found = {module for module, names in installed().items() if distribution in {n.lower() for n in names}}
     return {module for module in found if module.isidentifier()} or {distribution.replace("-", "_")}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,6 +127,7 @@ def hold_to_the_formula(kind: str, many: Sequence[Sequence[Entry]], seed: int) -
 # The same examples each time: where a gate opens, a last bit decides, and one run in hundreds would meet one.
 @given(st.lists(programs(), min_size=1, max_size=4), st.integers(0, 10_000))
 @settings(max_examples=400, deadline=None, derandomize=True)
+@pytest.mark.slow
 def test_the_host_computes_the_formula(many, seed) -> None:
     """Any entries, several configurations in one pass: PyTorch's fast path gives the rows of the formula."""
     hold_to_the_formula("host", many, seed)
@@ -133,6 +135,7 @@ def test_the_host_computes_the_formula(many, seed) -> None:
 
 @given(st.lists(programs(), min_size=1, max_size=4), st.integers(0, 10_000))
 @settings(max_examples=150 if CUDA else 25, deadline=None, derandomize=True)
+@pytest.mark.slow
 def test_the_kernel_of_a_device_does_too(many, seed) -> None:
     """The same for the kernel in Triton, on the device or interpreted."""
     hold_to_the_formula("cuda", many, seed)

@@ -464,6 +464,7 @@ ANY = st.sampled_from(VALUES)
 
 @given(st.sampled_from(EDITS), st.dictionaries(st.integers(0, 9), ANY, min_size=1, max_size=4), st.booleans())
 @settings(max_examples=1500, deadline=None)
+@pytest.mark.slow
 def test_several_wrong_values_at_once_are_refused_too(edit, junk, captured) -> None:
     """Of edits and captures alike: accepted or an error of steercap's, and nothing else."""
     kind, base, parameters = edit

@@ -255,10 +255,12 @@ class Client:
 @pytest.mark.parametrize(
     ("kind", "seed", "requests"),
     [
-        *(("host", seed, 150) for seed in range(4)),
-        *(("cuda", seed, 150 if CUDA else 20) for seed in range(4 if CUDA else 1)),
+        ("host", 0, 150),
+        *(pytest.param("host", seed, 150, marks=pytest.mark.extended) for seed in range(1, 4)),
+        *(("cuda", seed, 150 if CUDA else 12) for seed in range(4 if CUDA else 1)),
     ],
 )
+@pytest.mark.slow
 async def test_every_row_is_that_of_its_own_spec_whatever_happens(kind, seed, requests) -> None:
     """Requests of 14 specs for 3 slots and 6 vectors, arriving, cancelled, preempted, cached and aborted late at random:
     no row of another spec, no receipt refused, and nothing left behind.

@@ -128,6 +128,7 @@ def test_the_accumulation_compiles_for_hopper() -> None:
         (16384, "bf16", True, 8),
     ],
 )
+@pytest.mark.slow
 def test_the_tap_compiles_for_hopper(width, dtype, deferred, together) -> None:
     """Rows are read and written 16 bytes at a time; the row that joined entries read is carried through the loop by itself."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -737,6 +737,7 @@ def test_a_file_that_was_changed_is_not_handed_over(tmp_path) -> None:
 # Kills
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_each_request_as_a_whole_or_not_at_all(tmp_path) -> None:
     """Real processes, SIGKILL before each operation on a file in turn, twice in a row, and at random moments."""
     environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}

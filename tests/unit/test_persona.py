@@ -699,6 +699,7 @@ def test_an_answer_that_fills_the_context_is_read_as_far_as_there_is_room() -> N
         keep(settings, responses, scores, dict.fromkeys(rooms, 0))
 
 
+@pytest.mark.slow
 async def test_scoring_goes_on_where_it_was_cut_off(tmp_path) -> None:
     """Scores that lie in parts are not made again, and all are what one uninterrupted pass gives, bit for bit."""
     settings = made(n_prompts=5, n_questions=5)

@@ -84,6 +84,7 @@ def test_the_first_that_waits_is_next(tmp_path) -> None:
     assert board.failed == 1
 
 
+@pytest.mark.slow
 async def test_a_job_that_fails_does_not_stop_the_others(tmp_path) -> None:
     """Real processes: a trait that does not exist is that job's error, a model that does not exist the other's."""
     jobs = planned(tmp_path, traits=("no_such_trait", "poetic"), precisions=(BF16,), group=1, model="/no/such/model")

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from workers import DEVICE, KINDS, batch, device_of, known_schemas, rows_of, some_runtime, tap
+from workers import CUDA, DEVICE, KINDS, batch, device_of, known_schemas, rows_of, some_runtime, tap
 
 from steercap import Add, CaptureSpec, SteeringSpec
 from steercap.config import Settings
@@ -145,12 +145,13 @@ class Request:
 @pytest.mark.parametrize(
     ("width", "dtype"), [(8, torch.float32), pytest.param(48, torch.bfloat16, marks=pytest.mark.extended)]
 )
+@pytest.mark.slow
 def test_projections_are_those_of_the_rows(kind, width, dtype) -> None:
     """Chunks, preemption, edits before and after, several sets of directions and whole rows in the same passes."""
     worker = Worker(kind, width, dtype)
     rng, running, finished = worker.rng, [], {None: 0, 0: 0, 1: 0}
     number = 0
-    for _ in range(160 if kind == "host" else 60):
+    for _ in range(160 if kind == "host" or CUDA else 24):
         while len(running) < 5:
             running.append(Request(worker, number, [None, 0, 1][number % 3]))
             number += 1
@@ -174,7 +175,7 @@ def test_projections_are_those_of_the_rows(kind, width, dtype) -> None:
             worker.runtime.forget([request.key])
             worker.ask(GetStats(), released=(Owner(request.key, 0),))
             finished[request.set] += 1
-    assert min(finished.values()) > 3
+    assert min(finished.values()) > (3 if kind == "host" or CUDA else 1)
     worker.runtime.forget([request.key for request in running])
     worker.ask(GetStats(), released=tuple(Owner(request.key, 0) for request in running))
     assert worker.ask(GetStats()).pages_in_use == 0

@@ -683,6 +683,7 @@ def test_pictures_are_drawn_to_files_and_axes(tmp_path) -> None:
 # Several processes
 
 
+@pytest.mark.slow
 def test_a_process_for_each_device_takes_its_share(tmp_path, capsys) -> None:
     """Each runs the command with its own share; what fails is said, with its log, and stops no other."""
     assert roles_batch.command_of(["roles.csv", "--small"], 1, 2, tmp_path)[3:] == [

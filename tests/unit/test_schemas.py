@@ -204,6 +204,7 @@ def test_each_point_is_edited_by_its_own_part_of_its_vector(kind, shard, before)
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "last"])
 @pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.slow
 def test_reductions_are_those_of_each_point(kind, shard, reduce, accumulates) -> None:
     """Over kept rows, and along with them: finished together, and spilled because others need the accumulator."""
     bench = Bench(kind, shard, accumulators=2, lag=2, held=2)
@@ -254,6 +255,7 @@ def test_rows_are_projected_on_the_shards_part_of_directions(kind, shard, points
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")  # interpreter
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("name", [name for name, encoding in ENCODINGS.items() if isinstance(encoding, Codec)])
+@pytest.mark.slow
 def test_a_codec_stores_rows_of_every_schema(kind, shard, before, name) -> None:
     """Within its bound of them, edited rows among them; whole rows beside them stay whole, and other codecs do too."""
     bench = Bench(kind, shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -116,6 +117,32 @@ def test_words_that_mean_nothing_are_refused(capsys) -> None:
         assert reason in capsys.readouterr().err
     args = bench_beside.arguments(["interp-engine"])
     assert (args.shape, len(args.workloads), args.modes) == ("qwen3-4b", 4, [])
+
+
+SCRIPTS = Path(bench_gpu.__file__).parent
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports anywhere, by name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_a_script_finds_the_tests_support_without_pytest() -> None:
+    """Whatever takes `support`, itself or through what lies beside it, imports `beside_tests`, which puts it on the path."""
+    files = {".".join(path.relative_to(SCRIPTS).with_suffix("").parts): path for path in SCRIPTS.rglob("*.py")}
+    reached = {name: imported(path) for name, path in files.items()}
+    takers = {name for name, modules in reached.items() if any(one.split(".")[0] == "support" for one in modules)}
+    while more := {name for name, modules in reached.items() if modules & takers} - takers:
+        takers |= more
+    scripts = {name for name in takers if "." not in name}
+    assert {"verify_gpu", "soak"} <= scripts
+    assert not {name for name in scripts if "beside_tests" not in reached[name]}
 
 
 async def test_a_library_that_cannot_is_a_line_of_the_result() -> None:

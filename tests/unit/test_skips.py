@@ -65,6 +65,7 @@ def test_only_what_is_listed_may_be_skipped(monkeypatch) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_skip_that_nobody_expects_fails_the_run(tmp_path) -> None:
     """Of a test, of what it needs, and of a whole file; in a process of xdist's, as in pytest's own."""
     (tmp_path / "test_a.py").write_text(

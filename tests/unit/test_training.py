@@ -587,6 +587,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_goes_on_to_the_same_vector(model, tmp_path, name) -> None:
     """Bit for bit, on a CPU: parameters, the optimiser's state, the scheduler's, and the history."""
     optimizer, scheduler = OPTIMIZERS[name]
@@ -645,6 +646,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_to_the_same_vector(model, tmp_path) -> None:
     """kill -9 while it trains: the folder holds a whole state, from which it ends with the vector of a run left alone."""
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "cut")], env=ELSEWHERE)
@@ -676,6 +678,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_vectors_of_one(model, tmp_path) -> None:
     """DistributedDataParallel over gloo: batches that two processes share unevenly, two traits, a penalty."""
     script = tmp_path / "shared.py"

@@ -205,6 +205,7 @@ def crowd(bench: Bench, *others: int) -> None:
 
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize(("others", "blocks"), [((), 1), ((11, 13, 16), 4), (tuple(range(11, 20, 2)), 6)])
+@pytest.mark.slow
 async def test_records_cross_from_page_to_page_where_these_are_consecutive(others, blocks) -> None:
     """Streamed, preempted, ended, and its spare pages taken by another request; in an arena that others crowd, or not."""
     bench = Bench(width=16)
@@ -244,6 +245,7 @@ async def test_records_cross_from_page_to_page_where_these_are_consecutive(other
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("others", [(), (11, 13, 16)])
 @pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.slow
 async def test_a_reduction_reads_across_pages(others, accumulates) -> None:
     """All records of a request, in one block or several; one page is left."""
     bench = Bench(dtype=torch.bfloat16, width=32)
@@ -494,6 +496,7 @@ def give_back(benches, name: str) -> None:
         bench.ask(Collect(()), (Owner(name, 0),))
 
 
+@pytest.mark.slow
 async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
     """At random: requests come, go, stand still, run ahead, are preempted and given back; with and without a series."""
     configuration, vectors = adding(1.0)
