@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 from support import agreement, stress
-from support.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
+from support.agreement import EVERYTHING, captured, same_tokens_elsewhere, sites_of, worst_of
 from support.attention import attention_agrees
 from support.bad import BAD_REQUESTS
 from support.biases import biases_agree
@@ -271,7 +271,7 @@ async def _prefilled(model: SteerModel, handles: Sequence[CaptureHandle]) -> lis
     """The same tokens again, all of them prompts."""
     prompts = [{"prompt_token_ids": inputs_of(handle)} for handle in handles]
     again: Any
-    _, again = await model.generate(prompts, {"max_tokens": 1}, capture=EVERYTHING)
+    _, again = await model.generate(prompts, {"max_tokens": 1}, capture=CaptureSpec(sites=sites_of(model)))
     await model.fetch_captures_batch(again)
     found: list[CaptureHandle] = again
     return found

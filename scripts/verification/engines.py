@@ -214,7 +214,8 @@ class Engines:
             async with self._gate:
                 await asyncio.sleep(APART)
             before = time.perf_counter()
-            sites = "all" if name in FAMILIES or quantised(name) else NAMED_SITES.get(name, ALL_SITES)
+            family = name.removesuffix(" eager").removesuffix(" compiled")
+            sites = "all" if family in FAMILIES or quantised(name) else NAMED_SITES.get(name, ALL_SITES)
             model = await self.start(wanted, sites="router" if name.startswith(ROUTED) else sites)
             self.seconds[name] = round(time.perf_counter() - before, 1)
             return model

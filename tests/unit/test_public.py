@@ -424,11 +424,12 @@ def test_the_changelog_begins_with_this_version() -> None:
 
 
 def test_the_commands_of_tests_leave_nothing_out_and_do_nothing_twice() -> None:
-    """`make test` runs what is not slow, `make test-all` that and then what is, but for extended tests, which are slow
-    and have a command of their own; CI runs the second.
+    """`make test` runs what is not slow, `make unit` its part without an engine, `make test-all` the first and then what is
+    slow, but for extended tests, which are slow and have a command of their own; CI runs `make test-all`.
     """
     makefile = (ROOT.parent / "Makefile").read_text()
     assert re.findall(r"^(\S+): (\S+)\n\t\$\(BIN\)/python -m pytest -m (\"[^\"]+\"|\S+)", makefile, re.MULTILINE) == [
+        ("unit", "setup", '"not slow"'),
         ("test", "lint", '"not slow"'),
         ("test-all", "test", '"slow and not extended"'),
         ("test-extended", "setup", "extended"),
