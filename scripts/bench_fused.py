@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from bench_tap import POINTS, cuda_taps, opened
 from perf_hook import strip
 
@@ -40,8 +40,8 @@ _SCOPE, _WRITE = tl.constexpr(triton_tap.SCOPE), tl.constexpr(triton_tap.WRITE)
 _STAY = tl.constexpr("evict_last")
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
-def _fused_kernel(  # type: ignore[no-untyped-def] # noqa: ANN202
+@triton.jit(do_not_specialize=["num_tokens"])
+def _fused_kernel( # noqa: ANN202
     hidden, residual, weight, normed, summed, point, tokens, counts, entries, responses, bank, arena, layouts, evidence,  # noqa: ANN001
     num_points, num_entries, num_tokens, eps,  # noqa: ANN001, ARG001
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr, EARLY: tl.constexpr,  # noqa: N803

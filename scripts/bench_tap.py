@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton  # type: ignore[import-untyped]
+import triton
 from rich.console import Console
 from rich.table import Table
 

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
@@ -24,7 +24,7 @@ class Registry(Mapping[str, Member], Generic[Member]):
         UnknownName: on look-up of an unknown name; the message lists the known ones.
     """
 
-    def __init__(self, axis: str, package: ModuleType, kind: type[Member]) -> None:
+    def __init__(self, axis: str, package: ModuleType, kind: type[Any]) -> None:
         self._axis = axis
         self._package = package
         self._kind = kind

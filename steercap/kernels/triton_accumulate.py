@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from jaxtyping import Float, Int
 
 from steercap.kernels import bits
@@ -35,8 +35,8 @@ _DIVISOR = tl.constexpr(DIVISOR)
 _MAX, _LAST = tl.constexpr(bits.MAX), tl.constexpr(bits.LAST)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _accumulate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass over one request
+@triton.jit
+def _accumulate_kernel(  # noqa: PLR0915 -- one pass over one request
     updates, points, layouts, sums, held, arena, num_points, sum_stride, held_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, ARENA_LINE: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one 
 
 
 @triton.jit
-def _joined(value, row, kind):  # type: ignore[no-untyped-def]
+def _joined(value, row, kind):
     """Combine an accumulator with one more row."""
     if kind == _MAX:
         joined = tl.maximum(value, row, propagate_nan=tl.PropagateNan.ALL)

@@ -8,8 +8,8 @@ line = elements of a line of the ring.
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import FP8_HEAD, FP8_MOST
@@ -18,8 +18,8 @@ from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, ne
 _HEAD, _MOST = tl.constexpr(FP8_HEAD), tl.constexpr(FP8_MOST)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fp8_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _fp8_kernel(
     rows, codes, heads, records, points,
     WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

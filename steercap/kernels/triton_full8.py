@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
@@ -20,8 +20,8 @@ from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, ne
 _HEAD, _STEPS = tl.constexpr(FULL8_HEAD), tl.constexpr(FULL8_STEPS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _full8_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _full8_kernel(
     rows, codes, heads, records, points, bank, bank_rows,
     WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr, BANK: tl.constexpr,
     CALIBRATED: tl.constexpr,

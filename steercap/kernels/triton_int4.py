@@ -7,8 +7,8 @@ layout; points = its points with equal schemas; line = elements of a line of the
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import GROUP, INT4_STEPS
@@ -17,8 +17,8 @@ from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, ne
 _GROUP, _STEPS = tl.constexpr(GROUP), tl.constexpr(INT4_STEPS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _int4_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _int4_kernel(
     rows, codes, heads, records, points,
     WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from jaxtyping import Float, Int
 
 #: In passes of more records than this, a program handles TOGETHER of them.
@@ -21,8 +21,8 @@ TOGETHER: Final = 4
 WARP_ELEMENTS: Final = 2048
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _project_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _project_kernel(
     rows, results, bank, bank_rows, records, points, count, directions,
     WIDTH, ROW_LINE, RESULT_LINE, BANK, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from jaxtyping import Float, Int
 
 from steercap.kernels.bits import GROUP
@@ -25,8 +25,8 @@ DEPTHS: Final = {2: 64, 4: 32}
 _GROUP = tl.constexpr(GROUP)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rp_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rp_kernel(
     rows, codes, heads, records, points, count, matrix, K, FACTOR,
     WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, CODE_LINE: tl.constexpr, CODE_BYTES: tl.constexpr, STEPS: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr,

@@ -13,8 +13,8 @@ import functools
 from typing import Final
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from jaxtyping import Float, Int
 
 from steercap.kernels import bits
@@ -50,8 +50,8 @@ _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
 _STAY = tl.constexpr("evict_last")
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
-def _tap_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tap_kernel(
     hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
@@ -81,8 +81,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is known early is read early
+@triton.jit
+def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
     token, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
@@ -160,7 +160,7 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
 
 
 @triton.jit
-def _weight(point):  # type: ignore[no-untyped-def]
+def _weight(point):
     """Return the weight of a point, see `kernels.bits.weight`."""
     mixed = (point + 1) * _SPREAD % _PRIME
     for _ in tl.static_range(_ROUNDS):
@@ -169,7 +169,7 @@ def _weight(point):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _norm(row):  # type: ignore[no-untyped-def]
+def _norm(row):
     """Return the norm of a row whose squares may be out of float32's range; NaN if an element is not finite."""
     greatest = tl.max(tl.abs(row), 0)
     part = row / tl.where(greatest > 0, greatest, 1.0)
@@ -177,7 +177,7 @@ def _norm(row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _copy(row, target, inside, evidence, at):  # type: ignore[no-untyped-def]
+def _copy(row, target, inside, evidence, at):
     """Copy a row, and record its point if it is not finite."""
     rounded = row.to(target.dtype.element_ty)
     tl.store(target, rounded, mask=inside)
@@ -186,14 +186,14 @@ def _copy(row, target, inside, evidence, at):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tell_stray(evidence, at):  # type: ignore[no-untyped-def]
+def _tell_stray(evidence, at):
     """Record a point whose row is not finite, unless an earlier one was recorded."""
     if tl.load(evidence) < _STRAY:
         tl.atomic_add(evidence, (at.to(tl.int64) + 1) * _STRAY, sem="relaxed")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolled by one step
+@triton.jit
+def _edit(  # noqa: PLR0915 -- one loop, unrolled by one step
     row, columns, inside, scopes, replaced, count, kind, scope, write, constant,
     entries, responses, bank, replacements, WIDTH: tl.constexpr, BANK: tl.constexpr,
 ):  # fmt: skip
@@ -260,10 +260,8 @@ def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolle
     return row, applied
 
 
-@triton.jit(do_not_specialize=["first", "count"])  # type: ignore[untyped-decorator]
-def _close_kernel(  # type: ignore[no-untyped-def]
-    tokens, evidence, witness, token_ids, positions, first, count, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["first", "count"])
+def _close_kernel(tokens, evidence, witness, token_ids, positions, first, count, BLOCK: tl.constexpr):
     """Write the witness of each token of a pass, and make the tables idle."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < count

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import FULL8_STEPS, TOPK8_HEAD
@@ -22,8 +22,8 @@ _HEAD, _STEPS = tl.constexpr(TOPK8_HEAD), tl.constexpr(FULL8_STEPS)
 IDLE_BITS: Final = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _topk8_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _topk8_kernel(
     rows, codes, heads, records, points, indices,
     WIDTH: tl.constexpr, KEPT: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr,
     IDLE: tl.constexpr,

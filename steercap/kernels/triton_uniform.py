@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 #: Elements of a row that one warp holds in registers.
 WARP_ELEMENTS: Final = 1024
@@ -18,8 +18,8 @@ WARP_ELEMENTS: Final = 1024
 _SMALL, _LIFT = tl.constexpr(2.0**-90), tl.constexpr(2.0**100)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def step_of(least, most, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def step_of(least, most, STEPS: tl.constexpr):
     """Return the float32 step of which STEPS cover the range between two float32 numbers."""
     spread = most.to(tl.float64) - least.to(tl.float64)
     step = (spread / STEPS).to(tl.float32)
@@ -28,7 +28,7 @@ def step_of(least, most, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def lift_of(magnitude):  # type: ignore[no-untyped-def]
+def lift_of(magnitude):
     """Return a power of two to multiply numbers up to a magnitude by before they are subtracted and divided.
 
     With it no difference overflows, and no denormal number is lost.
@@ -37,19 +37,19 @@ def lift_of(magnitude):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def steps_from(values, zero, scale, lift):  # type: ignore[no-untyped-def]
+def steps_from(values, zero, scale, lift):
     """Return the number of steps from zero points; 0 where the step is 0."""
     return tl.where(scale > 0, (values * lift - zero * lift) / tl.where(scale > 0, scale * lift, 1.0), 0.0)
 
 
 @triton.jit
-def nearest(steps):  # type: ignore[no-untyped-def]
+def nearest(steps):
     """Round to the nearest whole number, ties to even; for numbers below 2^22."""
     return (steps + 12582912.0) - 12582912.0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def all_finite(values, inside, axis: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def all_finite(values, inside, axis: tl.constexpr):
     """Return whether all numbers along an axis are finite."""
     odd = inside & ((values != values) | (tl.abs(values) == float("inf")))
     return tl.sum(odd.to(tl.int32), axis) == 0

@@ -22,7 +22,7 @@ class Sites(Registry[Site]):
         return super().__contains__(name) or (isinstance(name, str) and is_module(name))
 
 
-SITES = Sites("site", sys.modules[__name__], Site)  # type: ignore[type-abstract]
+SITES = Sites("site", sys.modules[__name__], Site)
 
 
 def placed(points: Iterable[Point], num_layers: int) -> tuple[Point, ...]:

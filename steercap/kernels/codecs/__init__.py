@@ -13,7 +13,7 @@ from steercap.core.values import choices
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.kernels.codecs.base import Encoding
 
-ENCODINGS: Registry[Encoding] = Registry("encoding", sys.modules[__name__], Encoding)  # type: ignore[type-abstract]
+ENCODINGS: Registry[Encoding] = Registry("encoding", sys.modules[__name__], Encoding)
 
 
 def record_of(schemas: Sequence[PointSchema], coding: Coding = RAW) -> RecordShape:

@@ -5,4 +5,4 @@ import sys
 from steercap.core.registry import Registry
 from steercap.worker.sketches.base import Kind
 
-SKETCHES: Registry[Kind] = Registry("sketch", sys.modules[__name__], Kind)  # type: ignore[type-abstract]
+SKETCHES: Registry[Kind] = Registry("sketch", sys.modules[__name__], Kind)

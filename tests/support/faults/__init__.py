@@ -14,4 +14,4 @@ from support.faults.base import Fault, Outcome
 
 __all__ = ["FAULTS", "Fault", "Outcome"]
 
-FAULTS: Final = Registry("fault", sys.modules[__name__], Fault)
+FAULTS: Final[Registry[Fault]] = Registry("fault", sys.modules[__name__], Fault)

@@ -5,4 +5,4 @@ import sys
 from steercap.core.registry import Registry
 from steercap.lab.directions.methods.base import Method
 
-METHODS: Registry[Method] = Registry("method", sys.modules[__name__], Method)  # type: ignore[type-abstract]
+METHODS: Registry[Method] = Registry("method", sys.modules[__name__], Method)

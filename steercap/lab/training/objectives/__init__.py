@@ -6,4 +6,4 @@ from steercap.core.registry import Registry
 from steercap.lab.training.objectives.base import Objective
 
 #: Every objective, with its defaults, by the name of its file.
-OBJECTIVES: Registry[Objective] = Registry("objective", sys.modules[__name__], Objective)  # type: ignore[type-abstract]
+OBJECTIVES: Registry[Objective] = Registry("objective", sys.modules[__name__], Objective)

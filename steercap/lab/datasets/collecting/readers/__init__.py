@@ -5,4 +5,4 @@ import sys
 from steercap.core.registry import Registry
 from steercap.lab.datasets.collecting.readers.base import Reader
 
-READERS: Registry[Reader] = Registry("format", sys.modules[__name__], Reader)  # type: ignore[type-abstract]
+READERS: Registry[Reader] = Registry("format", sys.modules[__name__], Reader)

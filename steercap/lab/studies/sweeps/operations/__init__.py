@@ -5,4 +5,4 @@ import sys
 from steercap.core.registry import Registry
 from steercap.lab.studies.sweeps.operations.base import Operation
 
-OPERATIONS: Registry[Operation] = Registry("operation", sys.modules[__name__], Operation)  # type: ignore[type-abstract]
+OPERATIONS: Registry[Operation] = Registry("operation", sys.modules[__name__], Operation)
