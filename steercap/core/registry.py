@@ -1,4 +1,4 @@
-"""A folder of modules as a registry: one member per file, found by name."""
+"""Registries of members by name: a folder of modules with one member each, or a table."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ Member = TypeVar("Member")
 class Registry(Mapping[str, Member], Generic[Member]):
     """Members of one plug-in axis by name, in the order of their names.
 
-    A module of `package` contributes its global `MEMBER` of type `kind` under the module's own name, or a table of
-    members, `MEMBERS`, under theirs. Modules are imported on first use.
+    Args:
+        axis: name of the axis, for errors.
+        source: a table of members, or a package: each of its modules contributes its global `MEMBER` under the module's
+            own name, or a table of members, `MEMBERS`, under theirs. Modules are imported on first use.
+        kind: type of a `MEMBER`.
 
     Raises:
         UnknownName: on look-up of an unknown name; the message lists the known ones.
     """
 
-    def __init__(self, axis: str, package: ModuleType, kind: type[Any]) -> None:
+    def __init__(self, axis: str, source: ModuleType | Mapping[str, Member], kind: type[Any] = object) -> None:
         self._axis = axis
-        self._package = package
+        self._source = source
         self._kind = kind
         self._members: dict[str, Member] | None = None
 
     def _loaded(self) -> dict[str, Member]:
         if self._members is None:
-            self._members = dict(sorted(self._discover()))
+            found = self._discover(self._source) if isinstance(self._source, ModuleType) else self._source.items()
+            self._members = dict(sorted(found))
         return self._members
 
-    def _discover(self) -> Iterator[tuple[str, Member]]:
-        for module in pkgutil.iter_modules(self._package.__path__):
-            found = importlib.import_module(f"{self._package.__name__}.{module.name}")
+    def _discover(self, package: ModuleType) -> Iterator[tuple[str, Member]]:
+        for module in pkgutil.iter_modules(package.__path__):
+            found = importlib.import_module(f"{package.__name__}.{module.name}")
             member = getattr(found, "MEMBER", None)
             if isinstance(member, self._kind):
                 yield module.name, member

@@ -95,6 +95,9 @@ class RandomProjection(Codec):
         return torch.int8 if self._bytes == 1 else torch.int16
 
 
+#: By name: with 8 and with 16 bits per number.
+MEMBERS: Final = {"rp8": RandomProjection(8), "rp16": RandomProjection(16)}
+
 _SIGNS: Final = Matrices()
 
 
