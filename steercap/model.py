@@ -26,7 +26,7 @@ from steercap.files.fingerprint import identity_of, tokenizer_of
 from steercap.requests.answers import LocalBackend
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
-from steercap.requests.proof import Claim
+from steercap.requests.equations import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun
 from steercap.steering.spec import SteeringSpec

@@ -2,7 +2,7 @@
 
 It runs once, when the engine starts. A compiled artifact without taps, a layer that is never called, a model that skips
 its modules, an edit that a compiler removes as dead code: all would give plausible texts, and no rows or no steering.
-The equations that its rows must satisfy are in `proof`.
+The equations that its rows must satisfy are in `equations`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
-from steercap.requests.claims import of_norms, of_projections, of_rows
+from steercap.requests.equations import ATTENTION, STREAM, Claim, closes, edited, pools, worst
+from steercap.requests.family_equations import of_norms, of_projections, of_rows
 from steercap.requests.job import Job
-from steercap.requests.mixing import STREAMS
 from steercap.requests.preparing import prepare
-from steercap.requests.proof import ATTENTION, STREAM, Claim, closes, edited, pools, worst
 from steercap.requests.running import Done, run_all
+from steercap.requests.stream_equations import STREAMS
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
 

@@ -17,8 +17,8 @@ from steercap.engine.checkpoint import look_up, require_reachable, require_there
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, ModelNotProved
+from steercap.requests.equations import Claim
 from steercap.requests.probe import probe
-from steercap.requests.proof import Claim
 
 if TYPE_CHECKING:
     from steercap.adapters.launch import Launch

@@ -21,7 +21,7 @@ from steercap.engine.guard import require_main_guard
 from steercap.engine.stats import Stats
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
-from steercap.requests.proof import Claim
+from steercap.requests.equations import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import begun
 from steercap.steering.spec import SteeringSpec

@@ -22,7 +22,7 @@ from steercap.core.coding import RAW
 from steercap.core.plan import EXTRA_ARGS_KEY, CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
-from steercap.requests.proof import equations, norm_of
+from steercap.requests.equations import equations, norm_of
 from steercap.worker.projection import projecting
 
 EMBEDDING = ("embed", "token_embed")

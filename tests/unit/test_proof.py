@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from steercap import Point
 from steercap.core.attention import AttentionRule
-from steercap.requests.proof import STREAM, attends, closes, edited, equations, projected, worst
+from steercap.requests.equations import STREAM, attends, closes, edited, equations, projected, worst
 
 ROWS, WIDTH, LAYERS = 4, 16, 3
 

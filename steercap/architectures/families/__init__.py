@@ -1,4 +1,4 @@
-"""Registry of model families: entries of tables, and files with a `MEMBER` where a family needs code.
+"""Registry of model families: entries of tables; a file with a `MEMBER` is one too.
 
 The classes of the loaded layers decide which family serves a model; for layers of no known class a family is derived,
 see `derived`.

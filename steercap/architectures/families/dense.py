@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from steercap.architectures.families.base import Family
+
+
+def _factor_before_norms(config: Any) -> float | None:
+    return 1.0 if config.do_layer_norm_before else None
+
 
 MEMBERS: Final[Mapping[str, Family]] = {
     # BioGPT, by transformers' modules: the feed-forward block is no module and ends in `fc2`.
@@ -202,6 +207,24 @@ MEMBERS: Final[Mapping[str, Family]] = {
         resid_mid="mlp",
         residual_output=None,
         residual_input="",
+    ),
+    # OPT: layers take and return the whole stream; the feed-forward block ends in `fc2`.
+    # OPT 350M has its norms after the blocks: a layer adds a block's output to the stream, and returns the norm of
+    # that sum.
+    "opt": Family(
+        architectures=("OPTForCausalLM",),
+        classes=("opt.OPTDecoderLayer",),
+        layers="model.decoder.layers",
+        mlp_out="fc2",
+        mlp_in="fc1",
+        resid_mid="final_layer_norm",
+        final_norm="model.decoder.final_layer_norm",
+        after_norm=("project_out",),
+        residual_output=None,
+        residual_input="",
+        attn_proj="self_attn.out_proj",
+        mlp_proj="fc2",
+        factor=_factor_before_norms,
     ),
     # Phi 1 and 2, by transformers' modules: attention and feed-forward side by side after one norm.
     "phi": Family(

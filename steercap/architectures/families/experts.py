@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from steercap.architectures.families.base import Family, unknown
-from steercap.architectures.families.cohere import logit_scale
-from steercap.architectures.families.granite import divisor, multiplier
+from steercap.architectures.families.scaled import divisor, logit_scale, multiplier
+
+
+def _sparse_qwen3(config: Any, layer: int) -> bool:
+    dense = layer in (config.mlp_only_layers or ())
+    return not dense and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+
 
 MEMBERS: Final[Mapping[str, Family]] = {
     # Trinity: norms before and after each block, a gate on the output of the heads, experts in most layers.
@@ -190,5 +195,12 @@ MEMBERS: Final[Mapping[str, Family]] = {
         mlp_proj="",
         router="block_sparse_moe.gate|mlp.router",
         varied=True,
+    ),
+    # Qwen 3 with a mixture of experts: the stream is hidden + residual; some layers may be dense.
+    "qwen3_moe": Family(
+        architectures=("Qwen3MoeForCausalLM",),
+        classes=("qwen3_moe.Qwen3MoeDecoderLayer",),
+        router="mlp.gate",
+        sparse=_sparse_qwen3,
     ),
 }

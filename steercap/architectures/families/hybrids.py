@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from steercap.architectures.families.base import Family, unknown
-from steercap.architectures.families.granite import divisor, multiplier
+from steercap.architectures.families.scaled import divisor, multiplier
+
+
+def _lm_head_multiplier(config: Any) -> float:
+    return float(config.lm_head_multiplier)
+
+
+def _neurons_multiplier(config: Any) -> float:
+    return float(config.mlp_multipliers[1])
+
 
 MEMBERS: Final[Mapping[str, Family]] = {
     # DeepSeek-V4: several streams, which each layer collapses for its blocks and mixes after them; see
@@ -31,6 +40,20 @@ MEMBERS: Final[Mapping[str, Family]] = {
         attention="",
         mlp_proj="",
         factor=unknown,
+    ),
+    # Falcon H1: attention beside Mamba 2 in every layer; the layer adds both, scaled, so no module outputs the sum.
+    "falcon_h1": Family(
+        architectures=("FalconH1ForCausalLM",),
+        classes=("falcon_h1.FalconH1ParallelHybrid", "falcon_h1.FalconH1DecoderLayer"),
+        attn_out="",
+        mlp_out="feed_forward",
+        resid_mid="pre_ff_layernorm",
+        final_norm="model.final_layernorm",
+        residual_output=None,
+        residual_input="",
+        mlp_proj="feed_forward.down_proj",
+        scaled=_neurons_multiplier,
+        logits=_lm_head_multiplier,
     ),
     # Granite 4: Mamba 2 in place of attention in most layers; the layer adds the outputs of experts and a shared one.
     "granitemoehybrid": Family(

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
-from steercap.core.mixing import mixed, mixed_all
+from steercap.core.hashing import mixed, mixed_all
 from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
 from steercap.lab.datasets.tensors import as_numpy
 

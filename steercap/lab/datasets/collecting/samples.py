@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.core.mixing import mixed, mixed_all
+from steercap.core.hashing import mixed, mixed_all
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens, TokenSelection, selected
 from steercap.core.values import Mask, index_of, number_of, shown

@@ -1,4 +1,4 @@
-"""Equations that must hold among rows of layers with several residual streams (mHC), in addition to those of `proof`.
+"""Equations that must hold among rows of layers with several residual streams (mHC), beside those of `equations`.
 
 The inputs and outputs of the stream operators are captured separately; these equations connect them:
 
@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from steercap.core.spec import Point
-from steercap.requests.proof import Claim, relative
+from steercap.requests.equations import Claim, relative
 
 #: Sites of a layer's two blocks: streams before the block, post mix, residual mix, block output.
 BLOCKS: Final = (

@@ -1,4 +1,4 @@
-"""Equations between captured rows that must hold for the model's family, as `proof` checks them."""
+"""Equations between captured rows that must hold for the model's family, as `equations` checks them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from steercap.config import ADDED
 from steercap.core.spec import Point
-from steercap.requests.mixing import mixes
-from steercap.requests.proof import PROJECTED, Claim, attends, equations, norm_of, projected
+from steercap.requests.equations import PROJECTED, Claim, attends, equations, norm_of, projected
+from steercap.requests.stream_equations import mixes
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
