@@ -385,7 +385,7 @@ def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:
 
 
 def _report(params: SamplingParams, partial: bool | None) -> None:
-    """Set when a request's outputs are yielded, see `VllmEngine.generate`."""
+    """Set `params.output_kind` in place: every output (True), the finished one alone (False), as it is (None)."""
     if partial is not None:
         params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
 

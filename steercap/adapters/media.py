@@ -32,5 +32,5 @@ def media_of(payload: Mapping[str, Any]) -> tuple[MediaSpan, ...]:
 
 
 def _runs(one: Any) -> Iterator[tuple[int, int]]:
-    """Return the runs [start, stop) of a range's tokens whose embeddings are replaced."""
+    """Return the runs [start, stop) of tokens that embeddings replace, counted from the start of vLLM's range."""
     return iter([(0, one.length)]) if one.is_embed is None else Mask(bytes(one.is_embed.tolist())).runs

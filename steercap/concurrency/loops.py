@@ -159,8 +159,8 @@ async def finished(future: Future[Value]) -> Value:
     return waiting.result()
 
 
-async def over(future: Future[Any], *, patience: float) -> None:
-    """Wait at most `patience` seconds for a call to end, with a result or an error; neither is returned."""
+async def end_within(future: Future[Any], *, patience: float) -> None:
+    """Wait at most `patience` seconds for a call to end, then cancel it; its result or error is dropped."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait([waiting], timeout=patience)

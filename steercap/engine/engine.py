@@ -14,7 +14,7 @@ from uuid import uuid4
 from steercap.architectures.families import FAMILIES
 from steercap.architectures.families.base import Family
 from steercap.architectures.families.proved import verified
-from steercap.concurrency.loops import finished, on_thread, over
+from steercap.concurrency.loops import end_within, finished, on_thread
 from steercap.config import LAYER_END, Settings
 from steercap.core.budget import Ticket
 from steercap.core.coding import Coding
@@ -148,7 +148,7 @@ class Engine:
         except asyncio.CancelledError:
             await finished(on_thread(launch.give_up, "steercap end"))
             # It ends after its current import, which can take many seconds, and then does nothing more.
-            await over(starting, patience=GIVE_UP_SECONDS)
+            await end_within(starting, patience=GIVE_UP_SECONDS)
             raise
         return await cls.attach(vllm, settings)
 

@@ -186,9 +186,14 @@ class Sketching:
 
     @staticmethod
     def _count(books: Sequence[Book], answers: Sequence[Sequence[int]]) -> int:
-        """Count a request's rows in its sketches; return their number, or -1 if no engine added any.
+        """Add a request to the counts of its books, and return its number of rows; -1 if no engine added any.
 
-        All workers of one engine must have added equally many, and the others none; otherwise the sketches are broken.
+        All workers of one engine must have added equally many, and the others none; otherwise the books are marked as
+        broken, and nothing is raised.
+
+        Args:
+            books: the books of its sketches.
+            answers: rows that each worker added, by engine; -1 for none.
         """
         ran = [set(ranks) for ranks in answers if set(ranks) != {-1}]
         if not ran:

@@ -61,7 +61,10 @@ class Looking:
         ]
 
     async def scores(self, request: Request) -> Response:
-        """Answer with tokens, norms of rows and projections on directions: `{"directions": [...], "site": ...}`."""
+        """Answer a POST with tokens, norms of a capture's rows and projections on directions.
+
+        Its body is `{"directions": [...], "site": ...}`, both optional.
+        """
         given = await asked(request, ("directions", "site"))
         site, names = given.get("site", SITE), given.get("directions", [])
         if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -75,7 +78,13 @@ class Looking:
         return JSONResponse(self._tokens(handle) | found)
 
     async def lens(self, request: Request) -> Response:
-        """Answer with the logit lens of rows: `{"layers": [...], "positions": [...], "top": 5, "site": ...}`."""
+        """Answer a POST with the logit lens of a capture's rows: the tokens they make likely, with log probabilities.
+
+        Its body is `{"layers": [...] or "all", "positions": [...], "top": 5, "site": ...}`, all optional.
+
+        Raises:
+            InvalidSpec: a layer was not captured, or too many rows are asked for.
+        """
         given = await asked(request, ("layers", "positions", "top", "site"))
         handle = await rows_of(request, self._captures)
         site, layers = given.get("site", SITE), given.get("layers", "all")

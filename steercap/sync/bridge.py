@@ -91,7 +91,14 @@ class Bridge(Generic[Model_co]):
         return self._thread.run(work)
 
     def done(self, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any) -> Any:
-        """Run a coroutine function with the asynchronous model, and with the handles behind blocking ones."""
+        """Call `work(model, *args, **kwargs)` in the model's loop, and return its result when it has ended.
+
+        Blocking handles among the arguments are replaced by those behind them, and handles of the result by blocking
+        ones.
+
+        Raises:
+            ModelClosed: the model is not open.
+        """
         arguments = [unwrapped(argument) for argument in args]
         named = {name: unwrapped(argument) for name, argument in kwargs.items()}
         return self._wrapped(self.run(work(self.model, *arguments, **named)))

@@ -212,7 +212,7 @@ def _experts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _choose(experts: nn.Module, chosen: Chosen) -> RemovableHandle:
-    """Replace the experts and weights that a layer chooses."""
+    """Have a layer's experts use `chosen` in place of what its router chose, until the handle is removed."""
 
     def called(_module: nn.Module, args: tuple[Any, ...]) -> Any:
         return (args[0], chosen[0].to(args[1]), chosen[1].to(args[2]))

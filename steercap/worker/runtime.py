@@ -225,7 +225,11 @@ class Runtime:
             self._request_table.complete_pass()
 
     def _take_in(self, step: Step, report: StepReport) -> None:
-        """Label the rows of a pass, and fail the requests whose report differs from the step."""
+        """Take in the report of a finished pass: label its rows with token ids, and note which are not finite.
+
+        Requests whose positions, edits or copies differ from the step, or whose edited rows overflowed, fail; all of
+        the pass do if the report itself is a failure. Nothing is raised.
+        """
         wrong = (report.positions != step.positions) | (report.edits != step.edits) | (report.copies != step.copies)
         wrong |= report.overflowed != NONE
         if report.failure:

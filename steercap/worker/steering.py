@@ -104,7 +104,7 @@ class Steered:
         return masks
 
     def ran(self, start: int, stop: int) -> None:
-        """Record the tokens of these positions as computed, with the edits that `begin` and `ahead` gave."""
+        """Record positions [start, stop) as computed, and those skipped before them as read from the prefix cache."""
         if start > self._next:  # the runner took their keys and values from the prefix cache
             self._cached[self._next : start] = True
         self._next = max(self._next, stop)

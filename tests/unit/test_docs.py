@@ -66,6 +66,7 @@ def test_the_documentation_builds(site) -> None:
     assert "capture_layers" in (site / "api" / "model.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_reference_shows_values(site) -> None:
     """Defaults are what they are, not the names of constants; the twins without await have their arguments."""
     shown = {page.name: text_of(page.read_text()) for page in (site / "api").glob("*.html")}
@@ -85,6 +86,7 @@ def text_of(page: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page))
 
 
+@pytest.mark.slow
 def test_every_notebook_is_a_page(site) -> None:
     """With its text, code, outputs and pictures, and in the navigation."""
     start = (site / "index.html").read_text()
@@ -98,6 +100,7 @@ def test_every_notebook_is_a_page(site) -> None:
         assert f"notebooks/{notebook.stem}.html" in start
 
 
+@pytest.mark.slow
 def test_every_module_is_on_a_page(site) -> None:
     """With the first sentence of its docstring, in the table of its room."""
     page = (site / "modules.html").read_text()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import steercap
-from steercap.concurrency.loops import OwnerLoop, finished, on_thread, over, running_loop
+from steercap.concurrency.loops import OwnerLoop, end_within, finished, on_thread, running_loop
 from steercap.errors import ModelClosed, WrongEventLoop
 from steercap.sync.loop import LoopThread
 
@@ -97,7 +97,7 @@ async def test_what_must_be_seen_to_its_end_is() -> None:
         waiting.cancel()
         await asyncio.sleep(0.01)
         assert not waiting.done()
-    await over(call, patience=0.01)
+    await end_within(call, patience=0.01)
     assert not call.done()
     go.set()
     with pytest.raises(asyncio.CancelledError):
@@ -109,7 +109,7 @@ async def test_what_must_be_seen_to_its_end_is() -> None:
 
     with pytest.raises(ModelClosed, match="it failed"):
         await finished(on_thread(fail, "steercap test"))
-    await over(on_thread(fail, "steercap test"), patience=30)
+    await end_within(on_thread(fail, "steercap test"), patience=30)
 
 
 def test_calls_from_many_threads_end_when_the_loop_is_stopped() -> None:

@@ -31,7 +31,7 @@ class BlockInput(Site):
     Args:
         name: name of the site.
         path: function that returns the family's path of the module that reads the input.
-        added: function that returns the family's path of the block's last module.
+        added: function that returns the family's path of the block's last module, which layers without it lack.
     """
 
     def __init__(self, name: str, path: Callable[[Family], str], added: Callable[[Family], str]) -> None:

@@ -61,11 +61,15 @@ class Suggestion:
 
 
 def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
-    """Return the layer to begin with, by held-out AUC; None if no texts were held out.
+    """Suggest the layer to begin with: the middle of the longest run of layers with the highest held-out AUC.
 
     Args:
         directions: directions with their provenance.
         name: name of the direction.
+
+    Returns:
+        The suggestion, with its AUC, the range of chance and the layers that tie; None if texts of either kind were not
+        held out, or there is no such name.
     """
     known = directions.provenance
     auc, held_out = known.auc.get(name), known.held_out.get(name, (0, 0))

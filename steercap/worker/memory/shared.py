@@ -47,7 +47,11 @@ class SharedSegment:
 
     @classmethod
     def open(cls, path: str, nonce: bytes) -> SharedSegment:
-        """Map a segment of another process of this machine, for reading.
+        """Map a segment of another process of this machine. The mapping is writable, and the caller must not write.
+
+        Args:
+            path: its `path`, `/proc/<pid>/fd/<fd>`.
+            nonce: the bytes at its start.
 
         Raises:
             MemoryNotShared: it cannot be opened or mapped, or its nonce is another one.

@@ -84,7 +84,11 @@ class HostEdits:
         point: int,
         bank: Float[torch.Tensor, "vectors width"],
     ) -> None:
-        """Edit the stream at one point."""
+        """Edit the rows `hidden + residual` of the pass's edited tokens at one armed point, in place.
+
+        A changed row goes whole into `hidden`, and its residual becomes 0. A row that is not finite or too large
+        becomes 0, and the first such point is recorded as overflowed. The number of edits is added to the evidence.
+        """
         columns = self._columns.get(point)
         if columns is None:
             columns = self._columns[point] = self._at(point)

@@ -160,7 +160,12 @@ class _Collection:
         self._documents = self._tokens = self._rows = self._resumed = self._mended = 0
 
     async def run(self) -> Collected:
-        """Collect the corpus to its end, or raise an error that says how far it came."""
+        """Collect the corpus to its end, after the shards that the folder already has.
+
+        Raises:
+            CollectionStopped: the folder cannot be read or written; the error says how far it came. Other errors are
+                raised as they are; shards that were written stay.
+        """
         with stopping(self._storage):
             known = await asyncio.to_thread(there, self._storage)
         if known is None:

@@ -216,7 +216,13 @@ class _Run:
                 yield conversation, spec
 
     async def _asked(self, at: Conversation, spec: SteeringSpec | None, said: Sequence[str]) -> Answer:
-        """Request the next answer of a conversation, steered by its condition alone."""
+        """Generate the answer to the last entry of `said`.
+
+        Args:
+            at: the conversation.
+            spec: steering of its condition, None for none.
+            said: questions and answers so far, alternating; the new question is last.
+        """
         prompt, turn = self.evaluation.prompt(at.condition, said), len(said) // 2
         params = self.evaluation.sampling_of(at.question, at.sample, turn)
         call: Any = self.model.generate if isinstance(prompt, str) else self.model.chat
