@@ -180,7 +180,7 @@ async def opened(path: str | Path, *, spawned: bool = False, **arguments: Any) -
         **arguments: of `SteerModel`.
     """
     model = SteerModel(str(path), **arguments)
-    with contextlib.nullcontext() if spawned else PRELOADED.starting():
+    with PRELOADED.spawning() if spawned else PRELOADED.starting():
         before = Leftovers()
         await model.start()
     made: dict[str, set[Any]] = {}

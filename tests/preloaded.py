@@ -112,6 +112,7 @@ class Preloaded:
     def __init__(self) -> None:
         self._environment: dict[str, str] = {}
         self._possible = os.environ.get(_BINDING) == "nobind"
+        self._spawning = False
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -133,6 +134,15 @@ class Preloaded:
             yield
         finally:
             utils.get_mp_context = original
+
+    @contextlib.contextmanager
+    def spawning(self) -> Iterator[None]:
+        """Have the engine cores that are started meanwhile spawned, within `starting` too."""
+        before, self._spawning = self._spawning, True
+        try:
+            yield
+        finally:
+            self._spawning = before
 
     def launch_kernel(
         self, cmd: list[str], *, env: dict[str, str], cwd: Path, **options: Any
@@ -158,7 +168,7 @@ class Preloaded:
             self._environment = _early()
 
     def _context(self, original: Callable[[], BaseContext]) -> BaseContext:
-        return _Context() if _early() == self._environment else original()
+        return _Context() if not self._spawning and _early() == self._environment else original()
 
 
 def _early() -> dict[str, str]:

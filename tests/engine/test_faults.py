@@ -12,6 +12,7 @@ from support.rows import TINY_ENGINE
 
 from steercap.testing import tiny_checkpoint
 
+pytestmark = pytest.mark.spawned
 TINY = tiny_checkpoint("qwen3")
 #: Those that tests below inject in this process.
 HERE = {"core_killed", "core_killed_restart", "cancelled"}
