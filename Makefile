@@ -52,11 +52,11 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
 
-# No engine: at most three minutes on two cores.
+# No engine: about five minutes on two cores.
 unit: setup
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) tests/unit
 
-# What a newcomer runs, and everybody before a commit: at most ten minutes on two cores.
+# What a newcomer runs, and everybody before a commit: about ten minutes on two cores.
 test: lint
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) --durations=15
 

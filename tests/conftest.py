@@ -36,7 +36,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
 
 import shapes  # noqa: F401 -- before any module that it checks
-from preloaded import Preloaded
+from preloaded import PRELOADED
 from scheduling import in_order, pytest_xdist_make_scheduler  # noqa: F401 -- a hook of pytest-xdist
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 -- hooks of pytest
 from stalls import (  # noqa: F401 -- hooks of pytest
@@ -94,7 +94,6 @@ class Mapped(threading.Thread):
 
 
 _MAPPED = Mapped()
-PRELOADED = Preloaded()
 
 
 @asynccontextmanager

@@ -13,6 +13,8 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -111,7 +113,8 @@ class Preloaded:
 
     def __init__(self) -> None:
         self._environment: dict[str, str] = {}
-        self._possible = os.environ.get(_BINDING) == "nobind"
+        # The socket of a fork server lies in a folder of its own there, and its path has 107 bytes at most.
+        self._possible = os.environ.get(_BINDING) == "nobind" and len(tempfile.gettempdir()) <= 75
         self._spawning = False
 
     @contextlib.contextmanager
@@ -121,7 +124,6 @@ class Preloaded:
         They are not bound to cores, as that takes variables that are read on import: where this process is to be bound,
         because no other runs tests beside it, they are spawned.
         """
-        quieten(log=wants_quiet())
         if not self._possible:
             yield
             return
@@ -152,13 +154,16 @@ class Preloaded:
             return launch_kernel(cmd, env=env, cwd=cwd, **options)
         self._run()
         words = cmd[cmd.index("ipykernel_launcher") :]
-        process = _Context().Process(target=_run_kernel, args=(words, cwd), environment=env)
+        key = getattr(forkserver._forkserver, "_forkserver_authkey", None)
+        process = _Context().Process(target=_run_kernel, args=(words, cwd, key), environment=env)
         process.start()
-        while process.is_alive() and os.getpgid(process.pid) != process.pid:  # the whole group is sent signals
-            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which whoever waits for it is told
+            while process.is_alive() and os.getpgid(process.pid) != process.pid:  # the whole group is sent signals
+                time.sleep(0.01)
         return _Kernel(process)
 
     def _run(self) -> None:
+        quieten(log=wants_quiet())
         if not self._environment:
             os.environ.update(_SET_EARLY)
             forkserver.set_forkserver_preload(list(_IMPORTED))
@@ -171,10 +176,21 @@ class Preloaded:
         return _Context() if not self._spawning and _early() == self._environment else original()
 
 
+#: The one of this process: pytest imports conftest.py twice, which would make two of them.
+PRELOADED: Final = Preloaded()
+
+
 def _early() -> dict[str, str]:
     early = {name: value for name, value in os.environ.items() if name not in _LATE}
     path = [entry for entry in early.get("PYTHONPATH", "").split(os.pathsep) if entry not in {"", str(_WRONG)}]
     return early | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class _Kernel:
@@ -203,8 +219,14 @@ class _Kernel:
         self.send_signal(signal.SIGTERM)
 
 
-def _run_kernel(words: list[str], folder: Path) -> None:
-    """Be a kernel, whose engine cores begin as copies of the same fork server's process."""
+def _run_kernel(words: list[str], folder: Path, key: bytes | None) -> None:
+    """Be a kernel, whose engine cores begin as copies of the same fork server's process; it ends with who started it.
+
+    Args:
+        words: of the kernel's command line.
+        folder: its working folder.
+        key: which the fork server asks for, since Python 3.14.
+    """
     from ipykernel.kernelapp import launch_new_instance
     from vllm.v1.engine import utils
 
@@ -213,5 +235,7 @@ def _run_kernel(words: list[str], folder: Path) -> None:
     sys.path[0:0] = [""]
     sys.argv = words
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # it runs: this process came from it
+    forkserver._forkserver._forkserver_authkey = key
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     utils.get_mp_context = _Context
     launch_new_instance()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import PRELOADED
 from jupyter_client.provisioning import local_provisioner
 from nbclient import NotebookClient
+from preloaded import PRELOADED
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 

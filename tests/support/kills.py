@@ -36,6 +36,9 @@ PHASES: Final = {
 BOUND: Final = 3.0
 MARK: Final = "STEERCAP_KILLS"
 _ENGINE: Final = ("--dtype", "float32", "--eager", "--max-model-len", "256", "--engine-arg")
+_SHARED: Final = Path("/dev/shm")
+#: Of multiprocessing. Its creator maps such a semaphore under a name of before, so all that come are looked at.
+_SEMAPHORES: Final = "sem.mp-*"
 #: Lines of a log, or a traceback, that another process than the client wrote.
 _STORM: Final = re.compile(
     r"\((EngineCore|Worker|VllmWorker)\S* pid=\d+\) ERROR|^Process \S+:$|^Exception ignored", re.MULTILINE
@@ -128,7 +131,7 @@ def end_one(kill: Kill, report: Report, *, bound: float = BOUND) -> None:
     Raises:
         Left: see `kills`.
     """
-    mark, own = uuid4().hex, set[Path]()
+    mark, own, before = uuid4().hex, set[Path](), set(_SHARED.glob(_SEMAPHORES))
     # As a script: `python -m` ends with 1 where a script that is interrupted ends by the signal.
     words = _command() if kill.command else [sys.executable, "-P", __file__]
     client = subprocess.Popen(
@@ -173,7 +176,7 @@ def end_one(kill: Kill, report: Report, *, bound: float = BOUND) -> None:
         while found and time.monotonic() < began + bound:
             time.sleep(0.02)
             own |= _mapped(mark)
-            found = _left(client, mark, own)
+            found = _left(client, mark, own | set(_SHARED.glob(_SEMAPHORES)) - before)
         took = time.monotonic() - began
         if found:
             raise Left(f"{kill}: after {took:.1f} s there is still {found}; it said:\n{''.join(said)}")
