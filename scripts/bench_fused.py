@@ -41,7 +41,7 @@ _STAY = tl.constexpr("evict_last")
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _fused_kernel( # noqa: ANN202
+def _fused_kernel(  # noqa: ANN202
     hidden, residual, weight, normed, summed, point, tokens, counts, entries, responses, bank, arena, layouts, evidence,  # noqa: ANN001
     num_points, num_entries, num_tokens, eps,  # noqa: ANN001, ARG001
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr, EARLY: tl.constexpr,  # noqa: N803

@@ -161,7 +161,7 @@ def test_a_registry_names_what_it_knows(registry) -> None:
     tables = "".join(
         text for text in files.values() if re.search(r"^(MEMBERS|[A-Z]+: Final\[Registry)", text, re.MULTILINE)
     )
-    assert all(name in files or f'"{name}": ' in tables for name in registry)
+    assert all(name in files or f'    "{name}": ' in tables for name in registry)
     assert "nothing" not in registry
     assert len(registry) == len(list(registry))
 

@@ -47,4 +47,8 @@ class V(AttentionInput):
 
 
 #: By name.
-MEMBERS: Final[Mapping[str, Site]] = {"q": Q(), "k": K(), "v": V()}
+MEMBERS: Final[Mapping[str, Site]] = {
+    "q": Q(),
+    "k": K(),
+    "v": V(),
+}

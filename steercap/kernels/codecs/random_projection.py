@@ -96,7 +96,10 @@ class RandomProjection(Codec):
 
 
 #: By name: with 8 and with 16 bits per number.
-MEMBERS: Final = {"rp8": RandomProjection(8), "rp16": RandomProjection(16)}
+MEMBERS: Final = {
+    "rp8": RandomProjection(8),
+    "rp16": RandomProjection(16),
+}
 
 _SIGNS: Final = Matrices()
 

@@ -96,4 +96,11 @@ class Probe(Method):
         return carrying(torch.from_numpy(fitted.coef_[0]) / scale, positive, negative)
 
 
-METHODS: Final[Registry[Method]] = Registry("method", {"difference": Difference(), "pca": Pca(), "probe": Probe()})
+METHODS: Final[Registry[Method]] = Registry(
+    "method",
+    {
+        "difference": Difference(),
+        "pca": Pca(),
+        "probe": Probe(),
+    },
+)

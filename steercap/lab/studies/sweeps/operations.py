@@ -95,5 +95,11 @@ class Setting(Operation):
 
 
 OPERATIONS: Final[Registry[Operation]] = Registry(
-    "operation", {"ablate": Ablating(), "add": Adding(), "cap": Capping(), "set_projection": Setting()}
+    "operation",
+    {
+        "ablate": Ablating(),
+        "add": Adding(),
+        "cap": Capping(),
+        "set_projection": Setting(),
+    },
 )
