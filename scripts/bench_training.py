@@ -21,8 +21,8 @@ import torch
 from steercap.lab.demo import smollm2
 from steercap.lab.training import OBJECTIVES, HookedModel, TrainableAdd, TrainingSettings
 from steercap.lab.training.batches import Picked, collated, generator
-from steercap.lab.training.examples import Tokens
-from steercap.lab.training.loop import Trait
+from steercap.lab.training.examples import ExampleTokens
+from steercap.lab.training.loop import TraitInTraining
 from steercap.lab.training.penalties import Penalties
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
@@ -46,7 +46,7 @@ class Bench:
         settings = TrainingSettings(batch_size=self.args.batch_size)
         layers = len(self.model.layers)
         specs = [self._spec(number, layers) for number in range(self.count)]
-        self.traits = [Trait(str(number), spec, [], [], settings) for number, spec in enumerate(specs)]
+        self.traits = [TraitInTraining(str(number), spec, [], [], settings) for number, spec in enumerate(specs)]
         self.module = SteeredTraits(self.model, specs, OBJECTIVES["likelihood"], Penalties(), 1.0)
         found = [
             (Picked(t, 0, None), (self._tokens(t, e),)) for t in range(self.count) for e in range(self.args.batch_size)
@@ -71,11 +71,11 @@ class Bench:
         spec: TrainableSpec = TrainableSpec(start).to(self.model.device)
         return spec
 
-    def _tokens(self, trait: int, example: int) -> Tokens:
+    def _tokens(self, trait: int, example: int) -> ExampleTokens:
         drawn = random.Random(1000 * trait + example)
         known = min(5000, self.model.model.config.get_text_config().vocab_size)
         ids = tuple(drawn.randrange(3, known) for _ in range(self.args.tokens))
-        return Tokens(ids, self.args.tokens // 2)
+        return ExampleTokens(ids, self.args.tokens // 2)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention on CUDA 
 
 from support.multimodal import runnable
 
-from steercap.architectures.families.proved import PATH, Record, markdown, records
+from steercap.architectures.families.proved import PATH, ProvedModel, markdown, records
 from steercap.testing.architectures import ARCHITECTURES
 from steercap.testing.families import FAMILY_CONFIGS
 
@@ -93,7 +93,7 @@ def main(
 
 def put(found: dict[str, Any]) -> None:
     """Write a record in place of the one of its name and device, and the tables of the page."""
-    new = msgspec.convert(found, Record)
+    new = msgspec.convert(found, ProvedModel)
     others = [one for one in records() if (one.name, one.device) != (new.name, new.device)]
     every = sorted([*others, new], key=lambda one: (one.name, one.device))
     PATH.write_bytes(b"[\n" + b",\n".join(map(msgspec.json.encode, every)) + b"\n]\n")  # a line each

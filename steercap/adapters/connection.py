@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from steercap.adapters.process_exit import Processes
-from steercap.adapters.watch import Watch
+from steercap.adapters.watch import ConnectionWatch
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapError, WorkerFailure
 
 #: Seconds between liveness checks while an answer is awaited.
@@ -39,7 +39,7 @@ class Connection:
         #: Function to call with the error when the engine has died.
         self.told: Callable[[EngineDied], object] | None = None
         self._processes = Processes(folder)
-        self.watch: Final = Watch(llm, self._processes, self._tell)
+        self.watch: Final = ConnectionWatch(llm, self._processes, self._tell)
         self._dead = False
         self._llm: AsyncLLM | None = llm
         self._closing = False

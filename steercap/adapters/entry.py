@@ -64,7 +64,7 @@ def _without_triton(record: logging.LogRecord) -> bool:
     return "Triton" not in record.getMessage() or record.levelno > logging.WARNING
 
 
-class Entry:
+class ProcessEntry:
     """Wrapper of the target function of a process of vLLM.
 
     Args:
@@ -80,7 +80,7 @@ class Entry:
         self._function = function
         self._log = log
 
-    def __reduce__(self) -> tuple[Callable[..., Entry], tuple[tuple[str, str, str], bool]]:
+    def __reduce__(self) -> tuple[Callable[..., ProcessEntry], tuple[tuple[str, str, str], bool]]:
         return _prepared, (self._target, self._log)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +93,7 @@ class Entry:
             require(owner, worker)
             require(EXECUTOR, executor)
             leave_word_of(executor)
-            setattr(worker, name, Entry(WORKER, getattr(worker, name), log=self._log))
+            setattr(worker, name, ProcessEntry(WORKER, getattr(worker, name), log=self._log))
             # Its workers meet at a file, which they remove only if they end in order; this folder is removed in any
             # case.
             tempfile.tempdir = os.environ.get(FOLDER)
@@ -108,6 +108,6 @@ class Entry:
             function(*args, **kwargs)
 
 
-def _prepared(target: tuple[str, str, str], log: bool) -> Entry:
+def _prepared(target: tuple[str, str, str], log: bool) -> ProcessEntry:
     quieten(log=log)
-    return Entry(target, log=log)
+    return ProcessEntry(target, log=log)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from steercap.adapters import releases
-from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, Entry, quieten, wants_quiet
+from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, ProcessEntry, quieten, wants_quiet
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.startup_error import FOLDER
 from steercap.concurrency.loops import on_thread
@@ -195,12 +195,12 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _entries() -> Iterator[None]:
-    """Replace the target functions of vLLM's processes by `Entry` in the block."""
+    """Replace the target functions of vLLM's processes by `ProcessEntry` in the block."""
     with contextlib.ExitStack() as stack:
         for target in (ENGINE_CORE, COORDINATOR):
             owner, name = getattr(import_module(target[0]), target[1]), target[2]
             stack.callback(setattr, owner, name, inspect.getattr_static(owner, name))
-            setattr(owner, name, Entry(target, getattr(owner, name), log=_LOG))
+            setattr(owner, name, ProcessEntry(target, getattr(owner, name), log=_LOG))
         yield
 
 

@@ -33,7 +33,7 @@ _SETTINGS: Final = "adapter_config.json"
 _WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
 
-class Known(NamedTuple):
+class LoadedAdapter(NamedTuple):
     """An adapter that the workers have loaded.
 
     Args:
@@ -57,7 +57,7 @@ class Adapters:
     def __init__(self, config: Any, load: Callable[[str, int, str], Awaitable[list[str]]]) -> None:
         self._config = config
         self._load = load
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, LoadedAdapter] = {}
         self._loading = asyncio.Lock()
 
     async def ready(self, given: Any, params: SamplingParams | PoolingParams) -> LoRARequest | None:
@@ -87,7 +87,7 @@ class Adapters:
                 await asyncio.to_thread(self._check, request)
                 if failures := [failure for failure in await self._load(*_names(request)) if failure]:
                     raise InvalidRequest(f"{_told(request)} cannot be loaded: {failures[0]}")
-                self._known[request.lora_int_id] = Known(request, files)
+                self._known[request.lora_int_id] = LoadedAdapter(request, files)
         return request
 
     def _read(self, given: Any) -> LoRARequest:

@@ -31,7 +31,7 @@ _THREADS: Final = {
 }
 
 
-class Watch:
+class ConnectionWatch:
     """Watch of the connections to an engine; must be closed before the engine's sockets.
 
     Args:

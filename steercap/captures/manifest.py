@@ -156,7 +156,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steering: str | None
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class JournalLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Line of the journal: a new layout or a new request."""
 
     layout: Layout | None = None
@@ -196,7 +196,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Number of layouts and requests."""
         return len(self.layouts) + len(self.requests)
 
-    def extended(self, lines: Sequence[Line]) -> Document:
+    def extended(self, lines: Sequence[JournalLine]) -> Document:
         """Return the document with the further entries of a journal."""
         layouts = (*self.layouts, *(line.layout for line in lines if line.layout is not None))
         requests = (*self.requests, *(line.request for line in lines if line.request is not None))
@@ -242,7 +242,7 @@ class Manifest:
         folder = Path(folder)
         if folder.is_file():
             raise InvalidFile(f"{folder} is a file; give the folder of a run of captures")
-        journal: Journal[Line] = Journal(folder / JOURNAL, Line)
+        journal: Journal[JournalLine] = Journal(folder / JOURNAL, JournalLine)
         said = journal.read()
         document = CAPTURES.read(folder)
         with blame(folder / JOURNAL):

@@ -378,9 +378,9 @@ def _paths(files: Any) -> Iterable[Path]:
     return map(Path, found)
 
 
-def _kind() -> native.Kind:
-    return native.Kind("quantiser", {"Quantiser": Quantiser})
+def _kind() -> native.FileKind:
+    return native.FileKind("quantiser", {"Quantiser": Quantiser})
 
 
-def _codes_kind() -> native.Kind:
-    return native.Kind("codes", {"Codes": Codes})
+def _codes_kind() -> native.FileKind:
+    return native.FileKind("codes", {"Codes": Codes})

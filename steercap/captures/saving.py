@@ -20,8 +20,8 @@ from steercap.captures.manifest import (
     JOURNAL,
     VERSION,
     Document,
+    JournalLine,
     Layout,
-    Line,
     Manifest,
     Request,
     is_name,
@@ -63,14 +63,14 @@ class CaptureRun:
             raise InvalidRequest(
                 f"{self.folder} holds captures that no manifest lists, such as {found[0].name}; give another folder"
             )
-        self._journal: Journal[Line] = Journal(self.folder / JOURNAL, Line)
+        self._journal: Journal[JournalLine] = Journal(self.folder / JOURNAL, JournalLine)
         self._journal.lock()
         try:
             self._document = self._opened(wanted)
             self._known = list(self._document.layouts)
             self._layouts = {msgspec.json.encode(layout): number for number, layout in enumerate(self._known)}
             self._requests = {request.file: request for request in self._document.requests}
-            self._new: list[Line] = []
+            self._new: list[JournalLine] = []
             self._journal.begin(self._document.entries)
         except BaseException:
             self._journal.close(remove=False)
@@ -139,7 +139,11 @@ class CaptureRun:
             layout = layout_of(saved)
             number = self._layouts.get(key := msgspec.json.encode(layout), len(self._layouts))
             request = request_of(saved, path, number)
-            new = [Line(request=request)] if key in self._layouts else [Line(layout=layout), Line(request=request)]
+            new = (
+                [JournalLine(request=request)]
+                if key in self._layouts
+                else [JournalLine(layout=layout), JournalLine(request=request)]
+            )
             self._journal.append(*new)
         except BaseException:
             self._journal.cut(before)
@@ -213,7 +217,7 @@ def forget_run(folder: Path) -> None:
     Raises:
         InvalidRequest: another process writes to it.
     """
-    journal: Journal[Line] = Journal(folder / JOURNAL, Line)
+    journal: Journal[JournalLine] = Journal(folder / JOURNAL, JournalLine)
     journal.lock()
     try:
         for path in (folder / FILE, *numbered(folder)):

@@ -24,7 +24,7 @@ from steercap.files import native
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import FrozenMapping, LayerVectors
 from steercap.worker.sketches import SKETCHES
-from steercap.worker.sketches.base import Kind, State
+from steercap.worker.sketches.base import Kind, SketchState
 from steercap.worker.sketches.frequent_directions import FrequentDirections
 
 #: Fields that two sketches must have in common to be merged.
@@ -56,7 +56,7 @@ class Sketch:
 
     kind: str
     size: int
-    states: Mapping[Point, State]
+    states: Mapping[Point, SketchState]
     model: str
     dtype: str
     tokens: TokenSelection
@@ -224,7 +224,7 @@ class Sketch:
     def _point(self, layer: int, site: str | None) -> Point:
         return point_in(self.points, self.num_layers, layer, site)
 
-    def _state(self, layer: int, site: str | None, least: int = 2) -> State:
+    def _state(self, layer: int, site: str | None, least: int = 2) -> SketchState:
         state = self.states[self._point(layer, site)]
         if state.rows < least:
             raise InvalidRequest(f"this needs {least} rows, and {state.rows} have come; let more requests join first")
@@ -273,7 +273,7 @@ def versions() -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _check(kind: Kind, size: int, point: Point, state: State) -> None:
+def _check(kind: Kind, size: int, point: Point, state: SketchState) -> None:
     """Check that a state has the tensors of its kind.
 
     Raises:
@@ -286,5 +286,5 @@ def _check(kind: Kind, size: int, point: Point, state: State) -> None:
         raise InvalidSpec(f"{point}: the tensors are {found}, and a sketch of this kind keeps {known or 'a mean'}")
 
 
-def _file_kind() -> native.Kind:
-    return native.Kind("sketch", cast("dict[str, type]", {"Sketch": Sketch, "State": State}))
+def _file_kind() -> native.FileKind:
+    return native.FileKind("sketch", cast("dict[str, type]", {"Sketch": Sketch, "State": SketchState}))

@@ -26,7 +26,7 @@ from steercap.cli.terminal import Terminal
 from steercap.concurrency.heartbeat import heartbeat
 
 if TYPE_CHECKING:
-    from steercap.lab.datasets.collecting import RayActors, Source
+    from steercap.lab.datasets.collecting import DocumentSource, RayActors
     from steercap.lab.datasets.collecting.collection import Collected
     from steercap.lab.datasets.collecting.collection import Progress as Reached
     from steercap.lab.datasets.collecting.samples import TokenSample
@@ -71,7 +71,7 @@ class CorpusOptions:
         typer.Option(help="Where the token goes that begins a text: document, window or none.", rich_help_panel=CORPUS),
     ] = "document"
 
-    def source(self, corpus: str) -> Source:
+    def source(self, corpus: str) -> DocumentSource:
         """Open the corpus.
 
         Raises:

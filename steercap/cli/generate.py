@@ -52,7 +52,7 @@ class SamplingOptions:
         return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed, "n": self.n}
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PrintedAnswer(msgspec.Struct, frozen=True):
     """Answer to a prompt.
 
     Args:
@@ -80,7 +80,7 @@ async def answer(
     *,
     steering: SteeringSpec | None = None,
     compare: bool = False,
-) -> list[Answer]:
+) -> list[PrintedAnswer]:
     """Answer every prompt: without steering, with it, or both with the same seed.
 
     Args:
@@ -94,7 +94,7 @@ async def answer(
     Raises:
         The errors of `SteerModel.generate`.
     """
-    found = [[Answer(prompt.shown, sample) for sample in range(params.get("n", 1))] for prompt in prompts]
+    found = [[PrintedAnswer(prompt.shown, sample) for sample in range(params.get("n", 1))] for prompt in prompts]
 
     def take(number: int, raw: RawOutput | None, _handle: object) -> None:
         assert raw is not None, "a pooling model answers nothing"
@@ -118,7 +118,7 @@ async def answer(
     return [one for answers in found for one in answers]
 
 
-def table_of(answers: list[Answer]) -> Table:
+def table_of(answers: list[PrintedAnswer]) -> Table:
     """Return a table of answers, without and with steering side by side where both exist."""
     kinds = [kind for kind in ("clean", "steered") if any(getattr(one, kind) is not None for one in answers)]
     titles = {"clean": "answer" if len(kinds) == 1 else "clean", "steered": "steered"}
@@ -132,7 +132,7 @@ def table_of(answers: list[Answer]) -> Table:
     return table
 
 
-def report(model: str, answers: list[Answer], out: Path | None, terminal: Terminal) -> None:
+def report(model: str, answers: list[PrintedAnswer], out: Path | None, terminal: Terminal) -> None:
     """Show the answers, and write them to a file if one is given.
 
     Args:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 STEPS: Final = "Steps"
 
 
-class Kind(enum.StrEnum):
+class TrainableKind(enum.StrEnum):
     """Kinds of edit that can be trained from scratch."""
 
     ADD = "add"
@@ -77,14 +77,14 @@ def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) 
     """
     from steercap.lab.training import TrainableAdd, TrainableLowRank
 
-    if edit not in set(Kind):
+    if edit not in set(TrainableKind):
         if layers is not None:
             raise typer.BadParameter("a file says its own layers; leave it out", param_hint="--layers")
         return steering_of(Path(edit))
     if layers is None:
         raise typer.BadParameter("give layers such as 14, or 10,14", param_hint="--layers")
     where: dict[str, Any] = {"layers": layers_of(layers), "tokens": tokens_of(tokens)}
-    return TrainableAdd(norm=norm, **where) if edit == Kind.ADD else TrainableLowRank(rank=rank, **where)
+    return TrainableAdd(norm=norm, **where) if edit == TrainableKind.ADD else TrainableLowRank(rank=rank, **where)
 
 
 def steering_of(path: Path) -> SteeringSpec:

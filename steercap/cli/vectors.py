@@ -74,7 +74,7 @@ def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
 
 
 @dataclass(frozen=True)
-class Texts:
+class ExtractTexts:
     """Texts to extract a direction from.
 
     Args:
@@ -102,7 +102,7 @@ class Texts:
         check_groups(ours, theirs, **how)
 
 
-def texts_between(positive: Path, negative: Path) -> Texts:
+def texts_between(positive: Path, negative: Path) -> ExtractTexts:
     """Read the texts of two files.
 
     Raises:
@@ -111,10 +111,12 @@ def texts_between(positive: Path, negative: Path) -> Texts:
     (ours, groups), (theirs, others) = texts_in(positive), texts_in(negative)
     if (groups is None) != (others is None):
         raise InvalidFile(f"of {positive} and {negative} one says groups and the other does not; give both or none")
-    return Texts(ours, theirs, groups, others)
+    return ExtractTexts(ours, theirs, groups, others)
 
 
-async def extract_from(model: SteerModel, texts: Texts, terminal: Terminal, *, name: str, **how: Any) -> DirectionSet:
+async def extract_from(
+    model: SteerModel, texts: ExtractTexts, terminal: Terminal, *, name: str, **how: Any
+) -> DirectionSet:
     """Extract a direction from texts.
 
     Args:

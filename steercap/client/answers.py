@@ -16,7 +16,7 @@ from steercap.client.asks import NotAsJSON, capture_asked, require_specs, steeri
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection
 from steercap.client.monitors import monitors_asked, reports_of
-from steercap.client.rows import Waiting
+from steercap.client.rows import RemoteRows
 from steercap.client.sampling import sampling_asked
 from steercap.client.streams import Streamed
 from steercap.client.uploads import Uploads
@@ -55,7 +55,7 @@ _READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0}
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptOfCall:
     """One prompt of a call, with its parameters.
 
     Args:
@@ -76,7 +76,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Done:
+class RemoteResult:
     """Result of one prompt.
 
     Args:
@@ -142,7 +142,7 @@ class RemoteAnswers:
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of `RemoteModel.stream`."""
         self.connection.here()
-        asked = Asked(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
+        asked = PromptOfCall(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
         require_one_sample(sampling_asked(asked.params).get("n", 1))
         sample, is_looked_at = Streamed(), False
         self._look_at_models([asked])
@@ -157,7 +157,7 @@ class RemoteAnswers:
                     yield chunk
         yield await self._last(self._done(asked, sample.document), sample)
 
-    async def _last(self, done: Done, sample: Streamed) -> Chunk:
+    async def _last(self, done: RemoteResult, sample: Streamed) -> Chunk:
         """Return the last chunk of a stream: all of its rows, its steering receipt, and the monitors' reports."""
         last = Chunk(
             "",
@@ -215,7 +215,7 @@ class RemoteAnswers:
         for spec in specs:
             require_specs(spec)
         asked = [
-            Asked(prompt, own, spec, steering, call, spans)
+            PromptOfCall(prompt, own, spec, steering, call, spans)
             for (prompt, spans), own, spec, steering in zip(prompts, params, specs, edits, strict=True)
         ]
         self._look_at_models(asked)
@@ -232,7 +232,7 @@ class RemoteAnswers:
             return (texts[0], handles[0]) if captured else texts[0]
         return (texts, handles) if captured else texts
 
-    async def _look_at_prompts(self, asked: Sequence[tuple[Asked, Mapping[str, Any]]]) -> None:
+    async def _look_at_prompts(self, asked: Sequence[tuple[PromptOfCall, Mapping[str, Any]]]) -> None:
         """Warn once per call about doubled special tokens, and about a `max_tokens` beyond the context length.
 
         Args:
@@ -246,7 +246,7 @@ class RemoteAnswers:
         most = ((one.params, sampling_asked(one.params)["max_tokens"], len(ids)) for one, ids in read)
         warn_of_room(most, self.connection.here().context)
 
-    def _look_at_models(self, asked: Sequence[Asked]) -> None:
+    def _look_at_models(self, asked: Sequence[PromptOfCall]) -> None:
         """Warn once per call about vectors and probes that were made for another model than the server's."""
         found: dict[tuple[str, str], None] = {}
         monitors = monitors_of(asked[0].call.monitors)
@@ -261,12 +261,12 @@ class RemoteAnswers:
         for what, label in found:
             warn_of_other_model(what, label, (*names_of(here.model), here.name))
 
-    async def _one(self, asked: Asked) -> Done:
+    async def _one(self, asked: PromptOfCall) -> RemoteResult:
         async with self._body(asked) as body:
             return self._done(asked, await self.connection.ask("POST", _COMPLETIONS, json=body))
 
     @asynccontextmanager
-    async def _body(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
+    async def _body(self, asked: PromptOfCall) -> AsyncIterator[dict[str, Any]]:
         """Yield the body of a request; files that it names stay on the server while the block runs."""
         require_specs(asked.spec)
         monitors = monitors_of(asked.call.monitors)
@@ -321,7 +321,7 @@ class RemoteAnswers:
 
     # Results
 
-    def _done(self, asked: Asked, document: Mapping[str, Any]) -> Done:
+    def _done(self, asked: PromptOfCall, document: Mapping[str, Any]) -> RemoteResult:
         """Return the result that an answer holds, checked.
 
         Raises:
@@ -343,9 +343,9 @@ class RemoteAnswers:
             if watching := monitors_of(asked.call.monitors):
                 said = [results.get(choice["index"], {}).get("monitors") for choice in choices]
                 monitors = [reports_of(watching, one) for one in said]
-        return Done(document, texts, handles, receipts, monitors)
+        return RemoteResult(document, texts, handles, receipts, monitors)
 
-    def _handle(self, asked: Asked, choice: Mapping[str, Any], capture: Mapping[str, Any]) -> CaptureHandle:
+    def _handle(self, asked: PromptOfCall, choice: Mapping[str, Any], capture: Mapping[str, Any]) -> CaptureHandle:
         header = msgspec.json.decode(msgspec.json.encode(capture["header"]), type=files.Header)
         prompt, output = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
         if (len(prompt), len(output)) != (capture["prompt_tokens"], capture["output_tokens"]):
@@ -354,7 +354,7 @@ class RemoteAnswers:
         if not path.startswith("/v1/steercap/captures/"):
             raise ServerFailure(f"{self.connection.url} says that rows are at {shown(path)}, which is no place of its")
         self.connection.hold(path)
-        rows = Waiting(self.connection, path, capture["bytes"], header.request_id, header.points, (*prompt, *output))
+        rows = RemoteRows(self.connection, path, capture["bytes"], header.request_id, header.points, (*prompt, *output))
         reply = MessageSpan("assistant", None, len(prompt), len(prompt) + len(output))
         reading = asked.call.reading
         return CaptureHandle(
@@ -374,7 +374,7 @@ class RemoteAnswers:
         )
 
 
-def _lifecycle(name: str, rows: Waiting, connection: Connection) -> Lifecycle:
+def _lifecycle(name: str, rows: RemoteRows, connection: Connection) -> Lifecycle:
     found = Lifecycle(name, source=rows)
     found.idiom = connection.idiom
     return found
@@ -417,7 +417,7 @@ def _alone(several: list[Any]) -> Any:
     return several[0] if len(several) == 1 else several
 
 
-def _raw(done: Done) -> RawOutput:
+def _raw(done: RemoteResult) -> RawOutput:
     with extra("client"):
         from openai.types import Completion
 

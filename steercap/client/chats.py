@@ -25,7 +25,7 @@ _BYTES: Final = {chr(byte): byte for byte in _PRINTED} | {
 }
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """Conversation as the model reads it.
 
     Args:
@@ -98,7 +98,7 @@ async def templated(
     """
     in_bytes = spans and await _in_bytes(connection)
 
-    async def render(messages: Sequence[Mapping[str, Any]], **further: Any) -> Rendered:
+    async def render(messages: Sequence[Mapping[str, Any]], **further: Any) -> RenderedChat:
         return await _rendered(connection, messages, {**arguments, **further}, in_bytes=in_bytes)
 
     whole = await render(conversation)
@@ -115,10 +115,10 @@ async def templated(
 
 
 async def _placed(
-    whole: Rendered,
+    whole: RenderedChat,
     conversation: Sequence[Mapping[str, Any]],
     index: int,
-    render: Callable[[Sequence[Mapping[str, Any]]], Awaitable[Rendered]],
+    render: Callable[[Sequence[Mapping[str, Any]]], Awaitable[RenderedChat]],
 ) -> list[Region] | str:
     """Return the regions of a message's content, or the reason why there are none."""
     steps = place(whole.text, conversation, index, spelled)
@@ -143,7 +143,7 @@ async def _in_bytes(connection: Connection) -> bool:
 
 async def _rendered(
     connection: Connection, conversation: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, in_bytes: bool
-) -> Rendered:
+) -> RenderedChat:
     beside = {name: value for name, value in arguments.items() if name in _BESIDE}
     others = {name: value for name, value in arguments.items() if name not in _BESIDE}
     body = {
@@ -156,4 +156,4 @@ async def _rendered(
     answer = await connection.ask("POST", "/tokenize", json=body)
     with connection.answering():
         texts = [token_text(str(one), in_bytes=in_bytes) for one in answer["token_strs"]]
-        return Rendered(list(map(int, answer["tokens"])), texts)
+        return RenderedChat(list(map(int, answer["tokens"])), texts)

@@ -21,7 +21,7 @@ _AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True)
-class Waiting:
+class RemoteRows:
     """Rows of one capture that waits at a server.
 
     Args:
@@ -51,7 +51,7 @@ class Waiting:
     def require_open(self) -> None:
         self.connection.here()
 
-    async def collect(self, origins: Sequence[Waiting]) -> Sequence[Any]:
+    async def collect(self, origins: Sequence[RemoteRows]) -> Sequence[Any]:
         return await self.connection.run(lambda: each_of(origins, _fetched, _AT_ONCE))
 
     def found(self, delivery: Any) -> Found:
@@ -76,7 +76,7 @@ class Waiting:
         self.connection.let_go(self.path)
 
 
-async def _fetched(one: Waiting) -> CaptureHandle | SteercapError:
+async def _fetched(one: RemoteRows) -> CaptureHandle | SteercapError:
     """Download a capture file and load it; return the error of one that is gone, so that others still come."""
     with tempfile.TemporaryDirectory(prefix="steercap-fetch-") as folder:
         path = Path(folder, "rows.safetensors")

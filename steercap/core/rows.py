@@ -116,7 +116,7 @@ def page_shape(lines: int, target_bytes: int = PAGE_BYTES) -> PageShape:
     return PageShape(lines * max(2, target_bytes // (lines * LINE_BYTES)))
 
 
-class Places:
+class RecordLines:
     """Lines of a request's records in the arena.
 
     Records follow each other through each block of consecutive pages, across page borders; no record crosses from block
@@ -175,9 +175,9 @@ class Places:
         last = (origin + rows * self._record - 1) // self._page.lines
         return int(self.pages.searchsorted(last)) + 1
 
-    def keep(self, pages: int) -> Places:
+    def keep(self, pages: int) -> RecordLines:
         """Return a copy with only the first `pages` pages; rows in them keep their lines."""
-        return Places(self.pages[:pages], self._page, self._record)
+        return RecordLines(self.pages[:pages], self._page, self._record)
 
 
 class PageAllocator:

@@ -33,7 +33,7 @@ from steercap.engine.ranks import Rank, Ranks
 from steercap.engine.workers import Workers
 from steercap.errors import PointSplit, SketchClosed, SketchIncomplete, SketchMemoryFull
 from steercap.worker.sketches import SKETCHES
-from steercap.worker.sketches.base import Kind, State
+from steercap.worker.sketches.base import Kind, SketchState
 
 #: Maximum bytes of a sketch in one answer of a worker.
 PIECE_BYTES: Final = 256 << 20
@@ -157,7 +157,7 @@ class Sketching:
         """
         return await self._folding.ask((joining, tuple(books)))
 
-    async def states(self, book: Book, points: Sequence[Point]) -> tuple[dict[Point, State], int]:
+    async def states(self, book: Book, points: Sequence[Point]) -> tuple[dict[Point, SketchState], int]:
         """Read the statistics of points, of all engines together and at one moment, and the number of requests.
 
         Raises:
@@ -206,7 +206,7 @@ class Sketching:
             book.rows += rows
         return rows
 
-    async def _state(self, book: Book, point: Point) -> State:
+    async def _state(self, book: Book, point: Point) -> SketchState:
         book.require()
         kind, index = SKETCHES[book.kind], book.points[point]
         widths = [[rank.schemas[index].shard_width for rank in ranks if index in rank.schemas] for ranks in self._ranks]
@@ -233,7 +233,7 @@ class Sketching:
         return [rank for ranks in self._ranks for rank in ranks]
 
 
-def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) -> State:
+def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) -> SketchState:
     """Rebuild a state from the parts that a worker sent.
 
     Raises:
@@ -249,10 +249,10 @@ def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) ->
         tensors[name] = stored[before : before + bytes_].view(dtype).view(shape)
         before += bytes_
     last = parts[-1]
-    return State(last.rows, last.squares, tensors, last.filled)
+    return SketchState(last.rows, last.squares, tensors, last.filled)
 
 
-def _joined(shards: Sequence[State]) -> State:
+def _joined(shards: Sequence[SketchState]) -> SketchState:
     """Join the states of a point's shards, in the order of the ranks; only for kinds without cross terms.
 
     Raises:
@@ -263,4 +263,4 @@ def _joined(shards: Sequence[State]) -> State:
     if len({shard.rows for shard in shards}) != 1:
         raise SketchIncomplete(f"the ranks hold {[shard.rows for shard in shards]} rows of their shards")
     tensors = {name: torch.cat([shard.tensors[name] for shard in shards]) for name in shards[0].tensors}
-    return State(shards[0].rows, sum(shard.squares for shard in shards), tensors)
+    return SketchState(shards[0].rows, sum(shard.squares for shard in shards), tensors)

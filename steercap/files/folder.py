@@ -1,8 +1,8 @@
 """Run folders: a definition file says what the records depend on, and a resumed run must match it.
 
 Every file in it appears whole or not at all: the definition by `files.base.write_whole`, records by
-`files.tables.Parts`. So a process that is killed leaves half-written files at most, under temporary names; they are
-removed when the folder is opened again.
+`files.tables.TableWriter`. So a process that is killed leaves half-written files at most, under temporary names;
+they are removed when the folder is opened again.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by
 objects
 with one key that names their type: `{"tensor": name}`, `{"slice": [...]}`, `{"tokens": [...]}`. Every field is written,
 whatever its default, so that a later default changes no file. The module that writes a kind of file declares the types
-it may hold: a `Kind`.
+it may hold: a `FileKind`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ READERS: Final = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class FileKind:
     """Types that a file of one kind may hold.
 
     Args:
@@ -71,7 +71,7 @@ class _Preface(msgspec.Struct, frozen=True):
     kind: str = "captures"
 
 
-class Header(msgspec.Struct, frozen=True, omit_defaults=True):
+class NativeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """JSON header of a file.
 
     Args:
@@ -94,7 +94,7 @@ class Header(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def save(
-    value: object, path: str | Path, kind: Kind, *, model: str = "", provenance: Mapping[str, Any] | None = None
+    value: object, path: str | Path, kind: FileKind, *, model: str = "", provenance: Mapping[str, Any] | None = None
 ) -> Path:
     """Write a value with all its fields to a file, which appears whole or not at all.
 
@@ -112,11 +112,11 @@ def save(
     store = _Store(kind)
     content = _pack(value, "", store)
     said = dict(provenance or {})
-    header = _signed(Header(VERSION, kind.name, model, CONVENTION, "", content, said), store.tensors)
+    header = _signed(NativeHeader(VERSION, kind.name, model, CONVENTION, "", content, said), store.tensors)
     return write_tensors(Path(path), header, store.tensors)
 
 
-def sha256_of(value: object, kind: Kind) -> str:
+def sha256_of(value: object, kind: FileKind) -> str:
     """Return the SHA-256, in hexadecimal, of a value with all its fields.
 
     Args:
@@ -128,10 +128,10 @@ def sha256_of(value: object, kind: Kind) -> str:
     """
     store = _Store(kind)
     content = _pack(value, "", store)
-    return _signed(Header(VERSION, kind.name, "", CONVENTION, "", content), store.tensors).sha256
+    return _signed(NativeHeader(VERSION, kind.name, "", CONVENTION, "", content), store.tensors).sha256
 
 
-def load(path: str | Path, kind: Kind, expected: type[Value]) -> Value:
+def load(path: str | Path, kind: FileKind, expected: type[Value]) -> Value:
     """Read a value that `save` wrote.
 
     Args:
@@ -159,7 +159,7 @@ def load(path: str | Path, kind: Kind, expected: type[Value]) -> Value:
     return value
 
 
-def read_header(path: str | Path) -> Header:
+def read_header(path: str | Path) -> NativeHeader:
     """Read the header of a file of one of `READERS`, captures aside; tensors are neither read nor checked.
 
     Raises:
@@ -168,16 +168,16 @@ def read_header(path: str | Path) -> Header:
     return _read(Path(path), tensors=False)[0]
 
 
-def _read(path: Path, *, tensors: bool = True) -> tuple[Header, dict[str, torch.Tensor]]:
+def _read(path: Path, *, tensors: bool = True) -> tuple[NativeHeader, dict[str, torch.Tensor]]:
     text, found = read_tensors(path, tensors=tensors)
     return _header(path, text), found
 
 
-def _header(path: Path, text: str) -> Header:
+def _header(path: Path, text: str) -> NativeHeader:
     try:
         preface = msgspec.json.decode(text, type=_Preface)
         _check_preface(path, preface)
-        header = msgspec.json.decode(text, type=Header)
+        header = msgspec.json.decode(text, type=NativeHeader)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}; save it again") from error
     if header.convention != CONVENTION:
@@ -200,7 +200,7 @@ def _check_preface(path: Path, preface: _Preface) -> None:
 class _Store:
     """Tensors to be written to a file, by name; equal tensors are stored once."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: FileKind) -> None:
         self.kind = kind
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[str, str] = {}
@@ -213,7 +213,7 @@ class _Store:
         return name
 
 
-def _signed(header: Header, tensors: Mapping[str, torch.Tensor]) -> Header:
+def _signed(header: NativeHeader, tensors: Mapping[str, torch.Tensor]) -> NativeHeader:
     """Return the header with the SHA-256 over the tensors and the rest of the header."""
     said = msgspec.json.encode(msgspec.structs.replace(header, sha256=_digest(tensors)))
     return msgspec.structs.replace(header, sha256=hashlib.sha256(said).hexdigest())
@@ -273,7 +273,7 @@ def _pack_fields(value: Any, at: str, store: _Store) -> dict[str, Any]:
     return {name: _pack(getattr(value, name), _join(at, name), store) for name in _fields(type(value)) if name in names}
 
 
-def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: Kind) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: FileKind) -> Any:
     """Convert JSON from `_pack` back to the value; sequences become tuples.
 
     Raises:
@@ -305,7 +305,7 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: Kind) -> Any:
     return found
 
 
-def _make(kind: Kind, name: str, values: dict[str, Any]) -> object:
+def _make(kind: FileKind, name: str, values: dict[str, Any]) -> object:
     """Construct a dataclass of the kind from its fields."""
     if name not in kind.types:
         names = sorted(kind.types, key=str.swapcase)  # lower-case names (edits) first
@@ -332,7 +332,7 @@ def _fields(kind: type) -> dict[str, bool]:
     }
 
 
-def _type_name(value: object, kind: Kind) -> str:
+def _type_name(value: object, kind: FileKind) -> str:
     for name, known in kind.types.items():
         if type(value) is known:
             return name

@@ -44,7 +44,7 @@ _NO_TMPFILE: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, er
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
-class Chunk(NamedTuple):
+class FileRange(NamedTuple):
     """Consecutive bytes of the file.
 
     Args:
@@ -66,7 +66,7 @@ class Stored:
         chunks: chunks with the arrays, in order; each array starts at a multiple of `ALIGN`.
     """
 
-    def __init__(self, sizes: Sequence[int], chunks: Sequence[Chunk]) -> None:
+    def __init__(self, sizes: Sequence[int], chunks: Sequence[FileRange]) -> None:
         self.sizes = tuple(sizes)
         self.chunks = tuple(chunks)
 
@@ -204,7 +204,7 @@ class SpillFile:
             )
         return extents
 
-    def _written(self, arrays: Sequence[Bytes], extents: Sequence[Extent]) -> Iterator[Chunk]:
+    def _written(self, arrays: Sequence[Bytes], extents: Sequence[Extent]) -> Iterator[FileRange]:
         """Write arrays and yield the chunks; each is copied first, so that no byte changes after it was hashed."""
         left = needed_bytes([array.nbytes for array in arrays])
         scratch = np.empty(min(left, CHUNK_BYTES), dtype=np.uint8)
@@ -218,10 +218,10 @@ class SpillFile:
                 _fill(chunk, pieces)
                 digest = hashlib.sha256(chunk.data).digest()
                 _write_all(self._fd, chunk, offset)
-                yield Chunk(offset, size, digest)
+                yield FileRange(offset, size, digest)
                 offset, left = offset + size, left - size
 
-    def _read_chunk(self, chunk: Chunk, into: Bytes) -> None:
+    def _read_chunk(self, chunk: FileRange, into: Bytes) -> None:
         try:
             count = _read_all(self._fd, into, chunk.offset)
         except OSError as error:

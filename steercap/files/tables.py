@@ -65,7 +65,7 @@ def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
         raise InvalidFile(f"{path} is not a table of {kind.__name__}: {error}") from error
 
 
-class Parts(Generic[AnyRecord]):
+class TableWriter(Generic[AnyRecord]):
     """Append-only table in a folder, written in parts as records come; leaving its context writes the last part.
 
     Args:
@@ -120,7 +120,7 @@ class Parts(Generic[AnyRecord]):
             for path in before:
                 path.unlink()
 
-    def __enter__(self) -> Parts[AnyRecord]:
+    def __enter__(self) -> TableWriter[AnyRecord]:
         return self
 
     def __exit__(

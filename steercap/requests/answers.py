@@ -109,7 +109,7 @@ class LocalBackend:
         recipe = Recipe(serving=serving, prompt=given, **asked, **own)
         job = await recipe.job()
         params: Any = job.params
-        _look_at(engine, [_Asked(given, call.sampling_params, params.max_tokens, job.prompt.token_ids)], call)
+        _look_at(engine, [_AskedPrompt(given, call.sampling_params, params.max_tokens, job.prompt.token_ids)], call)
         require_one_sample(params.n)
         chunks = stream(job)
 
@@ -180,7 +180,7 @@ async def _answered(
     edits = each(call.steering, len(prompts), "steering")
 
     engine = serving.here()
-    asked: list[_Asked] = []
+    asked: list[_AskedPrompt] = []
 
     async def jobs() -> AsyncIterator[Job]:
         for (prompt, spans), param, spec, steering in zip(prompts, params, specs, edits, strict=True):
@@ -197,7 +197,7 @@ async def _answered(
                 encoding=call.encoding,
                 monitors=call.monitors,
             ).job()
-            asked.append(_Asked(prompt, param, getattr(job.params, "max_tokens", None), job.prompt.token_ids))
+            asked.append(_AskedPrompt(prompt, param, getattr(job.params, "max_tokens", None), job.prompt.token_ids))
             yield job
         _look_at(engine, asked, call)
 
@@ -218,7 +218,7 @@ def _as_asked(engine: Engine, prompt: Any, call: CallArguments) -> Any:
     return {**(prompt if isinstance(prompt, Mapping) else {"prompt": text}), "prompt_token_ids": ids}
 
 
-class _Asked(NamedTuple):
+class _AskedPrompt(NamedTuple):
     """Prompt and parameters of a call as the user gave them, with the `max_tokens` and token ids read from them."""
 
     prompt: Any
@@ -227,7 +227,7 @@ class _Asked(NamedTuple):
     ids: tuple[int, ...]
 
 
-def _look_at(engine: Engine, asked: Sequence[_Asked], call: CallArguments) -> None:
+def _look_at(engine: Engine, asked: Sequence[_AskedPrompt], call: CallArguments) -> None:
     """Warn about doubled special tokens, and about a `max_tokens` beyond the model's context length."""
     texts = repeating((one.prompt, one.ids) for one in asked)
     if texts and call.add_special_tokens is None:

@@ -13,7 +13,7 @@ from steercap.steering.lowering import Lowered
 
 
 @dataclass(frozen=True)
-class Change:
+class CompiledSteering:
     """Compiled steering of one prompt.
 
     Args:

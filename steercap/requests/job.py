@@ -23,7 +23,7 @@ from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.errors import SteeringNotApplied
-from steercap.requests.compiled_steering import Change, Planned
+from steercap.requests.compiled_steering import CompiledSteering, Planned
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.saes.compiling import Readers
@@ -102,7 +102,7 @@ class Job:
     projected: Projected | None = None
     calibrated: Calibrated | None = None
     readers: Readers | None = None
-    change: Change | None = None
+    change: CompiledSteering | None = None
     spans: tuple[MessageSpan, ...] = ()
     reading: bool = False
     task: str | None = None

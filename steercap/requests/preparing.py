@@ -12,7 +12,7 @@ from steercap.core.plan import Plan, compile_capture
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection, selected
 from steercap.errors import InvalidSpec
-from steercap.requests.compiled_steering import Change
+from steercap.requests.compiled_steering import CompiledSteering
 from steercap.requests.job import Job
 from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader_for
 from steercap.requests.monitoring import Watch
@@ -37,7 +37,7 @@ class _Asked(NamedTuple):
     task: str | None
 
 
-class Known(NamedTuple):
+class OriginalLengths(NamedTuple):
     """Original lengths of a sequence whose generated tokens are now part of the prompt.
 
     Args:
@@ -75,7 +75,7 @@ async def prepare(
     sketches: Sequence[RunningSketch] = (),
     encoding: bool = False,
     monitors: Any = None,
-    known: Known | None = None,
+    known: OriginalLengths | None = None,
 ) -> Job:
     """Check one request and compile its plan, before the engine gets it.
 
@@ -104,7 +104,7 @@ async def prepare(
     rendered = await vllm.render(prompt)
     options = await vllm.checked(rendered, asked.params, options)
     prompt_len = len(rendered.token_ids)
-    known = known or Known(prompt_len, vllm.limit(prompt_len, asked.params))
+    known = known or OriginalLengths(prompt_len, vllm.limit(prompt_len, asked.params))
     limit = known.limit
     capture, needed = None, kept.projected or kept.calibrated
     if kept.spec is not None:
@@ -120,7 +120,7 @@ async def prepare(
         )
     change = None
     if lowered is not None:
-        change = Change(lowered, *scopes_of(lowered, *known), biased_by(lowered, *known))
+        change = CompiledSteering(lowered, *scopes_of(lowered, *known), biased_by(lowered, *known))
         _check_biases(asked, change, prompt_len)
     plan = None
     if capture is not None or change is not None:
@@ -217,7 +217,7 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
     return kept._replace(read_at=reader_for(spec, kept.coding, points, monitors, engine.probe_points(monitors)))
 
 
-def _check_biases(asked: _Asked, change: Change, prompt_len: int) -> None:
+def _check_biases(asked: _Asked, change: CompiledSteering, prompt_len: int) -> None:
     """Check that logit biases can be applied: the model makes logits, and returns no unbiased ones at biased positions.
 
     Raises:

@@ -17,7 +17,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.engine.engine import Engine
 from steercap.errors import EngineDied
 from steercap.requests.job import Job, Sample
-from steercap.requests.preparing import Known, prepare
+from steercap.requests.preparing import OriginalLengths, prepare
 from steercap.requests.running import run_one
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch
@@ -48,7 +48,7 @@ class Recipe:
     sketches: Sequence[RunningSketch] = ()
     encoding: bool = False
     monitors: Any = None
-    known: Known | None = None
+    known: OriginalLengths | None = None
 
     async def job(self) -> Job:
         """Prepare the request, checked and compiled, for the engine that is running now.
@@ -154,7 +154,7 @@ class Recompute:
             reading=True,
             sketches=(),
             monitors=None,
-            known=Known(len(ids), self.job.plan.limit),
+            known=OriginalLengths(len(ids), self.job.plan.limit),
         )
 
 

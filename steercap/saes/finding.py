@@ -11,11 +11,11 @@ from typing import Final, NamedTuple
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 from steercap.saes import gemma_scope, layouts, sae_lens
-from steercap.saes.layouts import Place
-from steercap.saes.reading import Recipe
+from steercap.saes.layouts import SAEPlace
+from steercap.saes.reading import SAESettings
 
 
-class Layout(NamedTuple):
+class SAEFormat(NamedTuple):
     """File format of an SAE.
 
     Args:
@@ -30,30 +30,30 @@ class Layout(NamedTuple):
     name: str
     weights: str | re.Pattern[str]
     configuration: str
-    recipe: Callable[[Place], Recipe] | None
+    recipe: Callable[[SAEPlace], SAESettings] | None
     turned: frozenset[str] = frozenset()
     optional: bool = False
 
 
-SAE_LENS: Final = Layout("SAELens", "sae_weights.safetensors", "cfg.json", sae_lens.read_recipe)
+SAE_LENS: Final = SAEFormat("SAELens", "sae_weights.safetensors", "cfg.json", sae_lens.read_recipe)
 #: Formats in the order in which they are looked for.
 LAYOUTS: Final = (
     SAE_LENS,
-    Layout("Gemma Scope 2", "params.safetensors", "config.json", gemma_scope.read_recipe, optional=True),
-    Layout("Gemma Scope", "params.npz", "", gemma_scope.recipe_of_arrays),
-    Layout("Llama Scope R1", "sae_weights.safetensors", "config.json", layouts.llama_scope),
-    Layout("Llama Scope", "checkpoints/final.safetensors", "hyperparams.json", layouts.llama_scope),
-    Layout("dictionary_learning", "ae.pt", "config.json", layouts.dictionary_learning),
-    Layout("a temporal SAE, whose features depend on earlier tokens too", "latest_ckpt.safetensors", "", None),
-    Layout("sparsify's, whose published descriptions disagree", "sae.safetensors", "", None),
+    SAEFormat("Gemma Scope 2", "params.safetensors", "config.json", gemma_scope.read_recipe, optional=True),
+    SAEFormat("Gemma Scope", "params.npz", "", gemma_scope.recipe_of_arrays),
+    SAEFormat("Llama Scope R1", "sae_weights.safetensors", "config.json", layouts.llama_scope),
+    SAEFormat("Llama Scope", "checkpoints/final.safetensors", "hyperparams.json", layouts.llama_scope),
+    SAEFormat("dictionary_learning", "ae.pt", "config.json", layouts.dictionary_learning),
+    SAEFormat("a temporal SAE, whose features depend on earlier tokens too", "latest_ckpt.safetensors", "", None),
+    SAEFormat("sparsify's, whose published descriptions disagree", "sae.safetensors", "", None),
 )
 #: Formats of which a folder has many files.
 NAMED: Final = (
-    Layout("Qwen Scope", re.compile(r"layer\d+\.sae\.pt"), "", layouts.qwen_scope, frozenset({"W_enc", "W_dec"})),
-    Layout("mwhanna's", re.compile(r"layer_\d+\.safetensors"), "", layouts.mwhanna, frozenset({"W_enc"})),
-    Layout("Goodfire's and qresearch's", re.compile(r".+-SAE-l\d+\.pth?"), "", layouts.of_model),
-    Layout("Kissane's", re.compile(r".+Hcat_z.*\.pt"), "{}_cfg.json", layouts.kissane),
-    Layout(
+    SAEFormat("Qwen Scope", re.compile(r"layer\d+\.sae\.pt"), "", layouts.qwen_scope, frozenset({"W_enc", "W_dec"})),
+    SAEFormat("mwhanna's", re.compile(r"layer_\d+\.safetensors"), "", layouts.mwhanna, frozenset({"W_enc"})),
+    SAEFormat("Goodfire's and qresearch's", re.compile(r".+-SAE-l\d+\.pth?"), "", layouts.of_model),
+    SAEFormat("Kissane's", re.compile(r".+Hcat_z.*\.pt"), "{}_cfg.json", layouts.kissane),
+    SAEFormat(
         "a part of a cross-layer transcoder, whose features write at many layers",
         re.compile(r"(?:W_enc|W_dec|params_layer)_\d+\.safetensors"),
         "",
@@ -65,7 +65,7 @@ _CROSS_LAYER: Final = re.compile(r"(?:^|/)clt(?:-|/|$)")
 _FILE: Final = re.compile(r".+\.(?:pth?|safetensors|npz)")
 
 
-class Found(NamedTuple):
+class SAEFiles(NamedTuple):
     """Files of an SAE.
 
     Args:
@@ -74,12 +74,12 @@ class Found(NamedTuple):
         configuration: the configuration file; None if there is none.
     """
 
-    layout: Layout
+    layout: SAEFormat
     weights: Path
     configuration: Path | None
 
 
-def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> Found:
+def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> SAEFiles:
     """Find the files of an SAE.
 
     Args:
@@ -103,7 +103,7 @@ def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> F
     return _first(lambda name: _from_hub(named, name, revision), folder, where)
 
 
-def _first(file: Callable[[str], Path | None], folder: str, where: str) -> Found:
+def _first(file: Callable[[str], Path | None], folder: str, where: str) -> SAEFiles:
     """Return the first layout whose files exist.
 
     Args:
@@ -125,7 +125,7 @@ def _first(file: Callable[[str], Path | None], folder: str, where: str) -> Found
         wanted = layout.configuration.format(weights.rpartition(".")[0])
         beside = file(f"{within}/{wanted}".lstrip("/")) if wanted else None
         if beside is not None or not wanted or layout.optional:
-            return Found(layout, found, beside)
+            return SAEFiles(layout, found, beside)
         lacking = lacking or f"{where} has {weights}, but no {wanted} beside it"
     if lacking:
         raise InvalidFile(lacking)
@@ -137,7 +137,7 @@ def _first(file: Callable[[str], Path | None], folder: str, where: str) -> Found
     )
 
 
-def _candidates(name: str) -> Iterator[Layout]:
+def _candidates(name: str) -> Iterator[SAEFormat]:
     """Yield the layouts that a weights file of this name may have; for "" those with a fixed file name."""
     yield from (one for one in LAYOUTS if name in ("", one.weights))
     yield from (one for one in NAMED if isinstance(one.weights, re.Pattern) and one.weights.fullmatch(name))

@@ -13,8 +13,8 @@ from steercap.core.spec import Point
 from steercap.core.values import shown
 from steercap.errors import InvalidFile
 from steercap.saes.hooks import point_of
-from steercap.saes.layouts import Place
-from steercap.saes.reading import Recipe
+from steercap.saes.layouts import SAEPlace
+from steercap.saes.reading import SAESettings
 
 #: Input and output hook of each part of Gemma Scope 2, by the part's name in paths.
 SECOND: Final = {
@@ -32,7 +32,7 @@ _EMBEDDING: Final = re.compile(r"(?:^|/)embedding/")
 _LAYER: Final = re.compile(r"(?<![0-9a-z])layer_(\d{1,4})(?!\d)")
 
 
-def recipe_of_arrays(place: Place) -> Recipe:
+def recipe_of_arrays(place: SAEPlace) -> SAESettings:
     """Return the recipe of a `params.npz`, from its path and its arrays.
 
     SAEs of the embeddings were trained before these are multiplied by √d_in, as Gemma does before its first layer.
@@ -47,7 +47,7 @@ def recipe_of_arrays(place: Place) -> Recipe:
     point = Point(layer, SITES[part]) if part and layer is not None else None
     embeds = part == "res" and _EMBEDDING.search(where) is not None and width > 0
     transcodes = part == "transcoders" or (bool(decoder) and decoder[-1] != width)
-    return Recipe(
+    return SAESettings(
         "jumprelu_transcoder" if transcodes else "jumprelu",
         None if transcodes else Point(0, "resid_pre") if embeds else point,
         Point(0, "resid_pre") if embeds else point,
@@ -58,7 +58,7 @@ def recipe_of_arrays(place: Place) -> Recipe:
     )
 
 
-def read_recipe(place: Place) -> Recipe:
+def read_recipe(place: SAEPlace) -> SAESettings:
     """Return the recipe of a Gemma Scope 2 SAE, from its `config.json`, or from the path if there is none.
 
     Raises:
@@ -72,7 +72,7 @@ def read_recipe(place: Place) -> Recipe:
     transcodes = target is not None and target != hook
     skips = said.get("affine_connection") is True
     architecture = "jumprelu" if not transcodes else "jumprelu_skip_transcoder" if skips else "jumprelu_transcoder"
-    return Recipe(
+    return SAESettings(
         architecture,
         point_of(hook),
         point_of(target if transcodes else hook),

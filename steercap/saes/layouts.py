@@ -17,7 +17,7 @@ from steercap.core.spec import Point
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidFile
 from steercap.saes.hooks import point_of
-from steercap.saes.reading import Recipe
+from steercap.saes.reading import SAESettings
 from steercap.saes.tensors import Tensors, read_configuration
 
 #: Names of tensors in files, where they are others than SAELens's.
@@ -55,7 +55,7 @@ _QWEN: Final = re.compile(r"SAE-Res-(Qwen[\w.-]+?)-W(\d{1,5})K-L0_(\d{1,5})(?!\d
 _OF_MODEL: Final = re.compile(r"([\w.-]+)-SAE-l(\d{1,4})\.pth?")
 
 
-class Place(NamedTuple):
+class SAEPlace(NamedTuple):
     """Files of an SAE, as found, and the user's options.
 
     Args:
@@ -125,7 +125,7 @@ def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
 # Formats of one program each
 
 
-def llama_scope(place: Place) -> Recipe:
+def llama_scope(place: SAEPlace) -> SAESettings:
     """Return the recipe of Llama Scope files.
 
     `hyperparams.json` has one threshold for all features; files beside a `config.json` have one for each. Rows are
@@ -158,7 +158,7 @@ def llama_scope(place: Place) -> Recipe:
         threshold = one * scale
     size = index_of(said.get("d_sae"))
     factor = index_of(said.get("expansion_factor"))
-    return Recipe(
+    return SAESettings(
         "jumprelu",
         point_of(hook),
         point_of(hook),
@@ -184,7 +184,7 @@ def scalar(tensors: Tensors, name: str) -> float:
     return tensors.read(name).item()
 
 
-def dictionary_learning(place: Place) -> Recipe:
+def dictionary_learning(place: SAEPlace) -> SAESettings:
     """Return the recipe of dictionary_learning files: `ae.pt`, beside a `config.json` whose `trainer` describes it."""
     said, path = place.said(), place.configuration
     trainer = said.get("trainer")
@@ -207,7 +207,7 @@ def dictionary_learning(place: Place) -> Recipe:
         unused = frozenset({"threshold"})  # it saves one, and chooses by k
     elif kind.endswith("TopKSAE") and "threshold" in place.tensors.shapes:
         threshold, unused = max(scalar(place.tensors, "threshold"), 0.0), frozenset({"threshold"})
-    return Recipe(
+    return SAESettings(
         architecture,
         point,
         point,
@@ -222,43 +222,43 @@ def dictionary_learning(place: Place) -> Recipe:
     )
 
 
-def kissane(place: Place) -> Recipe:
+def kissane(place: SAEPlace) -> SAESettings:
     """Return the recipe of SAEs of GPT-2's attention by Kissane and others: a `.pt`, beside a `_cfg.json`."""
     said = place.said()
     hook, size = said.get("act_name"), (index_of(said.get("act_size")), index_of(said.get("dict_size")))
     point = point_of(hook)
-    return Recipe("standard", point, point, shifted=True, model="gpt2-small", size=size, hooks=(hook, hook))
+    return SAESettings("standard", point, point, shifted=True, model="gpt2-small", size=size, hooks=(hook, hook))
 
 
 # Formats without a configuration, described by their file names
 
 
-def of_model(place: Place) -> Recipe:
+def of_model(place: SAEPlace) -> SAESettings:
     """Return the recipe of Goodfire's and qresearch's SAEs: one file, whose name has model and layer."""
     model, layer = _fields(place, _OF_MODEL, place.weights.name)
     point = Point(int(layer), "resid_post")
-    return Recipe("standard", point, point, name=place.weights.stem, model=model)
+    return SAESettings("standard", point, point, name=place.weights.stem, model=model)
 
 
-def qwen_scope(place: Place) -> Recipe:
+def qwen_scope(place: SAEPlace) -> SAESettings:
     """Return the recipe of Qwen Scope: `layer<N>.sae.pt` in a repository whose name has model, width and k."""
     (layer,) = _fields(place, re.compile(r"layer(\d{1,4})\.sae\.pt"), place.weights.name)
     model, width, k = _fields(place, _QWEN, f"{place.source}/{place.weights}")
     point = Point(int(layer), "resid_post")
     size = (None, int(width) << 10)
-    return Recipe("topk", point, point, int(k), name=f"layer{layer}", model=f"Qwen/{model}", size=size)
+    return SAESettings("topk", point, point, int(k), name=f"layer{layer}", model=f"Qwen/{model}", size=size)
 
 
-def mwhanna(place: Place) -> Recipe:
+def mwhanna(place: SAEPlace) -> SAESettings:
     """Return the recipe of transcoders of Qwen 3 by mwhanna: `layer_<N>.safetensors`, from `mlp_in` to `mlp_out`."""
     (layer,) = _fields(place, re.compile(r"layer_(\d{1,4})\.safetensors"), place.weights.name)
     sizes = re.findall(r"qwen3-([\d.]+b)", f"{place.source}/{place.weights}".lower())
     model = f"Qwen/Qwen3-{sizes[-1].upper()}" if sizes else ""
     reads, writes = Point(int(layer), "mlp_in"), Point(int(layer), "mlp_out")
-    return Recipe("transcoder", reads, writes, name=place.weights.stem, model=model)
+    return SAESettings("transcoder", reads, writes, name=place.weights.stem, model=model)
 
 
-def _fields(place: Place, pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
+def _fields(place: SAEPlace, pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
     """Return the groups of a pattern that a name or a path must match once.
 
     Raises:

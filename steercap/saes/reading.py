@@ -32,7 +32,7 @@ MOST_WIDTH: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SAESettings:
     """Settings of an SAE, read from its file's configuration.
 
     Args:
@@ -75,7 +75,7 @@ class Recipe:
         return "transcoder" in self.architecture
 
 
-class Parts(NamedTuple):
+class SAEParts(NamedTuple):
     """Parts of an SAE.
 
     Args:
@@ -91,7 +91,7 @@ class Parts(NamedTuple):
     skip: torch.Tensor | None
 
 
-def parts_of(tensors: Tensors, recipe: Recipe) -> Parts:
+def parts_of(tensors: Tensors, recipe: SAESettings) -> SAEParts:
     """Read and check the tensors of an SAE.
 
     Args:
@@ -126,10 +126,10 @@ def parts_of(tensors: Tensors, recipe: Recipe) -> Parts:
     for name, tensor in zip(("encoder", "bias", "threshold"), encoder.tensors, strict=False):
         if not tensor.isfinite().all():
             raise InvalidFile(f"{tensors.path}: the {name} overflows float32 once its factors are multiplied in")
-    return Parts(encoder, decoder, decoder_bias, read.get("W_skip"))
+    return SAEParts(encoder, decoder, decoder_bias, read.get("W_skip"))
 
 
-def _check_shapes(tensors: Tensors, recipe: Recipe) -> tuple[str, ...]:
+def _check_shapes(tensors: Tensors, recipe: SAESettings) -> tuple[str, ...]:
     """Check that the tensors are those of the architecture, before any is read, and return their names.
 
     Raises:

@@ -16,9 +16,9 @@ from steercap.errors import InvalidFile, InvalidSpec
 from steercap.kernels.codecs.features import read, rows_at_once
 from steercap.saes.encoder import Encoder
 from steercap.saes.features import Features
-from steercap.saes.finding import SAE_LENS, Found, find
-from steercap.saes.layouts import Place, named
-from steercap.saes.reading import Parts, Recipe, parts_of
+from steercap.saes.finding import SAE_LENS, SAEFiles, find
+from steercap.saes.layouts import SAEPlace, named
+from steercap.saes.reading import SAEParts, SAESettings, parts_of
 from steercap.saes.tensors import read_npz, read_pt_tensors, read_safetensors
 from steercap.steering.edits.add import Add
 from steercap.steering.edits.sae_feature import SAEFeature
@@ -266,7 +266,7 @@ class SAE:
         return flat
 
 
-def _read(found: Found, source: str, scale: float | None, centred: bool | None) -> tuple[Recipe, Parts]:
+def _read(found: SAEFiles, source: str, scale: float | None, centred: bool | None) -> tuple[SAESettings, SAEParts]:
     """Return the settings and the parts of an SAE, read from its files.
 
     Raises:
@@ -276,7 +276,7 @@ def _read(found: Found, source: str, scale: float | None, centred: bool | None) 
     assert layout.recipe is not None
     reader = {".npz": read_npz, ".safetensors": read_safetensors}.get(path.suffix, read_pt_tensors)
     tensors = named(reader(path), layout.turned)
-    recipe = layout.recipe(Place(path, found.configuration, source, tensors, scale, flag_of(centred)))
+    recipe = layout.recipe(SAEPlace(path, found.configuration, source, tensors, scale, flag_of(centred)))
     if layout is not SAE_LENS and (centred or (scale is not None and recipe.scale != scale)):
         raise InvalidFile(
             f"{path}: SAEs of {layout.name} say how rows are scaled, and none is centred; leave activation_scale= and "

@@ -16,8 +16,8 @@ from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidFile
 from steercap.saes.encoder import NORMALISATIONS, Normalisation
 from steercap.saes.hooks import point_of
-from steercap.saes.layouts import Place
-from steercap.saes.reading import ARCHITECTURES, Recipe
+from steercap.saes.layouts import SAEPlace
+from steercap.saes.reading import ARCHITECTURES, SAESettings
 
 #: Architectures that exist only in training.
 TRAINED: Final = frozenset({"batchtopk", "matryoshka_batchtopk"})
@@ -48,7 +48,7 @@ LAYER_NORMED: Final = re.compile(
 )
 
 
-def read_recipe(place: Place) -> Recipe:
+def read_recipe(place: SAEPlace) -> SAESettings:
     """Return the recipe of an SAELens configuration.
 
     Raises:
@@ -76,7 +76,7 @@ def read_recipe(place: Place) -> Recipe:
     reads = point_of(hook)
     if centred is None:
         centred = _centred(path, said, reads, normalisation)
-    return Recipe(
+    return SAESettings(
         architecture,
         reads,
         point_of(target),

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, get_args
 from steercap.core.spec import CaptureSpec, resolve_layers
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
-from steercap.server.call import Asked, Delivery
+from steercap.server.call import Delivery, SteercapField
 from steercap.server.library import Library
 from steercap.steering.directions import DirectionSet
 from steercap.steering.edits import EDITS
@@ -55,7 +55,7 @@ _ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _SLICE: Final = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::(-?\d{1,9}))?")
 
 
-def asked_of(body: Any, library: Library, owner: str) -> Asked:
+def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
     """Parse the `steercap` field of a request.
 
     Args:
@@ -82,7 +82,7 @@ def asked_of(body: Any, library: Library, owner: str) -> Asked:
             raise InvalidSpec("steercap.codec is for rows; give it beside capture=, or within it, not both")
         capture = {**capture, "codec": given["codec"]}
     steering = given.get("steering")
-    return Asked(
+    return SteercapField(
         None if capture is None else capture_of(capture, library, owner),
         None if steering is None else steering_of(steering, library, owner),
         deliver,

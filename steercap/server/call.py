@@ -16,7 +16,7 @@ Delivery = Literal["fetch", "inline", "folder"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class SteercapField:
     """Parsed `steercap` field of a request body.
 
     Args:
@@ -51,7 +51,7 @@ class Live(NamedTuple):
 
 
 @dataclass
-class Call:
+class SteercapRequest:
     """HTTP request that uses steercap.
 
     Args:
@@ -65,7 +65,7 @@ class Call:
         unsaid: functions that release captures whose ids the client has not received.
     """
 
-    asked: Asked
+    asked: SteercapField
     owner: str
     results: list[dict[str, Any]] = field(default_factory=list)
     prompts: int = 0
@@ -75,5 +75,5 @@ class Call:
     unsaid: list[Callable[[], object]] = field(default_factory=list)
 
 
-#: Call of the request being served, None for a request that does not use steercap.
-CURRENT: Final[ContextVar[Call | None]] = ContextVar("steercap call", default=None)
+#: SteercapRequest of the request being served, None for a request that does not use steercap.
+CURRENT: Final[ContextVar[SteercapRequest | None]] = ContextVar("steercap call", default=None)

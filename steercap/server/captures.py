@@ -28,7 +28,7 @@ def owner_of(authorization: str) -> str:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingCapture:
     """Capture that waits to be fetched.
 
     Args:
@@ -49,7 +49,7 @@ class Waiting:
         return len(self.content)
 
 
-class Captures:
+class CaptureStore:
     """Store of the captures of a server.
 
     Args:
@@ -71,16 +71,16 @@ class Captures:
         self.most_bytes = most_bytes
         self.most_of_a_key = most_of_a_key
         self._clock = clock
-        self._waiting: dict[str, Waiting] = {}  # in order of expiry, since all have the same time to live
+        self._waiting: dict[str, WaitingCapture] = {}  # in order of expiry, since all have the same time to live
 
-    def put(self, content: bytes, owner: str) -> Waiting:
+    def put(self, content: bytes, owner: str) -> WaitingCapture:
         """Store a file.
 
         Raises:
             CaptureMemoryFull: a limit leaves no room for it.
         """
         self.require_room(owner, len(content))
-        one = Waiting(f"cap-{secrets.token_hex(16)}", owner, content, self._clock() + self.time_to_live)
+        one = WaitingCapture(f"cap-{secrets.token_hex(16)}", owner, content, self._clock() + self.time_to_live)
         self._waiting[one.name] = one
         return one
 
@@ -108,7 +108,7 @@ class Captures:
         self.sweep()
         return sum(one.size for one in self._waiting.values() if owner is None or one.owner == owner)
 
-    def get(self, name: str, owner: str) -> Waiting | None:
+    def get(self, name: str, owner: str) -> WaitingCapture | None:
         """Return an owner's capture; None if there is none of the name, or it is another owner's."""
         self.sweep()
         one = self._waiting.get(name)
@@ -121,12 +121,12 @@ class Captures:
         del self._waiting[name]
         return True
 
-    def of(self, owner: str) -> Iterator[Waiting]:
+    def of(self, owner: str) -> Iterator[WaitingCapture]:
         """Iterate over an owner's captures, in order of expiry."""
         self.sweep()
         return (one for one in tuple(self._waiting.values()) if one.owner == owner)
 
-    def expires_in(self, one: Waiting) -> float:
+    def expires_in(self, one: WaitingCapture) -> float:
         """Return the seconds until a capture expires."""
         return max(0.0, one.until - self._clock())
 

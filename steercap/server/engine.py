@@ -18,9 +18,9 @@ from steercap.errors import InvalidRequest, SteercapError
 from steercap.kernels.codecs.coded import coding_of
 from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, receipts_of
 from steercap.requests.preparing import prepare
-from steercap.server.call import CURRENT, Call
-from steercap.server.captures import Captures
-from steercap.server.folder import Folder
+from steercap.server.call import CURRENT, SteercapRequest
+from steercap.server.captures import CaptureStore
+from steercap.server.folder import CaptureFolder
 from steercap.server.numbers import Numbers
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ class ServedEngine:
     def __init__(
         self,
         model: SteerModel,
-        captures: Captures,
+        captures: CaptureStore,
         translated: Callable[[SteercapError], Exception],
-        folder: Folder | None = None,
+        folder: CaptureFolder | None = None,
     ) -> None:
         self._model = model
         self._llm: Any = model.engine
@@ -76,7 +76,7 @@ class ServedEngine:
         return self._asked(call, first, prompt, sampling_params, options)
 
     async def _asked(
-        self, call: Call, first: int, prompt: Any, params: Any, options: dict[str, Any]
+        self, call: SteercapRequest, first: int, prompt: Any, params: Any, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         from steercap.adapters.prompts import rendered
 
@@ -103,7 +103,7 @@ class ServedEngine:
             call.error = type(error).__name__
             raise self._translated(error) from error
 
-    async def _run(self, call: Call, first: int, job: Job) -> AsyncGenerator[RequestOutput, None]:
+    async def _run(self, call: SteercapRequest, first: int, job: Job) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a job; the last one once its edits are confirmed and its rows are fetched."""
         ticket = await memory_for(job, object())
         ours = job.plan is not None  # the workers hold state of the job that we must free
@@ -131,7 +131,7 @@ class ServedEngine:
 
     async def _handed_over(
         self,
-        call: Call,
+        call: SteercapRequest,
         job: Job,
         samples: Sequence[Sample],
         ticket: Ticket | None,
@@ -165,18 +165,18 @@ class ServedEngine:
                 handle.release()
         return found
 
-    def _room(self, call: Call) -> Captures | Folder:
+    def _room(self, call: SteercapRequest) -> CaptureStore | CaptureFolder:
         """Return the store for the rows of a request."""
         return self._folder if self._folder is not None and call.asked.delivery == "folder" else self._captures
 
-    async def _delivered(self, call: Call, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
+    async def _delivered(self, call: SteercapRequest, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
         """Deliver the rows of each handle; return their places for the answer."""
-        if isinstance(folder := self._room(call), Folder):
+        if isinstance(folder := self._room(call), CaptureFolder):
             written = await folder.write(handles, call.owner)
             return [{"file": one.file, "bytes": one.bytes, "sha256": one.sha256} for one in written]
         return [self._handed(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
 
-    def _handed(self, call: Call, content: bytes) -> dict[str, Any]:
+    def _handed(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
         """Deliver a file in the answer or by the store; return its place for the answer."""
         if call.asked.delivery == "inline":
             call.inline += len(content)

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
 from steercap.saes import SAE
-from steercap.server.captures import Captures
+from steercap.server.captures import CaptureStore
 from steercap.server.library import NAME
 from steercap.server.questions import MOST_TOP, answering, asked, rows_at, rows_of, top_of
 
@@ -61,7 +61,7 @@ class FeaturesOfRows:
         saes: SAEs by name.
     """
 
-    def __init__(self, captures: Captures, saes: Mapping[str, SAE]) -> None:
+    def __init__(self, captures: CaptureStore, saes: Mapping[str, SAE]) -> None:
         self._captures = captures
         self._saes = saes
 

@@ -33,7 +33,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOG: Final = logging.getLogger(__name__)
 
 
-class Folder:
+class CaptureFolder:
     """Folder that a server writes captures to; a context manager that seals its manifest.
 
     Existing captures of the same model stay, and count against `most_bytes`.

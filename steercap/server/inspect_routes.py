@@ -19,7 +19,7 @@ from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.lab.directions import extract
 from steercap.server.asks import layer_vectors
-from steercap.server.captures import Captures, owner_of
+from steercap.server.captures import CaptureStore, owner_of
 from steercap.server.library import NAME, Library
 from steercap.server.questions import answering, asked, rows_at, rows_of, top_of
 from steercap.steering.layers import LayerVectors
@@ -46,7 +46,7 @@ class Looking:
         library: named vectors and steering.
     """
 
-    def __init__(self, model: SteerModel, captures: Captures, library: Library) -> None:
+    def __init__(self, model: SteerModel, captures: CaptureStore, library: Library) -> None:
         self._model = model
         self._captures = captures
         self._library = library

@@ -16,7 +16,7 @@ from steercap.client.connection import ERROR_HEADER
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.server.asks import asked_of
-from steercap.server.call import CURRENT, Asked, Call
+from steercap.server.call import CURRENT, SteercapField, SteercapRequest
 from steercap.server.captures import owner_of
 from steercap.server.library import Library
 from steercap.server.presets import Presets
@@ -67,7 +67,7 @@ class Keyless:
         await self._app(scope, receive, send)
 
 
-class Asking:
+class SteercapRoute:
     """ASGI wrapper of a route of vLLM that supports the `steercap` field.
 
     Args:
@@ -103,13 +103,13 @@ class Asking:
             return
         token = CURRENT.set(call)
         try:
-            await self._app(scope, replayed(body, receive), Answer(call, send))
+            await self._app(scope, replayed(body, receive), AnswerSender(call, send))
         finally:
             CURRENT.reset(token)
             for forget in call.unsaid:
                 forget()
 
-    def _read(self, body: bytes, owner: str) -> tuple[bytes, Call | None]:
+    def _read(self, body: bytes, owner: str) -> tuple[bytes, SteercapRequest | None]:
         """Split a body into the body for vLLM and the call of steercap, None for a request that does not use it.
 
         Raises:
@@ -126,13 +126,13 @@ class Asking:
             raise InvalidSpec(NO_TEXT)
         if store is not None or selectors is not None:
             field = _shorthand(field, store, selectors)
-        asked = Asked() if field is None else asked_of(field, self._library, owner)
+        asked = SteercapField() if field is None else asked_of(field, self._library, owner)
         if steering is not None:
             both = steering if asked.steering is None else steering + asked.steering
             asked = replace(asked, steering=both)
         if given.get("use_beam_search"):
             raise InvalidSpec("steercap: beams of a beam search are requests of their own; leave use_beam_search out")
-        return json.dumps(given).encode(), Call(asked, owner) if asked else None
+        return json.dumps(given).encode(), SteercapRequest(asked, owner) if asked else None
 
 
 def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
@@ -148,7 +148,7 @@ def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
     return {**(field or {}), "capture": True if selectors is None else {"at": selectors}}
 
 
-class Answer:
+class AnswerSender:
     """Wrapper of `send` that adds the results of a request to its answer.
 
     Args:
@@ -156,7 +156,7 @@ class Answer:
         send: ASGI send function.
     """
 
-    def __init__(self, call: Call, send: Send) -> None:
+    def __init__(self, call: SteercapRequest, send: Send) -> None:
         self._call = call
         self._send = send
         self._start: Message | None = None

@@ -9,7 +9,7 @@ import msgspec
 
 from steercap.captures.arriving import Arrived
 from steercap.requests.job import Job, rows_so_far
-from steercap.server.call import Call, Live
+from steercap.server.call import Live, SteercapRequest
 
 
 class Numbers:
@@ -21,7 +21,7 @@ class Numbers:
         job: the running job; numbers are only streamed if its answer is a stream.
     """
 
-    def __init__(self, call: Call, first: int, job: Job) -> None:
+    def __init__(self, call: SteercapRequest, first: int, job: Job) -> None:
         self._call, self._first, self._job = call, first, job
         params: Any = job.params
         self._streams = params.output_kind.name == "DELTA"

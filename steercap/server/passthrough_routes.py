@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from steercap.server.call import CURRENT, Asked, Call
+from steercap.server.call import CURRENT, SteercapField, SteercapRequest
 from steercap.server.captures import owner_of
 from steercap.server.middleware import (
     FIELDS,
@@ -72,7 +72,7 @@ class Elsewhere:
             if not is_text:
                 await refuse(send, 400, NO_TEXT)
                 return
-            call = Call(Asked(steering=steering), owner_of(header(scope, b"authorization")))
+            call = SteercapRequest(SteercapField(steering=steering), owner_of(header(scope, b"authorization")))
         token = CURRENT.set(call)
         try:
             await self._app(scope, replayed(body, receive), send)

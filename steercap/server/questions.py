@@ -15,7 +15,7 @@ from starlette.responses import Response
 from steercap.captures.handle import CaptureHandle
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSpec, SteercapError
-from steercap.server.captures import Captures, owner_of
+from steercap.server.captures import CaptureStore, owner_of
 from steercap.server.routes import NOT_WAITING, refused
 
 #: Maximum bytes of a body, and maximum entries per row.
@@ -71,7 +71,7 @@ async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
     return given
 
 
-async def rows_of(request: Request, captures: Captures) -> CaptureHandle:
+async def rows_of(request: Request, captures: CaptureStore) -> CaptureHandle:
     """Load the capture named in a request's path, which must be the caller's own.
 
     Raises:

@@ -15,8 +15,8 @@ from starlette.routing import Route
 
 from steercap.errors import CaptureMemoryFull, SteercapError
 from steercap.kernels.codecs import ENCODINGS
-from steercap.server.captures import Captures, owner_of
-from steercap.server.folder import Folder
+from steercap.server.captures import CaptureStore, owner_of
+from steercap.server.folder import CaptureFolder
 from steercap.server.library import Library, Named, read
 from steercap.server.middleware import failure
 
@@ -44,10 +44,10 @@ class Routes:
     def __init__(
         self,
         model: SteerModel,
-        captures: Captures,
+        captures: CaptureStore,
         library: Library,
         aliases: tuple[str, ...],
-        folder: Folder | None = None,
+        folder: CaptureFolder | None = None,
     ) -> None:
         self._model = model
         self._captures = captures

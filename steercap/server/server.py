@@ -15,13 +15,13 @@ from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import warn_of_other_model
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
-from steercap.server.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
+from steercap.server.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, CaptureStore
 from steercap.server.engine import ServedEngine
 from steercap.server.folder import MOST_BYTES as FOLDER_BYTES
 from steercap.server.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
-from steercap.server.folder import Folder
+from steercap.server.folder import CaptureFolder
 from steercap.server.library import NAME, OPERATOR, Library
-from steercap.server.middleware import PATHS, Asking, Keyless
+from steercap.server.middleware import PATHS, Keyless, SteercapRoute
 from steercap.server.passthrough_routes import Elsewhere
 from steercap.server.presets import Presets
 from steercap.steering.spec import SteeringSpec
@@ -98,7 +98,7 @@ async def application(
     model: SteerModel,
     flags: argparse.Namespace,
     settings: ServerSettings,
-    folder: Folder | None = None,
+    folder: CaptureFolder | None = None,
     names: Names | None = None,
 ) -> FastAPI:
     """Create vLLM's application over an open model, with the `steercap` field and our own routes.
@@ -134,14 +134,18 @@ async def application(
     library, served_names = names.library, flags.served_model_name or [flags.model]
     presets = Presets(served_names, names.presets)
     served = argparse.Namespace(**{**vars(flags), "served_model_name": [*served_names, *presets.aliases]})
-    captures = Captures(
+    captures = CaptureStore(
         time_to_live=settings.captures_seconds,
         most_bytes=settings.captures_bytes,
         most_of_a_key=settings.captures_bytes_of_a_key,
     )
     engine = ServedEngine(model, captures, server.translated, folder)
     app = await server.application(
-        engine, served, PATHS, lambda route: Asking(route, library, presets), lambda route: Elsewhere(route, presets)
+        engine,
+        served,
+        PATHS,
+        lambda route: SteercapRoute(route, library, presets),
+        lambda route: Elsewhere(route, presets),
     )
     app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
@@ -192,15 +196,15 @@ async def serve(
 
 
 @contextmanager
-def opened_folder(model: str, settings: ServerSettings) -> Iterator[Folder | None]:
+def opened_folder(model: str, settings: ServerSettings) -> Iterator[CaptureFolder | None]:
     """Open the folder that settings name, while the block runs; None if they name none.
 
     Raises:
-        The errors of `Folder`.
+        The errors of `CaptureFolder`.
     """
     if settings.folder is None:
         yield None
         return
     limits = {"most_bytes": settings.folder_bytes, "most_of_a_key": settings.folder_bytes_of_a_key}
-    with Folder(settings.folder, model=model, **limits) as folder:
+    with CaptureFolder(settings.folder, model=model, **limits) as folder:
         yield folder

@@ -14,7 +14,7 @@ from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.files import native
-from steercap.files.native import Kind
+from steercap.files.native import FileKind
 from steercap.steering.edits.inputs import float32_copy
 from steercap.steering.layers import FrozenMapping
 
@@ -124,5 +124,5 @@ def _point(point: Any) -> Point:
     return Point(index, site)
 
 
-def _kind() -> Kind:
-    return Kind("calibration", {"Calibration": Calibration})
+def _kind() -> FileKind:
+    return FileKind("calibration", {"Calibration": Calibration})

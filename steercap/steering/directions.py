@@ -14,7 +14,7 @@ from jaxtyping import Float
 from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
-from steercap.files.native import Kind
+from steercap.files.native import FileKind
 from steercap.steering.layers import FrozenMapping, LayerVectors
 
 #: Fingerprint of a direction at one layer.
@@ -297,5 +297,7 @@ def _joined(first: Provenance, second: Provenance) -> Provenance:
     )
 
 
-def _kind() -> Kind:
-    return Kind("directions", {"DirectionSet": DirectionSet, "LayerVectors": LayerVectors, "Provenance": Provenance})
+def _kind() -> FileKind:
+    return FileKind(
+        "directions", {"DirectionSet": DirectionSet, "LayerVectors": LayerVectors, "Provenance": Provenance}
+    )

@@ -23,7 +23,7 @@ from steercap.core.spec import name_of_site
 from steercap.core.values import FAR, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
 from steercap.files import native
-from steercap.files.native import Kind
+from steercap.files.native import FileKind
 from steercap.steering.edits.inputs import Vector, float32_copy
 
 Key = TypeVar("Key")
@@ -300,5 +300,5 @@ def _vector(layer: object, vector: Vector) -> Float[torch.Tensor, " hidden"]:
     return float32_copy(vector, f"LayerVectors: the vector of layer {shown(layer)}", "hidden")
 
 
-def _kind() -> Kind:
-    return Kind("vectors", {"LayerVectors": LayerVectors})
+def _kind() -> FileKind:
+    return FileKind("vectors", {"LayerVectors": LayerVectors})

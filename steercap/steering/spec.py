@@ -10,7 +10,7 @@ from typing import Any
 from steercap.core.values import flag_of, parts_of, shown, warn
 from steercap.errors import InvalidSpec
 from steercap.files import native
-from steercap.files.native import Kind
+from steercap.files.native import FileKind
 from steercap.steering.edits import EDITS
 from steercap.steering.edits.base import Edit
 from steercap.steering.edits.inputs import models_of
@@ -128,7 +128,7 @@ def spec_of(steering: Any) -> SteeringSpec:
     raise InvalidSpec(f"steering={shown(steering)}; give a SteeringSpec, an edit, or None for no steering")
 
 
-def _kind() -> Kind:
+def _kind() -> FileKind:
     """Return the file kind of steering: edits without `model`, which the header has, and `Replace` without `tokens`."""
 
     def left_out(value: object) -> tuple[str, ...]:
@@ -136,6 +136,6 @@ def _kind() -> Kind:
             return ()
         return ("model", "tokens") if value.replaced else ("model",)
 
-    return Kind(
+    return FileKind(
         "steering", {"SteeringSpec": SteeringSpec, "LogitBias": LogitBias, **EDITS}, left_out=left_out, noun="edit"
     )

@@ -191,7 +191,7 @@ def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
     biases = [edit for edit in spec.flat() if isinstance(edit, LogitBias)] if spec is not None else []
     chosen = [selected(bias.selection.ranges(prompt_len, limit), limit) for bias in biases]
 
-    class Biasing(LogitsProcessor):  # type: ignore[misc]
+    class BiasProcessor(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             scores = scores.clone()
             for bias, held in zip(biases, chosen, strict=True):
@@ -202,7 +202,7 @@ def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
                         scores[:, token] += value
             return scores
 
-    return Biasing()
+    return BiasProcessor()
 
 
 def _experts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -22,7 +22,7 @@ from steercap.core.biases import combined
 from steercap.core.messages import Wanted
 from steercap.core.rows import Ints
 from steercap.worker.batch import BatchRows
-from steercap.worker.steering import Steered
+from steercap.worker.steering import SteeredSample
 
 #: Addends of at least this many entries are broadcast over their rows; smaller ones are repeated for each row.
 _LARGE: Final = 4096
@@ -56,7 +56,7 @@ class Biased(NamedTuple):
         mask: bits of the bias scopes that select it.
     """
 
-    steered: Steered
+    steered: SteeredSample
     row: int
     position: int
     mask: int
@@ -91,7 +91,7 @@ class Biasing:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._requests: dict[str, Steered] = {}
+        self._requests: dict[str, SteeredSample] = {}
         self._batch: BatchRows | None = None
         self._pending: deque[_Pending] = deque()
         #: Rows, slots and writes of the last pass, reused while the next has the same; the slots keep their ids unique.
@@ -101,7 +101,7 @@ class Biasing:
         """Return whether any running request has a bias."""
         return bool(self._requests)
 
-    def enter(self, request_id: str, steered: Steered) -> None:
+    def enter(self, request_id: str, steered: SteeredSample) -> None:
         """Start tracking a request that has a bias."""
         self._requests[request_id] = steered
 

@@ -13,7 +13,7 @@ from steercap.core.coding import REDUCED
 from steercap.core.messages import CapturedRows, LineRange, Owner
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
-from steercap.core.rows import Ints, Places, ranks, rows_selected, runs
+from steercap.core.rows import Ints, RecordLines, ranks, rows_selected, runs
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import record_of
 from steercap.worker.arena import Arena
@@ -62,7 +62,7 @@ class CaptureBuffer(ABC):
         self._ranks = ranks(capture.ranges, plan.limit)
         self._stops, self._shifts = runs(capture.ranges, plan.limit)
         self._record = self._record_lines()
-        self._places = Places(np.empty(0, dtype=np.int64), arena.shape, self._record)
+        self._places = RecordLines(np.empty(0, dtype=np.int64), arena.shape, self._record)
         self._reduced: tuple[Ints, Ints] | None = None  # labels of the rows that were reduced
 
     @abstractmethod
@@ -218,7 +218,7 @@ class CaptureBuffer(ABC):
         """
         if not len(self._places.pages):
             pages = self._arena.allocate(self._arena.shape.pages(self._most, self._record))
-            self._places = Places(pages, self._arena.shape, self._record)
+            self._places = RecordLines(pages, self._arena.shape, self._record)
         return rows <= self._places.rows
 
     def free(self) -> None:

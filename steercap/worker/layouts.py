@@ -45,7 +45,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RecordLayout:
     """Layout of a token's record on this rank.
 
     Args:
@@ -95,12 +95,12 @@ class Layouts:
         self.evidence = np.zeros(size, dtype=np.int64)
         #: Numbers of layouts written to `offsets` since the taps last read them.
         self.fresh: dict[int, None] = {}
-        self._known: dict[tuple[tuple[int, ...], Form], Layout] = {}
-        self._used: dict[int, Layout] = {}
+        self._known: dict[tuple[tuple[int, ...], Form], RecordLayout] = {}
+        self._used: dict[int, RecordLayout] = {}
         self._users: dict[int, int] = {}
         self._free = list(range(LAYOUTS - 1, -1, -1))
 
-    def __getitem__(self, number: int) -> Layout:
+    def __getitem__(self, number: int) -> RecordLayout:
         """Return a layout in use, by its number."""
         return self._used[number]
 
@@ -115,7 +115,7 @@ class Layouts:
         """Return the schemas of points of this rank."""
         return [self._schemas[point] for point in points]
 
-    def acquire(self, wanted: Sequence[int], form: Form) -> Layout | None:
+    def acquire(self, wanted: Sequence[int], form: Form) -> RecordLayout | None:
         """Return the layout of a record, with one user more; None when too many different ones are in use."""
         key = self.points(wanted), form
         if key not in self._known:
@@ -127,7 +127,7 @@ class Layouts:
         self._users[layout.number] = self._users.get(layout.number, 0) + 1
         return layout
 
-    def release(self, layout: Layout) -> None:
+    def release(self, layout: RecordLayout) -> None:
         """Remove one user of a layout; drop the layout with its last user."""
         self._users[layout.number] -= 1
         if not self._users[layout.number]:
@@ -135,7 +135,7 @@ class Layouts:
             del self._known[layout.points, layout.form]
             self._free.append(layout.number)
 
-    def _write(self, number: int, points: tuple[int, ...], form: Form) -> Layout:
+    def _write(self, number: int, points: tuple[int, ...], form: Form) -> RecordLayout:
         schemas = self.schemas(points)
         raw = record_of(schemas)
         stored = record_of(schemas, form.coding)
@@ -146,5 +146,5 @@ class Layouts:
         locals_ = tuple(local for local, point in enumerate(self._local) if point in lines)
         self.evidence[number] = sum(map(weight, locals_))
         self.fresh[number] = None
-        layout = self._used[number] = Layout(number, points, locals_, form, raw, stored)
+        layout = self._used[number] = RecordLayout(number, points, locals_, form, raw, stored)
         return layout

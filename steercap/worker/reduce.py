@@ -14,7 +14,7 @@ from steercap.core.records import LINE_BYTES
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import ENCODINGS
-from steercap.worker.layouts import Layout
+from steercap.worker.layouts import RecordLayout
 
 if TYPE_CHECKING:
     from steercap.worker.arena import Arena
@@ -57,7 +57,7 @@ class Accumulator:
 
 
 def reduce_rows(
-    arena: Arena, ranges: Sequence[LineRange], layout: Layout, schemas: Sequence[PointSchema], reduce: Reduction
+    arena: Arena, ranges: Sequence[LineRange], layout: RecordLayout, schemas: Sequence[PointSchema], reduce: Reduction
 ) -> None:
     """Reduce records on the model's device, and write the result, float32, over the first of them.
 
@@ -83,7 +83,7 @@ def record_blocks(arena: Arena, ranges: Iterable[LineRange], record: int) -> Ite
             yield arena.read(lines.start + start * record, min(most, lines.count // record - start), record)
 
 
-def rows_of(records: torch.Tensor, layout: Layout, schemas: Sequence[PointSchema]) -> Iterator[torch.Tensor]:
+def rows_of(records: torch.Tensor, layout: RecordLayout, schemas: Sequence[PointSchema]) -> Iterator[torch.Tensor]:
     """Return the rows of each point in raw records, uint8 [records, bytes]: [records, shard width] each."""
     for schema, offset, size in zip(schemas, layout.raw.offsets, layout.raw.sizes, strict=True):
         stored = records[:, offset : offset + size]

@@ -19,7 +19,7 @@ from steercap.kernels.codecs.reduced import accumulator_records
 from steercap.worker.accumulators import EMPTY
 from steercap.worker.arena import Arena
 from steercap.worker.capture_buffer import CaptureBuffer
-from steercap.worker.layouts import Layout, Layouts
+from steercap.worker.layouts import Layouts, RecordLayout
 from steercap.worker.reduce import Accumulator, rows_of, write_reduced
 from steercap.worker.taps.base import Taps
 
@@ -154,7 +154,7 @@ class ReducingBuffer(CaptureBuffer):
             self._keep(1)
 
     @property
-    def target(self) -> tuple[int, Layout]:
+    def target(self) -> tuple[int, RecordLayout]:
         """First line in the arena that the reduction is written to, and the layout of the rows that are reduced."""
         assert self._layout is not None
         return int(self._first_lines[0]), self._layout

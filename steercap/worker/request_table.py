@@ -22,7 +22,7 @@ from steercap.worker.capture_buffer import CaptureBuffer
 from steercap.worker.layouts import Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.steady_decode import SteadyDecode
-from steercap.worker.steering import Slot, Steered
+from steercap.worker.steering import Slot, SteeredSample
 from steercap.worker.step import Step
 
 #: Columns of the state of a request. They hold for the positions from NEXT up to STOP, STOP excluded.
@@ -46,7 +46,7 @@ class Tracked:
         self,
         owner: Owner,
         capture_buffer: CaptureBuffer | None,
-        steered: Steered | None,
+        steered: SteeredSample | None,
         vectors: tuple[int, Slot] | None = None,
     ) -> None:
         self.owner = owner

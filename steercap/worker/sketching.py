@@ -28,7 +28,7 @@ from steercap.errors import WorkerFailure
 from steercap.worker.capture_buffer import ArenaBuffer
 from steercap.worker.layouts import Layouts
 from steercap.worker.sketches import SKETCHES
-from steercap.worker.sketches.base import Kind, State, squares_of
+from steercap.worker.sketches.base import Kind, SketchState, squares_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Held:
     """
 
     kind: Kind
-    states: dict[int, State]
+    states: dict[int, SketchState]
     weighed: dict[Owner, Weighed] = field(default_factory=dict)
     folded: dict[Owner, int] = field(default_factory=dict)
 

@@ -49,7 +49,7 @@ class Slot:
     addends: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-class Steered:
+class SteeredSample:
     """State of one sample of a steered request.
 
     Args:
@@ -181,7 +181,7 @@ class Steering:
         self.samples = samples
         self._slots: dict[int, Slot] = {}
         self._rows: dict[int, tuple[bytes, int]] = {}  # blob digest and row number of each bank row's contents
-        self._records: dict[Owner, Steered] = {}
+        self._records: dict[Owner, SteeredSample] = {}
         #: Identities under which keys and values were written while steering failed, with the reasons; the client does
         #: not use them again.
         self._tainted: dict[bytes, str] = {}
@@ -265,9 +265,9 @@ class Steering:
 
     # The step
 
-    def register(self, owner: Owner, plan: Plan, steering: SteeringPlan) -> Steered:
+    def register(self, owner: Owner, plan: Plan, steering: SteeringPlan) -> SteeredSample:
         """Start the record of a steered request that is scheduled for the first time."""
-        steered = Steered(owner, plan, steering, self._slots.get(steering.slot))
+        steered = SteeredSample(owner, plan, steering, self._slots.get(steering.slot))
         self._records[owner] = steered
         if steered.failure:
             self.fail(steered, steered.failure)
@@ -278,11 +278,11 @@ class Steering:
         slot = self._slots.get(number)
         return slot if slot is not None and slot.digest == configuration else None
 
-    def record(self, owner: Owner) -> Steered | None:
+    def record(self, owner: Owner) -> SteeredSample | None:
         """Return the record of a request, None if there is none."""
         return self._records.get(owner)
 
-    def fail(self, steered: Steered, reason: str) -> None:
+    def fail(self, steered: SteeredSample, reason: str) -> None:
         """Record that edits were not made, so that nothing that the request wrote is ever reused."""
         steered.fail(reason)
         self.taint(steered.steering, reason)

@@ -15,7 +15,7 @@ from steercap import Add, LowRank, SteeringSpec
 from steercap.errors import InvalidFile, PointNotArmed
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.studies.evaluation import Choices, Evaluation, Method, Passages, evaluate, read_results, shuffled
-from steercap.lab.studies.evaluation.reading import Parts, logprobs_of, parts_of
+from steercap.lab.studies.evaluation.reading import PromptAndText, logprobs_of, parts_of
 from steercap.steering import LayerVectors
 from steercap.testing import Reference
 
@@ -32,7 +32,7 @@ def some_vectors(*layers: int, width: int = 576) -> LayerVectors:
     return LayerVectors({layer: 40 * vector(width, seed=layer) for layer in layers})
 
 
-def logprobs(reference: Reference, parts: Parts) -> np.ndarray:
+def logprobs(reference: Reference, parts: PromptAndText) -> np.ndarray:
     """Those of the text's tokens, by transformers: float64 [tokens]."""
     ids = torch.tensor([parts.ids])
     with torch.inference_mode():
@@ -87,7 +87,7 @@ async def test_a_text_that_is_read_has_the_log_probabilities_with_which_it_was_w
     (sample,) = raw.output.outputs
     ids = list(sample.token_ids)
     written = [entry[token].logprob for entry, token in zip(sample.logprobs, ids, strict=True)]
-    parts = [Parts(prompt, [], ids), Parts(prompt, ids[:5], ids[5:])]
+    parts = [PromptAndText(prompt, [], ids), PromptAndText(prompt, ids[:5], ids[5:])]
     whole, rest = await logprobs_of(smol, parts, spec)
     np.testing.assert_allclose(whole, written, atol=1e-3)
     np.testing.assert_allclose(rest, written[5:], atol=1e-3)

@@ -17,8 +17,8 @@ from support.rows import random_prompt, settled
 
 from steercap import Add, SteerModel
 from steercap.adapters import server
-from steercap.server.call import CURRENT, Asked, Call
-from steercap.server.captures import Captures
+from steercap.server.call import CURRENT, SteercapField, SteercapRequest
+from steercap.server.captures import CaptureStore
 from steercap.server.engine import ServedEngine
 from steercap.server.server import ServerSettings, application
 from steercap.steering.layers import LayerVectors
@@ -80,8 +80,8 @@ async def test_a_preset_steers_wherever_vllm_generates(http: httpx.AsyncClient, 
 @pytest.mark.parametrize("after", [0, 2])
 async def test_a_steered_request_that_is_left_leaves_no_records(tiny: SteerModel, after: int) -> None:
     """It captures nothing, and the workers hold a record of its edits until they are told to let go."""
-    call = Call(Asked(steering=SteeringSpec([Add(CALM[1], layer=1)])), "somebody")
-    engine, before = ServedEngine(tiny, Captures(), server.translated), (await tiny.stats()).steps
+    call = SteercapRequest(SteercapField(steering=SteeringSpec([Add(CALM[1], layer=1)])), "somebody")
+    engine, before = ServedEngine(tiny, CaptureStore(), server.translated), (await tiny.stats()).steps
     token = CURRENT.set(call)
     try:
         payload = await tiny.serving.here().vllm.render(random_prompt(30, 1))

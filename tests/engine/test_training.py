@@ -24,7 +24,7 @@ from steercap.lab.training import (
     train,
 )
 from steercap.lab.training.batches import padded
-from steercap.lab.training.examples import Tokens
+from steercap.lab.training.examples import ExampleTokens
 from steercap.lab.training.penalties import Penalties
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
@@ -86,7 +86,7 @@ async def test_a_trained_edit_does_in_an_engine_what_it_did_in_training(tiny, tr
         await tiny.fetch_captures_batch([handle, plain])
         ids = [*handle.prompt_token_ids, *handle.output_token_ids]
         wanted = rows_in_training(
-            trained_in, trained.spec, Tokens(tuple(ids), len(handle.prompt_token_ids)), handle.points
+            trained_in, trained.spec, ExampleTokens(tuple(ids), len(handle.prompt_token_ids)), handle.points
         )
         for point in handle.points:
             found = compare_rows(handle.captures[point], wanted[point][handle.positions])
@@ -97,11 +97,11 @@ async def test_a_trained_edit_does_in_an_engine_what_it_did_in_training(tiny, tr
 
 
 def rows_in_training(
-    model: HookedModel, spec: SteeringSpec, tokens: Tokens, points: list[Point]
+    model: HookedModel, spec: SteeringSpec, tokens: ExampleTokens, points: list[Point]
 ) -> dict[Point, torch.Tensor]:
     """Rows of every point, [tokens, width], in a pass as objectives make it, another and longer text beside it."""
     module = SteeredTraits(model, [TrainableSpec(spec)], OBJECTIVES["likelihood"], Penalties(), 1.0)
-    beside = Tokens(tuple(range(60)), 20)
+    beside = ExampleTokens(tuple(range(60)), 20)
     batch = padded([tokens, beside], module.selections, torch.zeros(2, dtype=torch.int64), torch.device("cpu"))
     found: dict[Point, torch.Tensor] = {}
 

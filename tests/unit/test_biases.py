@@ -27,7 +27,7 @@ from steercap.errors import (
     SteeringNotApplied,
     TooManyEdits,
 )
-from steercap.requests.compiled_steering import Change
+from steercap.requests.compiled_steering import CompiledSteering
 from steercap.steering.lowering import biased_by, lower, scopes_of
 
 VOCABULARY, WIDTH, PROMPT, LIMIT = 40, 8, 5, 12
@@ -69,7 +69,9 @@ class Bench:
         self.runtime = some_runtime(points=1, width=WIDTH)
         configuration = self.ready.configuration
         self.answer(Configure((), (Placed(0, configuration, ()),)))
-        change = Change(self.ready, *scopes_of(self.ready, PROMPT, LIMIT), biased_by(self.ready, PROMPT, LIMIT))
+        change = CompiledSteering(
+            self.ready, *scopes_of(self.ready, PROMPT, LIMIT), biased_by(self.ready, PROMPT, LIMIT)
+        )
         self.plans = {}
         for name in names:
             steering = change.placed({configuration.digest: 0}, 0)
@@ -237,7 +239,7 @@ def test_workers_that_make_logits_must_all_have_biased_them() -> None:
     """A later stage alone makes logits; both its ranks do, and no rank of another counts."""
     spec = SteeringSpec([LogitBias({3: 1.0}), Add(torch.ones(WIDTH), layer=0, tokens="generated")])
     ready = lowered(spec)
-    change = Change(ready, *scopes_of(ready, PROMPT, LIMIT), biased_by(ready, PROMPT, LIMIT))
+    change = CompiledSteering(ready, *scopes_of(ready, PROMPT, LIMIT), biased_by(ready, PROMPT, LIMIT))
     plan = Plan("a", PROMPT, LIMIT, steering=change.placed({ready.digest: 0}, 0))
     assert isinstance(plan.steering, SteeringPlan)
     from steercap.core.messages import SteeringRecord
@@ -329,7 +331,9 @@ def test_keys_and_values_depend_on_edits_alone() -> None:
     assert len({alone.digest, both.digest, other.digest}) == 3
     assert lowered(SteeringSpec([bias])).changes_kv is False
     names = {
-        Change(one, *scopes_of(one, PROMPT, LIMIT), biased_by(one, PROMPT, LIMIT)).placed({one.digest: 0}, 0).identity
+        CompiledSteering(one, *scopes_of(one, PROMPT, LIMIT), biased_by(one, PROMPT, LIMIT))
+        .placed({one.digest: 0}, 0)
+        .identity
         for one in (alone, other)
     }
     assert len(names) == 1

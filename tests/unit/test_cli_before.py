@@ -27,7 +27,7 @@ from steercap.captures.manifest import Manifest
 from steercap.cli.app import app
 from steercap.cli.captured import Store
 from steercap.cli.engines import ModelOptions
-from steercap.cli.generate import Answer, report
+from steercap.cli.generate import PrintedAnswer, report
 from steercap.cli.onward import folded, sweeps_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings
 from steercap.cli.terminal import Output, Terminal
@@ -263,12 +263,12 @@ def test_force_writes_over_a_file() -> None:
 @pytest.mark.usefixtures("here")
 def test_answers_that_cannot_be_written_are_printed(how, capfd) -> None:
     """All of what was to be in the file, a line an answer, or the document with --json; and the error is raised."""
-    found = [Answer("hi", 0, clean="there\n  you are"), Answer("hi", 1, clean="again")]
+    found = [PrintedAnswer("hi", 0, clean="there\n  you are"), PrintedAnswer("hi", 1, clean="again")]
     with pytest.raises(OSError, match=r"a\.txt"):
         report("m", found, Path("a.txt/folder/out.jsonl"), Terminal(Output(json=how)))
     out = capfd.readouterr().out
     told = json.loads(out)["answers"] if how else [json.loads(line) for line in out.splitlines()]
-    assert [msgspec.convert(one, Answer) for one in told] == found
+    assert [msgspec.convert(one, PrintedAnswer) for one in told] == found
 
 
 @pytest.mark.parametrize("how", [False, True])

@@ -32,7 +32,7 @@ from steercap.errors import (
 )
 from steercap.lab.datasets import DatasetFolder
 from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, open_source
-from steercap.lab.datasets.collecting.documents import Document, NotDocument, content_of
+from steercap.lab.datasets.collecting.documents import CorpusDocument, NotDocument, content_of
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.pipeline import Block, Ended
 from steercap.lab.datasets.collecting.samples import Selected, described, sample_of, seed_of
@@ -312,7 +312,7 @@ def cutting(context=8, **how):
 
 
 def windows_of(cut, *contents):
-    return list(cut.windows([Document(n, content_of(one), f"document {n}") for n, one in enumerate(contents)]))
+    return list(cut.windows([CorpusDocument(n, content_of(one), f"document {n}") for n, one in enumerate(contents)]))
 
 
 @pytest.mark.parametrize("bos", ["document", "window", "none"])

@@ -35,7 +35,7 @@ from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers
 from steercap.kernels.codecs.coded import CodedRows, end_of, parts_of
 from steercap.lab.datasets import ActivationDataset, DatasetFolder, Index, Shard, define, storage_of, verify
-from steercap.lab.datasets.collecting.collection import Asked, sound_shards
+from steercap.lab.datasets.collecting.collection import CollectArguments, sound_shards
 from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.shards import name_of
 from steercap.lab.datasets.statistics import SMALL, drawn, no_rows, statistics_of
@@ -53,7 +53,7 @@ CODINGS = [
 ]
 
 
-ASKED = Asked(capture=CaptureSpec())
+ASKED = CollectArguments(capture=CaptureSpec())
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -301,8 +301,8 @@ def test_numbers_are_whole_before_anything_is_begun(name) -> None:
     """NumPy's are as good as Python's."""
     for wrong in (1.5, -1, "8"):
         with pytest.raises(InvalidSetting, match=f"{name}=.*; give a whole number"):
-            Asked(capture=CaptureSpec(), **{name: wrong})
-    found = getattr(Asked(capture=CaptureSpec(), **{name: np.int64(8)}), name)
+            CollectArguments(capture=CaptureSpec(), **{name: wrong})
+    found = getattr(CollectArguments(capture=CaptureSpec(), **{name: np.int64(8)}), name)
     assert (type(found), found) == (int, 8)
 
 

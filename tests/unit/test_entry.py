@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from steercap.adapters.entry import ENGINE_CORE, Entry
+from steercap.adapters.entry import ENGINE_CORE, ProcessEntry
 
 #: What a process says that comes to life as vLLM's do: it unpickles its entry, then imports vLLM and speaks.
 SPEAKS = """
@@ -43,7 +43,7 @@ def test_a_process_of_vllm_says_what_was_asked_for(monkeypatch, chosen, log, hea
         monkeypatch.delenv(name, raising=False)
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
-    entry = pickle.dumps(Entry(ENGINE_CORE, print, log=log)).hex()
+    entry = pickle.dumps(ProcessEntry(ENGINE_CORE, print, log=log)).hex()
     process = subprocess.run(
         [sys.executable, "-c", SPEAKS, entry], capture_output=True, text=True, timeout=300, check=True
     )
@@ -55,5 +55,5 @@ def test_a_process_of_vllm_says_what_was_asked_for(monkeypatch, chosen, log, hea
 def test_an_entry_that_is_forked_runs_the_function_it_was_made_with() -> None:
     """Where nothing is unpickled nothing is looked up, or the entry would find itself."""
     ran = []
-    Entry(("os", "path", "join"), lambda *args, **kwargs: ran.append((args, kwargs)))(1, two=2)
+    ProcessEntry(("os", "path", "join"), lambda *args, **kwargs: ran.append((args, kwargs)))(1, two=2)
     assert ran == [((1,), {"two": 2})]

@@ -17,7 +17,7 @@ from steercap import CaptureHandle
 from steercap.captures import saving
 from steercap.captures.manifest import Manifest
 from steercap.errors import CaptureMemoryFull, InvalidRequest, RunDiffers, ServerFailure
-from steercap.server.folder import Folder
+from steercap.server.folder import CaptureFolder
 from steercap.server.server import ServerSettings, opened_folder
 
 ME, OTHER = "me", "other"
@@ -47,20 +47,20 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
 async def test_files_have_numbers_and_are_listed_at_once(tmp_path) -> None:
     """While the server runs, when it has ended, and by the next one."""
     path, handle = tmp_path / "rows", a_handle()
-    with Folder(path, model="m") as folder:
+    with CaptureFolder(path, model="m") as folder:
         one, two = await folder.write([handle, a_handle(prompt=(5,))], ME)
         assert [one.file, two.file] == listed(path) == ["000000.safetensors", "000001.safetensors"]
         assert one.bytes == (path / one.file).stat().st_size
         assert folder.written(ME) == one.bytes + two.bytes
         assert folder.written(OTHER) == 0
         with pytest.raises(InvalidRequest, match="another process writes to"):
-            Folder(path, model="m")
+            CaptureFolder(path, model="m")
     assert torch.equal(CaptureHandle.load(path / one.file).captures[1], handle.captures[1])
     with opened_folder("m", ServerSettings(folder=path)) as again:
         assert [found.file for found in await again.write([handle], OTHER)] == ["000002.safetensors"]
     assert len(listed(path)) == 3
     with pytest.raises(RunDiffers, match="model"):
-        Folder(path, model="another")
+        CaptureFolder(path, model="another")
     with opened_folder("m", ServerSettings()) as nothing:
         assert nothing is None
 
@@ -68,9 +68,9 @@ async def test_files_have_numbers_and_are_listed_at_once(tmp_path) -> None:
 async def test_limits_are_of_each_key_and_of_all(tmp_path) -> None:
     """What would go beyond one is not written; what was there before counts for all."""
     handle = a_handle()
-    with Folder(tmp_path, model="m") as folder:
+    with CaptureFolder(tmp_path, model="m") as folder:
         (first,) = await folder.write([handle], ME)
-    with Folder(tmp_path, model="m", most_of_a_key=2 * first.bytes, most_bytes=4 * first.bytes) as folder:
+    with CaptureFolder(tmp_path, model="m", most_of_a_key=2 * first.bytes, most_bytes=4 * first.bytes) as folder:
         await folder.write([handle, handle], ME)
         with pytest.raises(CaptureMemoryFull, match="your requests have written"):
             await folder.write([handle], ME)
@@ -86,7 +86,7 @@ async def test_limits_are_of_each_key_and_of_all(tmp_path) -> None:
 async def test_a_full_disk_leaves_no_half_file(tmp_path) -> None:
     """Neither the file nor its entry is there, no path is said, and what fits is written afterwards."""
     path, long = tmp_path / "rows", a_handle(prompt=tuple(range(5000)))
-    with Folder(path, model="m") as folder:
+    with CaptureFolder(path, model="m") as folder:
         await folder.write([a_handle()], ME)
         before = folder.written(ME)
         with files_of_at_most(20_000), pytest.raises(CaptureMemoryFull, match="folder cannot be written") as full:
@@ -115,7 +115,7 @@ async def test_a_client_that_goes_while_its_file_is_written_leaves_a_whole_one(t
         assert go_on.wait(120)
         return written(*given)
 
-    with Folder(tmp_path, model="m") as folder:
+    with CaptureFolder(tmp_path, model="m") as folder:
         monkeypatch.setattr(saving.files, "write", slow)
         first, second = [asyncio.create_task(folder.write([a_handle()], ME)) for _ in range(2)]
         await asyncio.to_thread(begun.wait, 120)
@@ -142,7 +142,7 @@ async def test_a_server_that_ends_while_a_file_is_written_waits_for_it(tmp_path,
         assert go_on.wait(120)
         return written(*given)
 
-    folder = Folder(tmp_path, model="m")
+    folder = CaptureFolder(tmp_path, model="m")
     monkeypatch.setattr(saving.files, "write", slow)
     writing = asyncio.create_task(folder.write([a_handle(), a_handle()], ME))
     await asyncio.to_thread(begun.wait, 120)

@@ -30,7 +30,7 @@ from steercap.core.program import Configuration
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
 from steercap.errors import InvalidFile, InvalidSpec, InvalidVector, LayerOutOfRange, UnknownName
-from steercap.files.native import Header, _signed
+from steercap.files.native import NativeHeader, _signed
 from steercap.files.tables import read_table
 from steercap.lab.datasets.dataset import ActivationDataset
 from steercap.lab.personas import load_trait
@@ -115,7 +115,7 @@ def rewritten(path: Path, *, tensors: dict[str, torch.Tensor] | None = None, **h
         old = json.loads(file.metadata()["steercap"])
     new = old | header
     with contextlib.suppress(msgspec.ValidationError):  # whose hash nobody will look at
-        new["sha256"] = _signed(msgspec.convert(new, Header), kept).sha256
+        new["sha256"] = _signed(msgspec.convert(new, NativeHeader), kept).sha256
     save_file(kept, path, {"steercap": json.dumps(new)})
     return path
 

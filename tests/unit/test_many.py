@@ -18,11 +18,11 @@ from steercap.adapters.startup_error import FOLDER, left_behind, refusal
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSetting, MemoryNotShared, RunDiffers, UnsupportedModel
 from steercap.lab.datasets.collecting import RayActors
-from steercap.lab.datasets.collecting.collection import Asked
+from steercap.lab.datasets.collecting.collection import CollectArguments
 from steercap.lab.datasets.collecting.documents import digests
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.many import _Spread
-from steercap.lab.datasets.collecting.sources import Source, open_source
+from steercap.lab.datasets.collecting.sources import DocumentSource, open_source
 from steercap.model import SteerModel
 from steercap.worker.memory.shared import NONCE_BYTES, SharedSegment
 
@@ -54,7 +54,9 @@ async def test_documents_of_a_shard_are_those_of_the_corpus() -> None:
     """Their numbers go on where the shard begins, and the digest of all is what a receipt holds."""
     corpus = ["one", [1, 2, 3], {"text": "two"}, [{"role": "user", "content": "three"}]]
     documents = list(open_source(corpus))
-    again = Source("a part", lambda: iter([(one.where, one.content, one.bytes) for one in documents[2:]]), first=2)
+    again = DocumentSource(
+        "a part", lambda: iter([(one.where, one.content, one.bytes) for one in documents[2:]]), first=2
+    )
     assert [one.number for one in again] == [2, 3]
     assert digests(documents[2:]) == digests(list(again)) != digests(documents[:2])
     fed = [one async for batch in feed(open_source(corpus), Asks(), lambda _: False) for one in batch]
@@ -69,7 +71,7 @@ async def test_a_shard_that_is_there_is_passed_over_or_differs(tmp_path) -> None
     (receipt,) = folder.receipts().values()
 
     async def second(documents: list[str], of: list[str]) -> object:
-        spread = _Spread([], open_source(documents), str(tmp_path), Asked(capture=CaptureSpec()))
+        spread = _Spread([], open_source(documents), str(tmp_path), CollectArguments(capture=CaptureSpec()))
         spread._known[0] = replace(receipt, stop=len(of), documents_sha256=digests(list(open_source(of))))
         return await spread._next(2)
 

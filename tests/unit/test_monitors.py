@@ -23,8 +23,8 @@ from steercap.core.tokens import Range, TokenSelection
 from steercap.errors import CaptureNotFinite, InvalidSpec, InvalidVector, UnknownName
 from steercap.requests.monitor_readers import MonitorReader
 from steercap.requests.monitoring import STOPPED, Watch
-from steercap.server.call import Asked, Call, Live
-from steercap.server.middleware import Answer
+from steercap.server.call import Live, SteercapField, SteercapRequest
+from steercap.server.middleware import AnswerSender
 from steercap.steering.monitor import compile_probes, monitors_of
 
 POINT = Point(1, "resid_post")
@@ -289,8 +289,8 @@ async def test_numbers_go_out_with_the_next_event_of_their_choice() -> None:
     async def send(message: Any) -> None:
         sent.extend(message.get("body", b""))
 
-    call = Call(Asked(), "")
-    answer = Answer(call, send)
+    call = SteercapRequest(SteercapField(), "")
+    answer = AnswerSender(call, send)
     await answer({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
 
     def body(*choices: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from steercap.lab.mechanism.patching import (
     Receiver,
 )
 from steercap.lab.mechanism.patching.pairs import pairs_of
-from steercap.lab.mechanism.patching.points import Cell, Places, elements_of, positions_of
+from steercap.lab.mechanism.patching.points import PatchedPlace, ResolvedGrid, elements_of, positions_of
 from steercap.testing import tiny_checkpoint
 
 HEADS = PointSchema((3, 8), "float32")
@@ -36,8 +36,8 @@ TOKENIZER = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
 A, B, C = (TOKENIZER.encode(letter)[0] for letter in "abc")
 
 
-def places(grid: Grid, *points: Point) -> Places:
-    return Places(grid, points, {point: grid.heads_of(point, HEADS) for point in points})
+def places(grid: Grid, *points: Point) -> ResolvedGrid:
+    return ResolvedGrid(grid, points, {point: grid.heads_of(point, HEADS) for point in points})
 
 
 def effect(value: float, *, source: float | None = 4.0, **columns: Any) -> PatchEffect:
@@ -56,11 +56,15 @@ def test_a_grid_has_a_run_for_each_site_layer_head_and_position() -> None:
     positions = positions_of(grid.selection, 4)
     assert positions == [0, 3]
     cells = list(places(grid, *points).cells(positions))
-    assert cells[:3] == [Cell((0, "q"), 2, (0,)), Cell((0, "q"), 2, (3,)), Cell((0, "q"), 0, (0,))]
+    assert cells[:3] == [
+        PatchedPlace((0, "q"), 2, (0,)),
+        PatchedPlace((0, "q"), 2, (3,)),
+        PatchedPlace((0, "q"), 0, (0,)),
+    ]
     assert [cell.point for cell in cells[::4]] == [(0, "q"), (5, "q"), (0, "z"), (5, "z")]
     assert len(cells) == places(grid, *points).count(2) == 16
     together = places(Grid(sites="z", heads="all", tokens=[0, -1], together=True), points[0])
-    assert list(together.cells(positions)) == [Cell((0, "z"), head, (0, 3)) for head in range(3)]
+    assert list(together.cells(positions)) == [PatchedPlace((0, "z"), head, (0, 3)) for head in range(3)]
     assert together.count(2) == 3
 
 

@@ -35,7 +35,7 @@ from steercap.errors import (
     UnknownName,
 )
 from steercap.files.base import write_tensors
-from steercap.files.tables import Parts, read_table
+from steercap.files.tables import TableWriter, read_table
 from steercap.lab.demo import smollm2
 from steercap.lab.directions import Contrast, chance_band
 from steercap.lab.directions.contrast import directions_of
@@ -49,7 +49,7 @@ from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
 from steercap.lab.personas.report import write_report
 from steercap.lab.personas.settings import STAGES, depends, described, stage_hashes
-from steercap.lab.personas.stages.capture import VERSION, RowsHeader, capture, load_rows, room_of, rows_file
+from steercap.lab.personas.stages.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
 from steercap.lab.personas.stages.generate import ends_of, generate, said
 from steercap.lab.personas.stages.keep import keep
 from steercap.lab.personas.stages.score import score
@@ -505,7 +505,7 @@ def test_what_a_killed_process_left_half_written_goes(tmp_path) -> None:
 
 async def test_what_waits_is_written_though_nothing_comes(tmp_path) -> None:
     """Answers end in bursts: those after the first of a burst must not wait for the next one to be safe."""
-    parts = Parts(tmp_path, Score, records=100, seconds=0.01)
+    parts = TableWriter(tmp_path, Score, records=100, seconds=0.01)
     for place in range(5):
         parts.add(Score(str(place), None))
     async with asyncio.timeout(10):
@@ -518,7 +518,7 @@ def test_records_are_written_in_parts_as_they_come(tmp_path) -> None:
     now = [0.0]
 
     def write() -> None:
-        with Parts(tmp_path, Score, records=3, seconds=5.0, clock=lambda: now[0]) as parts:
+        with TableWriter(tmp_path, Score, records=3, seconds=5.0, clock=lambda: now[0]) as parts:
             for place in range(4):
                 parts.add(Score(str(place), None))
             assert len(parts.read()) == 3
@@ -530,7 +530,7 @@ def test_records_are_written_in_parts_as_they_come(tmp_path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         write()
-    assert sorted(score.id for score in Parts(tmp_path, Score).read()) == [str(place) for place in range(6)]
+    assert sorted(score.id for score in TableWriter(tmp_path, Score).read()) == [str(place) for place in range(6)]
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -625,7 +625,7 @@ async def test_traits_come_and_go_without_the_others_being_asked_again(tmp_path)
         settings = made(traits=names, scorer="keywords", **changes)
         folder = RunFolder(tmp_path, MODEL, described(settings))
         for name in fresh:
-            with Parts(folder.parts("generate", name), Response) as parts:
+            with TableWriter(folder.parts("generate", name), Response) as parts:
                 for one in answered(settings, lambda request: f"answer {request.id}"):
                     if one.trait == name:
                         parts.add(one)
@@ -659,7 +659,7 @@ async def test_rows_of_a_trait_stay_when_others_come_and_go(tmp_path) -> None:
         folder, responses = RunFolder(tmp_path, MODEL, described(settings)), answered(settings)
         for name in fresh:
             ids = tuple(one.id for one in responses if one.trait == name)
-            header = RowsHeader(VERSION, (1,), ids, ("00",) * len(ids))
+            header = AnswerRowsHeader(VERSION, (1,), ids, ("00",) * len(ids))
             write_tensors(
                 folder.parts("capture", name) / "a.safetensors", header, {"rows": torch.full((len(ids), 1, 2), value)}
             )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steercap.core.receipt import check_labels, check_points
-from steercap.core.rows import PageAllocator, PageShape, Places, latest_per_position, page_shape
+from steercap.core.rows import PageAllocator, PageShape, RecordLines, latest_per_position, page_shape
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, InvalidSpec
 
@@ -70,7 +70,7 @@ def test_records_fill_each_block_of_pages_and_nothing_else(pages, page_lines, re
             line += record
         else:  # on to the next block
             line = next((n * page.lines for n in owned if n * page.lines > line and n - 1 not in pages), 10**6)
-    places = Places(np.array(owned), page, record)
+    places = RecordLines(np.array(owned), page, record)
     assert places.lines(np.arange(places.rows)).tolist() == walked
     for row, first in enumerate(walked):
         end, origin = places.block(row)

@@ -39,7 +39,7 @@ from steercap.saes import sae_lens
 from steercap.saes.compiling import compile_readers
 from steercap.saes.encoder import Encoder, image_bytes
 from steercap.saes.features import Features
-from steercap.saes.layouts import Place
+from steercap.saes.layouts import SAEPlace
 from steercap.saes.tensors import Tensors
 from steercap.testing.saes import OWN, RandomSAE
 from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
@@ -190,7 +190,7 @@ def test_what_sae_lens_knows_of_a_repository_is_known(tmp_path) -> None:
     said = {"hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2-small"}
     (tmp_path / "cfg.json").write_text(json.dumps(said))
     empty = Tensors(tmp_path, {}, torch.zeros)
-    place = Place(tmp_path, tmp_path / "cfg.json", "jbloom/GPT2-Small-SAEs-Reformatted", empty)
+    place = SAEPlace(tmp_path, tmp_path / "cfg.json", "jbloom/GPT2-Small-SAEs-Reformatted", empty)
     assert sae_lens.read_recipe(place).centred
     said = {"hook_name": "blocks.8.hook_resid_pre", "model_name": "mistral-7b", "normalize_activations": "none"}
     (tmp_path / "cfg.json").write_text(json.dumps(said))

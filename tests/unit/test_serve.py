@@ -21,9 +21,9 @@ from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
 from steercap.server.asks import asked_of, capture_of, ranges, steering_of
 from steercap.server.call import CURRENT
-from steercap.server.captures import Captures, owner_of
+from steercap.server.captures import CaptureStore, owner_of
 from steercap.server.library import OPERATOR, Library
-from steercap.server.middleware import Asking
+from steercap.server.middleware import SteercapRoute
 from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere
 from steercap.server.presets import Presets
 from steercap.server.routes import Routes
@@ -303,7 +303,7 @@ def test_keys_are_told_apart_where_the_server_asks_for_them(flags, variable, apa
 
 def test_captures_have_an_owner_a_limit_and_an_end() -> None:
     now = [100.0]
-    store = Captures(time_to_live=60, most_bytes=30, most_of_a_key=20, clock=lambda: now[0])
+    store = CaptureStore(time_to_live=60, most_bytes=30, most_of_a_key=20, clock=lambda: now[0])
     one = store.put(b"x" * 15, ME)
     assert store.get(one.name, OTHER) is None
     assert not store.remove(one.name, OTHER)
@@ -355,7 +355,7 @@ class Inner:
 async def post(
     inner: Inner, body: bytes, library: Library, presets: Presets | None = None, most: int = 10_000
 ) -> httpx.Response:
-    app = Asking(inner, library, presets or Presets([], {}), most)
+    app = SteercapRoute(inner, library, presets or Presets([], {}), most)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         return await client.post("/v1/chat/completions", content=body)
 
@@ -530,7 +530,7 @@ async def test_an_event_that_holds_the_mark_of_the_end_is_left_alone(library) ->
 @pytest.mark.parametrize(("said", "kept"), [(b'{"id": 7}', 1), (b"null", 0)])
 async def test_captures_that_nobody_was_told_of_go_at_once(said, kept, library) -> None:
     """vLLM's own answer is null where the client has gone."""
-    store = Captures()
+    store = CaptureStore()
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
         call = CURRENT.get()
@@ -556,7 +556,7 @@ async def test_a_client_that_goes_in_the_middle_of_its_body_asks_nothing(library
     async def send(_message: Any) -> None:
         pytest.fail("nobody is there")
 
-    await Asking(inner, library, Presets([], {}))({"type": "http", "headers": []}, receive, send)
+    await SteercapRoute(inner, library, Presets([], {}))({"type": "http", "headers": []}, receive, send)
     assert not inner.seen
 
 
@@ -608,7 +608,7 @@ def test_a_key_has_one_owner_however_its_scheme_is_written() -> None:
 
 @pytest.fixture
 async def client(library):
-    store = Captures()
+    store = CaptureStore()
     app = Starlette(routes=Routes(None, store, library, ()).routes)  # type: ignore[arg-type]
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://test/v1/steercap", headers={"authorization": "Bearer me"}

@@ -57,7 +57,7 @@ from steercap.kernels.codecs.base import dtype_of
 from steercap.kernels.exact import exact_products
 from steercap.requests.context import joining, sketches_in_force
 from steercap.worker.sketches import SKETCHES
-from steercap.worker.sketches.base import BLOCK, State
+from steercap.worker.sketches.base import BLOCK, SketchState
 from steercap.worker.sketches.frequent_directions import shrink
 from steercap.worker.sketches.moments import add_compensated
 
@@ -73,7 +73,7 @@ def some_rows(count: int, width: int = WIDTH, seed: int = 0, mean: float = 0.0) 
     return torch.randn(count, width, generator=generator) @ mixed + mean * torch.randn(width, generator=generator)
 
 
-def state_of(name: str, rows: torch.Tensor, *sizes: int, size: int | None = None) -> State:
+def state_of(name: str, rows: torch.Tensor, *sizes: int, size: int | None = None) -> SketchState:
     """A state that took rows in parts of these sizes, then the rest."""
     kind = SKETCHES[name]
     state = kind.empty(rows.shape[1], kind.checked_size(size))
@@ -83,7 +83,7 @@ def state_of(name: str, rows: torch.Tensor, *sizes: int, size: int | None = None
     return state
 
 
-def moments_agree(state: State, rows: torch.Tensor) -> None:
+def moments_agree(state: SketchState, rows: torch.Tensor) -> None:
     """Mean and covariance are those of the rows, in float64, up to the rounding of one block's products."""
     known = rows.double().numpy()
     assert state.rows == len(rows)
@@ -178,7 +178,7 @@ def test_rows_that_do_not_fit_are_refused_whole(name) -> None:
     assert all(tensor.isfinite().all() for tensor in state.tensors.values())
 
 
-def keeps_its_bound(state: State, rows: torch.Tensor, size: int) -> None:
+def keeps_its_bound(state: SketchState, rows: torch.Tensor, size: int) -> None:
     """‖AᵀA - BᵀB‖₂ ≤ what was shrunk away ≤ ‖A‖²/size, and nothing is added: AᵀA - BᵀB has no negative eigenvalue."""
     short, bound = SKETCHES["frequent_directions"].matrix(state)
     known = rows.double()
@@ -416,7 +416,7 @@ class Bench:
         assert isinstance(answer, Folded)
         return answer.rows[0]
 
-    def state(self, point: int, kind: str = "moments", size: int = 0, name: str = "s") -> State:
+    def state(self, point: int, kind: str = "moments", size: int = 0, name: str = "s") -> SketchState:
         answer = self.ask(ReadSketch(name, point, 0, 1 << 30))
         assert isinstance(answer, SketchPart)
         return sketching._restored(SKETCHES[kind], self.schemas[point].shard_width, size, [answer])

@@ -105,7 +105,7 @@ from steercap.lab.personas.roles import axis as roles_axis
 from steercap.lab.personas.roles import folder as roles_folder
 from steercap.lab.personas.roles import records as roles_records
 from steercap.lab.personas.roles import settings as roles_settings
-from steercap.lab.personas.stages.capture import RowsHeader, load_rows
+from steercap.lab.personas.stages.capture import AnswerRowsHeader, load_rows
 from steercap.lab.studies.evaluation import TASKS as KNOWN_TASKS
 from steercap.lab.studies.evaluation import Choices, Passages, read_results
 from steercap.lab.studies.evaluation.store import FOLDER as EVALUATION
@@ -116,7 +116,7 @@ from steercap.lab.studies.sweeps.controls import derived_seed
 from steercap.lab.studies.sweeps.store import SWEEP, Record, Value, folder_of
 from steercap.lab.training import OBJECTIVES, TrainingSettings
 from steercap.lab.training import folder as training_folder
-from steercap.lab.training.examples import Tokens
+from steercap.lab.training.examples import ExampleTokens
 from steercap.lab.training.training import _digest as digest_of_start
 from steercap.steering import DirectionSet, LayerVectors, calibration, directions, layers
 from steercap.steering import spec as specs
@@ -304,7 +304,7 @@ IN_ORDER: list[tuple[msgspec.Struct, list[Any]]] = [
             [[5]],
         ],
     ),
-    (Tokens(ids=(1, 2), prompt_len=1), [[1, 2], 1]),
+    (ExampleTokens(ids=(1, 2), prompt_len=1), [[1, 2], 1]),
 ]
 
 
@@ -778,20 +778,20 @@ def test_a_folder_says_what_it_said(name, tmp_path) -> None:
         ),
         (records.Score, "id score"),
         (records.Kept, "id trait sign question score"),
-        (RowsHeader, "version layers ids prompts"),
+        (AnswerRowsHeader, "version layers ids prompts"),
         (
             roles_records.RoleResponse,
             "id role prompt question sample seed system_prompt question_text answer token_ids finish",
         ),
         (roles_records.RoleOutcome, "responses kept unscored mean_score left_out"),
-        (rows_file.RowsHeader, "version role layers questions counts prompts"),
+        (rows_file.RoleRowsHeader, "version role layers questions counts prompts"),
         (
             manifest.Request,
             "file bytes sha256 id layout rows positions prompt_tokens output_tokens prompt_sha256 text_sha256 steering",
         ),
         (manifest.Layout, "points returned reduce directions versions"),
         (manifest.PointLayout, "layer site codec parameters tensors shards row ranks constants"),
-        (manifest.Line, "layout request"),
+        (manifest.JournalLine, "layout request"),
         (
             files.Header,
             (
@@ -799,7 +799,7 @@ def test_a_folder_says_what_it_said(name, tmp_path) -> None:
                 "coding schemas attention_rules shards media recomputed"
             ),
         ),
-        (native.Header, "version kind model convention sha256 content provenance"),
+        (native.NativeHeader, "version kind model convention sha256 content provenance"),
         (Receipt, "version number definition first stop tokens rows documents_sha256 files"),
         (FileReceipt, "bytes sha256"),
         (Totals, "version shards documents tokens rows bytes sha256"),

@@ -50,8 +50,8 @@ from steercap.lab.training import (
     train,
     train_many,
 )
-from steercap.lab.training.batches import Encoded, Picked, Steps, collated, padded
-from steercap.lab.training.examples import Tokens, tokens_of
+from steercap.lab.training.batches import EncodedExamples, Picked, Steps, collated, padded
+from steercap.lab.training.examples import ExampleTokens, tokens_of
 from steercap.lab.training.formula import Doses, changed, gate, stacked
 from steercap.lab.training.objectives.bipo import BiPO
 from steercap.lab.training.objectives.reps import RePS
@@ -255,7 +255,7 @@ def test_doses_multiply_and_null() -> None:
     torch.testing.assert_close(nulled[2], rows[2] + whole[2])
 
 
-def tried(model: HookedModel, spec: SteeringSpec, tokens: Sequence[Tokens]) -> list[torch.Tensor]:
+def tried(model: HookedModel, spec: SteeringSpec, tokens: Sequence[ExampleTokens]) -> list[torch.Tensor]:
     """Logits where responses are predicted, of each sequence."""
     module = SteeredTraits(model, [TrainableSpec(spec, dtype=model.dtype)], OBJECTIVES["likelihood"], Penalties(), 1.0)
     batch = padded(tokens, module.selections, torch.zeros(len(tokens), dtype=torch.int64), torch.device("cpu"))
@@ -264,7 +264,11 @@ def tried(model: HookedModel, spec: SteeringSpec, tokens: Sequence[Tokens]) -> l
 
 
 #: Sequences of different lengths, so that all but one are padded.
-SEQUENCES = (Tokens(tuple(range(40, 61)), 7), Tokens(tuple(range(80, 90)), 3), Tokens(tuple(range(5, 35)), 29))
+SEQUENCES = (
+    ExampleTokens(tuple(range(40, 61)), 7),
+    ExampleTokens(tuple(range(80, 90)), 3),
+    ExampleTokens(tuple(range(5, 35)), 29),
+)
 
 
 @pytest.mark.parametrize("tokens", ["all", "prompt", "generated", slice(-3, None, 2), [0, -1]])
@@ -341,7 +345,7 @@ def test_preferences_are_those_computed_by_hand(model) -> None:
     """BiPO and RePS, from log probabilities of each response by itself."""
     chosen, rejected, vector = SEQUENCES[0], replace_end(SEQUENCES[0]), drawn(WIDTH, seed=3)
 
-    def log_p(one: Tokens, edit: SteeringSpec | None) -> float:
+    def log_p(one: ExampleTokens, edit: SteeringSpec | None) -> float:
         logits = tried(model, edit or SteeringSpec([Add(vector, layer=1, scale=0)]), [one])[0]
         return float(logits.log_softmax(-1).gather(1, torch.tensor(one.ids[one.prompt_len :])[:, None]).sum())
 
@@ -370,13 +374,17 @@ def test_preferences_are_those_computed_by_hand(model) -> None:
     assert loss_of(model, RePS(factors=(1.0, 2.0)), (chosen, rejected), vector, 0.9) == pytest.approx(by_hand, rel=1e-4)
 
 
-def replace_end(one: Tokens) -> Tokens:
+def replace_end(one: ExampleTokens) -> ExampleTokens:
     """Another, shorter response to the same prompt."""
-    return Tokens((*one.ids[: one.prompt_len], 100, 101, 7), one.prompt_len)
+    return ExampleTokens((*one.ids[: one.prompt_len], 100, 101, 7), one.prompt_len)
 
 
 def loss_of(
-    model: HookedModel, objective, pair: tuple[Tokens, Tokens], vector: torch.Tensor, draw: float | None = None
+    model: HookedModel,
+    objective,
+    pair: tuple[ExampleTokens, ExampleTokens],
+    vector: torch.Tensor,
+    draw: float | None = None,
 ) -> float:
     module = SteeredTraits(model, [TrainableSpec(SteeringSpec([Add(vector, layer=1)]))], objective, Penalties(), 1.0)
     batch = collated([(Picked(0, 0, draw), pair)], module.selections, torch.device("cpu"))
@@ -385,7 +393,7 @@ def loss_of(
 
 def test_distillation_is_the_divergence_from_the_prompted_model(model) -> None:
     """Mean over the response of KL(prompted ‖ edited); 0 where the prompt is the same and nothing is edited."""
-    ours, prompted = SEQUENCES[0], Tokens((*range(20), *SEQUENCES[0].ids), 20 + SEQUENCES[0].prompt_len)
+    ours, prompted = SEQUENCES[0], ExampleTokens((*range(20), *SEQUENCES[0].ids), 20 + SEQUENCES[0].prompt_len)
     edit = SteeringSpec([Add(drawn(WIDTH, seed=3), layer=1)])
     nothing = SteeringSpec([Add(torch.zeros(WIDTH), layer=1)])
     p, q = tried(model, nothing, [prompted])[0].log_softmax(-1), tried(model, edit, [ours])[0].log_softmax(-1)
@@ -461,7 +469,7 @@ def test_texts_become_the_tokens_of_an_engine() -> None:
     found = tokens_of(tokenizer, "ab", "cd")
     assert found.ids == (*tokenizer.encode("ab"), *tokenizer.encode("cd", add_special_tokens=False))
     assert found.prompt_len == len(tokenizer.encode("ab"))
-    assert tokens_of(tokenizer, [1, 2], [3]) == Tokens((1, 2, 3), 2)
+    assert tokens_of(tokenizer, [1, 2], [3]) == ExampleTokens((1, 2, 3), 2)
     assert tokens_of(tokenizer, "", "cd").prompt_len == 1
     with pytest.raises(InvalidPrompt, match="no token to predict"):
         tokens_of(tokenizer, "ab", "")
@@ -837,6 +845,6 @@ def test_every_objective_is_told_apart_by_its_settings() -> None:
     """A run of other settings is another run: members are data whose repr says them."""
     for objective in OBJECTIVES.values():
         assert repr(objective).startswith(type(objective).__name__ + "(")
-    assert len(Encoded([[(SEQUENCES[0],)], [(SEQUENCES[1],)]])) == 2
+    assert len(EncodedExamples([[(SEQUENCES[0],)], [(SEQUENCES[1],)]])) == 2
     assert set(OBJECTIVES) == {"bipo", "distillation", "likelihood", "reps"}
     assert all(SITES[site] for site in ("resid_post",))

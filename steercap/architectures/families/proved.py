@@ -24,7 +24,7 @@ class Same(msgspec.Struct, frozen=True):
     error: float
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProvedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of verifying one tiny model.
 
     Args:
@@ -72,9 +72,9 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @cache
-def records() -> tuple[Record, ...]:
+def records() -> tuple[ProvedModel, ...]:
     """Read the records; () if no run has written them."""
-    return tuple(msgspec.json.decode(PATH.read_bytes(), type=list[Record])) if PATH.exists() else ()
+    return tuple(msgspec.json.decode(PATH.read_bytes(), type=list[ProvedModel])) if PATH.exists() else ()
 
 
 def verified(code: Mapping[str, str]) -> bool:
@@ -87,7 +87,7 @@ def verified(code: Mapping[str, str]) -> bool:
     return bool(code) and all(code.values()) and set(code.items()) <= known
 
 
-def columns(record: Record) -> tuple[str, ...]:
+def columns(record: ProvedModel) -> tuple[str, ...]:
     """Return a record as a row of a table with the columns `TITLES`."""
     if record.refused:
         said = ("refused", "", "", "", "")
@@ -103,7 +103,7 @@ def columns(record: Record) -> tuple[str, ...]:
 TITLES: Final = ("architecture", "layers", "family", "sites", "rows", "edits", "lens", "dtype", "vLLM")
 
 
-def markdown(found: Sequence[Record]) -> str:
+def markdown(found: Sequence[ProvedModel]) -> str:
     """Format records as Markdown tables: models that can be served, then the others with the reason."""
     served, refused = _parted(found)
     lines = ["| " + " | ".join(TITLES) + " |", "|" + "---|" * len(TITLES)]
@@ -114,7 +114,7 @@ def markdown(found: Sequence[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _parted(found: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+def _parted(found: Iterable[ProvedModel]) -> tuple[list[ProvedModel], list[ProvedModel]]:
     ordered = sorted(found, key=lambda one: (one.architecture.lower(), one.name, one.device))
     return [one for one in ordered if not one.refused], [one for one in ordered if one.refused]
 

@@ -221,7 +221,7 @@ class Folded(Message, frozen=True, tag="Folded"):
 
 
 class SketchPart(Message, frozen=True, tag="SketchPart"):
-    """Answer to ReadSketch; see `sketches.base.State`. A rank that does not keep the point has no rows and no data.
+    """Answer to ReadSketch; see `sketches.base.SketchState`. A rank without the point has no rows and no data.
 
     Args:
         kept: True if this rank has the point.

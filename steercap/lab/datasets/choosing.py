@@ -23,7 +23,7 @@ Keep: TypeAlias = Callable[[Index], NDArray[np.bool_]]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenChoice:
     """Selection of tokens whose rows are read; by default all.
 
     Args:
@@ -39,7 +39,7 @@ class Tokens:
     keep: Keep | None = None
 
     @staticmethod
-    def parse(positions: Any, without: Any, keep: Keep | None) -> Tokens:
+    def parse(positions: Any, without: Any, keep: Keep | None) -> TokenChoice:
         """Return the selection for a user's arguments; None means no restriction.
 
         Raises:
@@ -55,12 +55,12 @@ class Tokens:
         tokens = [without] if several is None else several
         if any(index_of(token) is None for token in tokens):
             raise InvalidSelection(f"without_tokens={shown(without)}; give token ids")
-        return Tokens(given.start or 0, given.stop, given.step or 1, tuple(map(int, tokens)), keep)
+        return TokenChoice(given.start or 0, given.stop, given.step or 1, tuple(map(int, tokens)), keep)
 
     @property
     def all(self) -> bool:
         """True if every row is selected."""
-        return self == Tokens()
+        return self == TokenChoice()
 
     def offsets(self, index: Index) -> NDArray[np.int64]:
         """Return the offsets of the selected rows, ascending: int64 [chosen]."""

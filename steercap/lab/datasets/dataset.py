@@ -17,7 +17,7 @@ from steercap.core.spec import Layers, Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 from steercap.lab.datasets.batches import ActivationBatches, Blocks, Order, ranks
-from steercap.lab.datasets.choosing import Join, Keep, Tokens, check_alike, points_of
+from steercap.lab.datasets.choosing import Join, Keep, TokenChoice, check_alike, points_of
 from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.folder import DatasetFolder
 from steercap.lab.datasets.normalising import NORMALISE, Normalisation, Normalise
@@ -93,7 +93,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         self._formats = points_of(self.folder.definition, layers, sites, at)
         if join == "mix":
             check_alike(self._formats, "join='mix'")
-        self._tokens = Tokens.parse(positions, without_tokens, keep)
+        self._tokens = TokenChoice.parse(positions, without_tokens, keep)
         self._join, self._dtype, self._labels = join, dtype, labels
         self.normalisations = self._normalisations(normalise)
         self._mapped = MAPPED_REMOTE if self._is_remote else MAPPED

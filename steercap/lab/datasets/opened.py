@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from steercap.errors import InvalidFile
-from steercap.lab.datasets.choosing import Tokens
+from steercap.lab.datasets.choosing import TokenChoice
 from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.shards import INDEX, ROWS, Receipt, name_of
 from steercap.lab.datasets.storage import Storage
@@ -39,7 +39,7 @@ class OpenShard:
     Reading raises InvalidFile for a file that is missing, truncated, or differs from the definition.
     """
 
-    def __init__(self, storage: Storage, receipt: Receipt, points: Sequence[PointFormat], tokens: Tokens) -> None:
+    def __init__(self, storage: Storage, receipt: Receipt, points: Sequence[PointFormat], tokens: TokenChoice) -> None:
         self._storage, self._receipt, self._tokens = storage, receipt, tokens
         self.path = storage.path(name_of(receipt.number, ROWS))
         self._points = points

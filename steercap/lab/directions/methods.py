@@ -53,7 +53,7 @@ def carrying(
     return carried
 
 
-class Difference(Method):
+class DifferenceOfMeans(Method):
     """mean(positive) - mean(negative).
 
     Source: Rimsky et al., Steering Llama 2 via Contrastive Activation Addition; Chen et al., Persona Vectors.
@@ -99,7 +99,7 @@ class Probe(Method):
 METHODS: Final[Registry[Method]] = Registry(
     "method",
     {
-        "difference": Difference(),
+        "difference": DifferenceOfMeans(),
         "pca": Pca(),
         "probe": Probe(),
     },

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from steercap.core.tokens import TokenSelection, selected
-from steercap.lab.training.examples import Tokens
+from steercap.lab.training.examples import ExampleTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +77,16 @@ class Picked:
     draw: float | None
 
 
-class Encoded(Dataset[tuple[Picked, tuple[Tokens, ...]]]):
+class EncodedExamples(Dataset[tuple[Picked, tuple[ExampleTokens, ...]]]):
     """Data set of the tokenised examples of several traits, by trait and index."""
 
-    def __init__(self, traits: Sequence[Sequence[tuple[Tokens, ...]]]) -> None:
+    def __init__(self, traits: Sequence[Sequence[tuple[ExampleTokens, ...]]]) -> None:
         self._traits = traits
 
     def __len__(self) -> int:
         return sum(map(len, self._traits))
 
-    def __getitem__(self, picked: Picked) -> tuple[Picked, tuple[Tokens, ...]]:
+    def __getitem__(self, picked: Picked) -> tuple[Picked, tuple[ExampleTokens, ...]]:
         return picked, self._traits[picked.trait][picked.place]
 
 
@@ -148,7 +148,7 @@ def generator(*parts: object) -> torch.Generator:
 
 
 def loader(
-    examples: Encoded, order: Any, selections: Sequence[TokenSelection], device: torch.device
+    examples: EncodedExamples, order: Any, selections: Sequence[TokenSelection], device: torch.device
 ) -> DataLoader[Any]:
     """Return a loader of batches of examples, read on demand.
 
@@ -159,14 +159,16 @@ def loader(
         device: device of the tensors.
     """
 
-    def collate(found: Sequence[tuple[Picked, tuple[Tokens, ...]]]) -> Batch:
+    def collate(found: Sequence[tuple[Picked, tuple[ExampleTokens, ...]]]) -> Batch:
         return collated(found, selections, device)
 
     return DataLoader(examples, batch_sampler=order, collate_fn=collate)
 
 
 def collated(
-    found: Sequence[tuple[Picked, tuple[Tokens, ...]]], selections: Sequence[TokenSelection], device: torch.device
+    found: Sequence[tuple[Picked, tuple[ExampleTokens, ...]]],
+    selections: Sequence[TokenSelection],
+    device: torch.device,
 ) -> Batch:
     """Collate examples to a batch."""
     owners = torch.tensor([picked.trait for picked, _ in found])
@@ -177,7 +179,7 @@ def collated(
 
 
 def padded(
-    sequences: Sequence[Tokens], selections: Sequence[TokenSelection], owners: torch.Tensor, device: torch.device
+    sequences: Sequence[ExampleTokens], selections: Sequence[TokenSelection], owners: torch.Tensor, device: torch.device
 ) -> Padded:
     """Pad sequences to one length.
 

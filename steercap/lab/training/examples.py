@@ -69,7 +69,7 @@ class Prompted:
     source: str | None = None
 
 
-class Tokens(msgspec.Struct, frozen=True, array_like=True):
+class ExampleTokens(msgspec.Struct, frozen=True, array_like=True):
     """Prompt and response as tokens.
 
     Args:
@@ -86,7 +86,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
         return len(self.ids) - 1
 
 
-def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> Tokens:
+def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> ExampleTokens:
     """Tokenize a prompt and a response as an engine would.
 
     Args:
@@ -104,7 +104,7 @@ def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> Tokens:
     prompt_len = max(len(before), 1)
     if len(ids) <= prompt_len:
         raise InvalidPrompt(f"response={shown(response)} after prompt={shown(prompt)} has no token to predict")
-    return Tokens(tuple(map(int, ids)), prompt_len)
+    return ExampleTokens(tuple(map(int, ids)), prompt_len)
 
 
 def conversation(prompt: Any, system: str | None = None) -> list[Mapping[str, Any]]:
@@ -113,7 +113,7 @@ def conversation(prompt: Any, system: str | None = None) -> list[Mapping[str, An
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 
-def digest_of(tokens: Iterable[Sequence[Tokens]]) -> str:
+def digest_of(tokens: Iterable[Sequence[ExampleTokens]]) -> str:
     """Return the SHA-256 of tokenised examples, in hexadecimal."""
     return hashlib.sha256(msgspec.json.encode([list(one) for one in tokens])).hexdigest()
 

@@ -13,7 +13,7 @@ import torch
 from steercap.errors import InvalidFile
 from steercap.files import native
 from steercap.files.folder import FolderKind
-from steercap.files.native import Kind
+from steercap.files.native import FileKind
 from steercap.lab.training.results import Validation
 
 STATE: Final = "state.safetensors"
@@ -81,7 +81,7 @@ class TraitState:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class TrainingState:
     """State of a training.
 
     Args:
@@ -93,7 +93,7 @@ class State:
     traits: Mapping[str, TraitState]
 
 
-def save_state(folder: Path, state: State, model: str) -> None:
+def save_state(folder: Path, state: TrainingState, model: str) -> None:
     """Write the state of a training, replacing the previous one.
 
     Raises:
@@ -102,7 +102,7 @@ def save_state(folder: Path, state: State, model: str) -> None:
     native.save(state, folder / STATE, _kind(), model=model)
 
 
-def load_state(folder: Path) -> State | None:
+def load_state(folder: Path) -> TrainingState | None:
     """Read the state of a training; None if nothing was written yet.
 
     Raises:
@@ -110,7 +110,7 @@ def load_state(folder: Path) -> State | None:
     """
     if not (folder / STATE).exists():
         return None
-    return native.load(folder / STATE, _kind(), State)
+    return native.load(folder / STATE, _kind(), TrainingState)
 
 
 def own(value: Any) -> Any:
@@ -144,5 +144,5 @@ def check_name(name: str) -> None:
         raise InvalidFile(f"{name!r} is to name a file; give one word, and not {Path(STATE).stem!r}")
 
 
-def _kind() -> Kind:
-    return Kind("training", {"State": State, "TraitState": TraitState, "Validation": Validation})
+def _kind() -> FileKind:
+    return FileKind("training", {"State": TrainingState, "TraitState": TraitState, "Validation": Validation})

@@ -13,9 +13,9 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from steercap.errors import TrainingDiverged
-from steercap.lab.training.batches import Encoded, Picked, Steps, loader
-from steercap.lab.training.examples import Tokens
-from steercap.lab.training.folder import State, TraitState, load_state, own, save_state
+from steercap.lab.training.batches import EncodedExamples, Picked, Steps, loader
+from steercap.lab.training.examples import ExampleTokens
+from steercap.lab.training.folder import TrainingState, TraitState, load_state, own, save_state
 from steercap.lab.training.results import Validation
 from steercap.lab.training.settings import TrainingSettings
 from steercap.lab.training.steered import SteeredTraits
@@ -23,7 +23,7 @@ from steercap.lab.training.trainable import TrainableSpec
 
 
 @dataclass(eq=False)
-class Trait:
+class TraitInTraining:
     """Trait in training.
 
     Args:
@@ -35,8 +35,8 @@ class Trait:
 
     name: str
     spec: TrainableSpec
-    examples: Sequence[tuple[Tokens, ...]]
-    held_out: Sequence[tuple[Tokens, ...]]
+    examples: Sequence[tuple[ExampleTokens, ...]]
+    held_out: Sequence[tuple[ExampleTokens, ...]]
     settings: TrainingSettings
     best: dict[str, torch.Tensor] = field(default_factory=dict)
     best_step: int = 0
@@ -119,7 +119,7 @@ class Loop:
         progress: function called with the number of steps taken, and of all.
     """
 
-    traits: Sequence[Trait]
+    traits: Sequence[TraitInTraining]
     module: SteeredTraits
     settings: TrainingSettings
     folder: Path
@@ -140,7 +140,7 @@ class Loop:
         size, steps = self.settings.batch_size, self.settings.steps
         share = {"rank": self.rank, "world": self.world}
         order = Steps(sizes, size, self.settings.seed, start=start, stop=steps, live=self._live, **share)
-        examples = Encoded([trait.examples for trait in self.traits])
+        examples = EncodedExamples([trait.examples for trait in self.traits])
         if not self._live():
             return
         for step, batch in enumerate(loader(examples, order, self.module.selections, self.device), start + 1):
@@ -173,7 +173,9 @@ class Loop:
         self._losses.zero_()
         self._counted = 0
         if self.rank == 0:
-            save_state(self.folder, State(step, {trait.name: trait.state() for trait in self.traits}), self.model)
+            save_state(
+                self.folder, TrainingState(step, {trait.name: trait.state() for trait in self.traits}), self.model
+            )
         if self.world > 1:
             distributed.barrier()
 
@@ -183,7 +185,7 @@ class Loop:
         mine, size = picked[self.rank :: self.world], self.settings.batch_size * len(live)
         chunks = [mine[at : at + size] for at in range(0, len(mine), size)]
         sums = torch.zeros(len(self.traits), dtype=torch.float64)
-        examples = Encoded([trait.held_out for trait in self.traits])
+        examples = EncodedExamples([trait.held_out for trait in self.traits])
         for batch in loader(examples, chunks, self.module.selections, self.device):
             sums.index_add_(0, batch.owners.cpu(), self.module.losses(batch).double().cpu())
         sums = _summed(sums)

@@ -27,7 +27,7 @@ ONCE = Doses()
 
 
 @dataclass(frozen=True, eq=False)
-class _Pass:
+class _ForwardPass:
     """Inputs of the current pass for the hooks."""
 
     padded: Padded
@@ -66,7 +66,7 @@ class SteeredTraits(nn.Module):
         #: The selections of tokens of the edits, each once.
         self.selections: tuple[TokenSelection, ...] = tuple(dict.fromkeys(edit.selection for edit in self._edits))
         self._points = [edit.points(len(model.layers)) for edit in self._edits]
-        self._now: _Pass | None = None
+        self._now: _ForwardPass | None = None
 
     def forward(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the losses of some examples.
@@ -100,7 +100,7 @@ class SteeredTraits(nn.Module):
         """
         (model,) = self._held
         found = [spec.lowered() for spec in self._specs]
-        self._now = _Pass(padded, doses, [stacked(edits) for edits in zip(*found, strict=True)])
+        self._now = _ForwardPass(padded, doses, [stacked(edits) for edits in zip(*found, strict=True)])
         try:
             with _counted_only(model, padded):
                 logits = model.model(input_ids=padded.ids, use_cache=False).logits
@@ -140,7 +140,7 @@ class SteeredTraits(nn.Module):
                 rows = _restored(rows, before)
         hidden.copy_(rows.to(hidden.dtype).reshape(hidden.shape))
 
-    def _edited(self, number: int, rows: torch.Tensor, now: _Pass) -> torch.Tensor:
+    def _edited(self, number: int, rows: torch.Tensor, now: _ForwardPass) -> torch.Tensor:
         """Apply one edit to rows, or to its part of them."""
         edit, parts = self._edits[number], now.lowered[number]
         scope = now.padded.scopes[self.selections.index(edit.selection)]

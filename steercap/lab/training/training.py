@@ -19,11 +19,11 @@ from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.values import shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import model_name, weights_of
-from steercap.lab.training.batches import Encoded, Picked, generator, loader
-from steercap.lab.training.examples import Example, Preference, Prompted, Tokens, digest_of
+from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
+from steercap.lab.training.examples import Example, ExampleTokens, Preference, Prompted, digest_of
 from steercap.lab.training.folder import FOLDER, Definition, check_name, write_history
 from steercap.lab.training.hooked import HookedModel
-from steercap.lab.training.loop import Loop, Trait, rank, world
+from steercap.lab.training.loop import Loop, TraitInTraining, rank, world
 from steercap.lab.training.objectives import OBJECTIVES
 from steercap.lab.training.objectives.base import Objective
 from steercap.lab.training.penalties import Penalties
@@ -149,7 +149,7 @@ def train_many(
     definition = _definition(hooked, how, wanted, starts, parts)
     folder = _opened(Path(out), definition)
     traits = [
-        Trait(name, _trainable(starts[name], hooked, wanted), parts[name].seen, parts[name].unseen, wanted)
+        TraitInTraining(name, _trainable(starts[name], hooked, wanted), parts[name].seen, parts[name].unseen, wanted)
         for name in examples
     ]
     specs = [trait.spec for trait in traits]
@@ -188,7 +188,7 @@ def losses_of(
     module = SteeredTraits(hooked, [spec], how, Penalties(), 1.0)
     places = [Picked(0, place, None) for place in range(len(tokens))]
     chunks = [places[at : at + batch_size] for at in range(0, len(places), batch_size)]
-    batches = loader(Encoded([tokens]), chunks, module.selections, hooked.device)
+    batches = loader(EncodedExamples([tokens]), chunks, module.selections, hooked.device)
     return torch.cat([module.losses(batch).cpu() for batch in batches])
 
 
@@ -211,12 +211,12 @@ def _tokenizer(model: HookedModel) -> Any:
 class _Sides:
     """Tokenised examples for training, and held-out ones."""
 
-    seen: list[tuple[Tokens, ...]]
-    unseen: list[tuple[Tokens, ...]]
+    seen: list[tuple[ExampleTokens, ...]]
+    unseen: list[tuple[ExampleTokens, ...]]
 
 
 def _sides(
-    examples: Sequence[AnyExample], validation: Any, encode: Callable[[Any], list[tuple[Tokens, ...]]], seed: int
+    examples: Sequence[AnyExample], validation: Any, encode: Callable[[Any], list[tuple[ExampleTokens, ...]]], seed: int
 ) -> _Sides:
     """Tokenize a trait's examples, split by source, or with the given held-out ones."""
     tokens = encode(examples)
@@ -226,7 +226,7 @@ def _sides(
     return _Sides([tokens[place] for place in seen], [tokens[place] for place in unseen])
 
 
-def _encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> list[tuple[Tokens, ...]]:
+def _encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> list[tuple[ExampleTokens, ...]]:
     if wrong := [example for example in examples if not isinstance(example, how.example)]:
         raise InvalidSetting(
             f"{type(how).__name__} learns from {how.example.__name__}s, and one example is {shown(wrong[0])}"
@@ -326,7 +326,7 @@ def _opened(out: Path, definition: Definition) -> Path:
     return out
 
 
-def _result(trait: Trait, folder: Path, definition: Definition, model: str) -> Trained:
+def _result(trait: TraitInTraining, folder: Path, definition: Definition, model: str) -> Trained:
     """Return the result of a trait; process 0 writes it."""
     spec = trait.spec.spec(trait.best)
     best = min(one.validation_loss for one in trait.history)

@@ -22,7 +22,7 @@ BLOCK: Final = 256
 
 
 @dataclass
-class State:
+class SketchState:
     """Running statistics of the rows of one point.
 
     Args:
@@ -63,14 +63,14 @@ class Kind(ABC):
         """
 
     @abstractmethod
-    def add(self, state: State, block: Float[torch.Tensor, "rows width"]) -> None:
+    def add(self, state: SketchState, block: Float[torch.Tensor, "rows width"]) -> None:
         """Add rows, float32, 1 to BLOCK of them; the caller updates `rows` and `squares`."""
 
     @abstractmethod
-    def combine(self, state: State, other: State) -> None:
+    def combine(self, state: SketchState, other: SketchState) -> None:
         """Add the statistics of another state of at least one row; the caller updates `rows` and `squares`."""
 
-    def covariance(self, state: State) -> Float[torch.Tensor, "width width"]:
+    def covariance(self, state: SketchState) -> Float[torch.Tensor, "width width"]:
         """Return the covariance of the elements, of two rows or more: float64.
 
         Raises:
@@ -78,7 +78,7 @@ class Kind(ABC):
         """
         raise InvalidSpec(f"a {name_of(self)} sketch holds no covariance; use the kind 'moments'")
 
-    def variance(self, state: State) -> Float[torch.Tensor, " width"]:
+    def variance(self, state: SketchState) -> Float[torch.Tensor, " width"]:
         """Return the variance of each element, of two rows or more: float64.
 
         Raises:
@@ -86,7 +86,7 @@ class Kind(ABC):
         """
         raise InvalidSpec(f"a {name_of(self)} sketch holds no variances; use the kind 'variances' or 'moments'")
 
-    def spectrum(self, state: State) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
+    def spectrum(self, state: SketchState) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
         """Return the variances along the principal directions, descending, and these directions, of length 1: float64.
 
         Raises:
@@ -113,10 +113,12 @@ class Kind(ABC):
             raise InvalidSpec(f"size={shown(size)}; give a whole number above 0")
         return found
 
-    def empty(self, width: int, size: int, device: torch.device | str = "cpu") -> State:
+    def empty(self, width: int, size: int, device: torch.device | str = "cpu") -> SketchState:
         """Create the state of no rows."""
         shapes = self.shapes(width, size).items()
-        return State(0, 0.0, {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes})
+        return SketchState(
+            0, 0.0, {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes}
+        )
 
     def nbytes(self, width: int, size: int) -> int:
         """Return the bytes of a state."""
@@ -133,7 +135,7 @@ class Kind(ABC):
             )
         return None
 
-    def update(self, state: State, rows: Float[torch.Tensor, "rows width"]) -> None:
+    def update(self, state: SketchState, rows: Float[torch.Tensor, "rows width"]) -> None:
         """Add rows of real floating-point numbers.
 
         Raises:
@@ -145,13 +147,13 @@ class Kind(ABC):
         self.take(state, rows)
         state.squares += squares
 
-    def take(self, state: State, rows: Float[torch.Tensor, "rows width"]) -> None:
+    def take(self, state: SketchState, rows: Float[torch.Tensor, "rows width"]) -> None:
         """Add rows that were checked, without updating `squares`."""
         for block in rows.split(BLOCK) if len(rows) else ():
             self.add(state, block.float())
             state.rows += len(block)
 
-    def merge(self, state: State, other: State) -> None:
+    def merge(self, state: SketchState, other: SketchState) -> None:
         """Add the statistics of another state on the same device.
 
         Raises:
@@ -176,7 +178,7 @@ def squares_of(rows: Float[torch.Tensor, "rows width"]) -> torch.Tensor:
     return norm.square()
 
 
-def move_mean(state: State, mean: Float[torch.Tensor, " width"], rows: int) -> Float[torch.Tensor, " width"]:
+def move_mean(state: SketchState, mean: Float[torch.Tensor, " width"], rows: int) -> Float[torch.Tensor, " width"]:
     """Update the running mean, the float64 tensor "mean", by the mean of `rows` further rows.
 
     Returns:

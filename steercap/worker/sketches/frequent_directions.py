@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 
-from steercap.worker.sketches.base import Kind, State, move_mean, signed
+from steercap.worker.sketches.base import Kind, SketchState, move_mean, signed
 
 
 class FrequentDirections(Kind):
@@ -29,17 +29,17 @@ class FrequentDirections(Kind):
             "lost": ((1,), torch.float64),
         }
 
-    def add(self, state: State, block: Float[torch.Tensor, "rows width"]) -> None:
+    def add(self, state: SketchState, block: Float[torch.Tensor, "rows width"]) -> None:
         wide = block.double()
         move_mean(state, wide.mean(0), len(block))
         self._append(state, wide)
 
-    def combine(self, state: State, other: State) -> None:
+    def combine(self, state: SketchState, other: SketchState) -> None:
         move_mean(state, other.tensors["mean"], other.rows)
         self._append(state, other.tensors["rows"][: other.filled])
         state.tensors["lost"].add_(other.tensors["lost"])
 
-    def _append(self, state: State, rows: torch.Tensor) -> None:
+    def _append(self, state: SketchState, rows: torch.Tensor) -> None:
         """Append rows to the buffer, shrinking it whenever it is full."""
         kept = state.tensors["rows"]
         while len(rows):
@@ -52,13 +52,13 @@ class FrequentDirections(Kind):
             kept[state.filled : state.filled + len(fitting)] = fitting
             state.filled += len(fitting)
 
-    def matrix(self, state: State) -> tuple[Float[torch.Tensor, "size width"], float]:
+    def matrix(self, state: SketchState) -> tuple[Float[torch.Tensor, "size width"], float]:
         """Return the rows B, float64, and an upper bound of ‖Ax‖² - ‖Bx‖² for ‖x‖ = 1."""
         kept = state.tensors["rows"]
         rows, lost = shrink(kept[: state.filled], len(kept) // 2)
         return rows, float(state.tensors["lost"] + lost)
 
-    def spectrum(self, state: State) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
+    def spectrum(self, state: SketchState) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
         """Return the spectrum of `BᵀB - n m mᵀ`, m the mean; a variance is off by at most the bound of B over n - 1."""
         rows, mean = self.matrix(state)[0], state.tensors["mean"]
         basis, _ = torch.linalg.qr(torch.cat([rows, mean[None]]).T)  # [width, rank]: nothing else is in their span

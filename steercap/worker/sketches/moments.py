@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.kernels.exact import exact_products
-from steercap.worker.sketches.base import Kind, State, move_mean, signed
+from steercap.worker.sketches.base import Kind, SketchState, move_mean, signed
 
 #: Bytes of the part of a covariance that is updated at once; temporaries take a few times as much.
 PART_BYTES: Final = 64 << 20
@@ -32,7 +32,7 @@ class Moments(Kind):
     def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"mean": ((width,), torch.float64), "scatter": ((2, width, width), torch.float32)}
 
-    def add(self, state: State, block: Float[torch.Tensor, "rows width"]) -> None:
+    def add(self, state: SketchState, block: Float[torch.Tensor, "rows width"]) -> None:
         wide = block.double()
         mean = wide.mean(0)
         shift = move_mean(state, mean, len(block))
@@ -42,7 +42,7 @@ class Moments(Kind):
             for part in _parts(len(shift)):
                 add_compensated(total[part], lost[part], deviations[:, part].T @ deviations)
 
-    def combine(self, state: State, other: State) -> None:
+    def combine(self, state: SketchState, other: SketchState) -> None:
         shift = move_mean(state, other.tensors["mean"], other.rows).float()
         total, lost = state.tensors["scatter"]
         for part in _parts(len(shift)):
@@ -50,14 +50,14 @@ class Moments(Kind):
             add_compensated(total[part], lost[part], other.tensors["scatter"][0, part])
             lost[part] += other.tensors["scatter"][1, part]
 
-    def covariance(self, state: State) -> Float[torch.Tensor, "width width"]:
+    def covariance(self, state: SketchState) -> Float[torch.Tensor, "width width"]:
         total = state.tensors["scatter"].sum(0, dtype=torch.float64)
         return total.add(total.T).div_(2 * (state.rows - 1))
 
-    def variance(self, state: State) -> Float[torch.Tensor, " width"]:
+    def variance(self, state: SketchState) -> Float[torch.Tensor, " width"]:
         return state.tensors["scatter"].diagonal(dim1=1, dim2=2).sum(0, dtype=torch.float64) / (state.rows - 1)
 
-    def spectrum(self, state: State) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
+    def spectrum(self, state: SketchState) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
         values, vectors = torch.linalg.eigh(self.covariance(state))
         return values.flip(0).clamp_(min=0), signed(vectors.T.flip(0))
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 
-from steercap.worker.sketches.base import Kind, State, move_mean
+from steercap.worker.sketches.base import Kind, SketchState, move_mean
 
 
 class Variances(Kind):
@@ -18,17 +18,17 @@ class Variances(Kind):
     def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"mean": ((width,), torch.float64), "scatter": ((width,), torch.float64)}
 
-    def add(self, state: State, block: Float[torch.Tensor, "rows width"]) -> None:
+    def add(self, state: SketchState, block: Float[torch.Tensor, "rows width"]) -> None:
         wide = block.double()
         mean = wide.mean(0)
         shift = move_mean(state, mean, len(block))
         state.tensors["scatter"].add_(wide.sub_(mean).square_().sum(0)).add_(shift.square_())
 
-    def combine(self, state: State, other: State) -> None:
+    def combine(self, state: SketchState, other: SketchState) -> None:
         shift = move_mean(state, other.tensors["mean"], other.rows)
         state.tensors["scatter"].add_(other.tensors["scatter"]).add_(shift.square_())
 
-    def variance(self, state: State) -> Float[torch.Tensor, " width"]:
+    def variance(self, state: SketchState) -> Float[torch.Tensor, " width"]:
         return state.tensors["scatter"] / (state.rows - 1)
 
 

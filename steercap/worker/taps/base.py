@@ -22,7 +22,7 @@ from steercap.core.schema import PointSchema
 from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
-from steercap.worker.layouts import Layout, Layouts
+from steercap.worker.layouts import Layouts, RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step, StepReport
 
@@ -54,7 +54,7 @@ class TapSizes:
 
 
 @dataclass(frozen=True)
-class Kind:
+class RowKind:
     """Schema of a rank's rows at some of its points.
 
     Args:
@@ -88,14 +88,14 @@ class Installed:
     shard: int = 0
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[RowKind, ...]:
         """Distinct kinds of its rows, in the order of the points; `changes_kv` is ignored."""
         return tuple(dict.fromkeys(self.kind_of(schema) for schema in self.schemas))
 
-    def kind_of(self, schema: PointSchema) -> Kind:
+    def kind_of(self, schema: PointSchema) -> RowKind:
         """Return the kind of the rows of points of this schema on this rank."""
         first = self.shard * schema.shard_width if schema.shards > 1 else 0
-        return Kind(structs.replace(schema, changes_kv=True), first)
+        return RowKind(structs.replace(schema, changes_kv=True), first)
 
     @property
     def captures(self) -> bool:
@@ -162,7 +162,7 @@ class Taps(ABC):
         """End the opened pass, run or failed; all taps are idle until the next one."""
 
     @abstractmethod
-    def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
+    def spill(self, accumulator: int, layout: RecordLayout, lines: Ints) -> Any:
         """Copy a reduction and its held rows to the arena, as the passes closed so far leave them.
 
         Args:
@@ -175,7 +175,7 @@ class Taps(ABC):
         """
 
     @abstractmethod
-    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
+    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[RecordLayout], lines: Ints) -> Any:
         """Apply updates that add held rows only, divide, and copy the reductions to the arena.
 
         Args:

@@ -29,7 +29,7 @@ from steercap.kernels.bits import told_apart
 from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
 from steercap.worker.batch import BatchRows
-from steercap.worker.layouts import LAYOUTS, Layout
+from steercap.worker.layouts import LAYOUTS, RecordLayout
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import Step, StepReport
 from steercap.worker.taps.base import Installed, Taps, TapSizes
@@ -81,7 +81,7 @@ class _Pass:
     line: int
     sources: Ints
     updates: int
-    encoded: Sequence[tuple[Layout, slice]] = ()
+    encoded: Sequence[tuple[RecordLayout, slice]] = ()
     failure: str | None = None
     closed: Any = None
     copies: tuple[Ints, ...] = ()
@@ -181,7 +181,7 @@ class CudaTaps(Taps):
         self._upload(step, pattern, sources)
         if updates is not None:
             self._sums.upload(self._number, step, updates, sources, self.layouts.raw_lines)
-        work: list[tuple[Layout, slice]] = []
+        work: list[tuple[RecordLayout, slice]] = []
         if (encoded := pattern.encoded).any():
             targets, of = pattern.targets(line), step.layouts[encoded]
             layouts = [self.layouts[number] for number in np.unique(of).tolist()]
@@ -249,12 +249,12 @@ class CudaTaps(Taps):
             if done is through:
                 return
 
-    def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
+    def spill(self, accumulator: int, layout: RecordLayout, lines: Ints) -> Any:
         assert self.arena is not None
         self._copy_away()  # rows of other requests may still be on their way to these pages
         return self._sums.spill(accumulator, layout, lines, self.arena.lines)
 
-    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
+    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[RecordLayout], lines: Ints) -> Any:
         assert self.arena is not None
         self._copy_away()
         return self._sums.finish(self._rows, updates, divisors, layouts, lines, self.arena.lines)

@@ -24,10 +24,10 @@ from steercap.kernels.codecs import ENCODINGS, record_of
 from steercap.kernels.codecs.base import Alike, dtype_of
 from steercap.kernels.codecs.matrices import Matrices
 from steercap.worker.accumulators import Accumulators, Updates
-from steercap.worker.layouts import Layout
+from steercap.worker.layouts import RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.taps.base import Installed, Kind
+from steercap.worker.taps.base import Installed, RowKind
 from steercap.worker.taps.transfers import Transfers
 
 
@@ -61,7 +61,7 @@ class DeviceEncoder:
         self._records = torch.zeros((tokens, 2), dtype=torch.int64, device=transfers.device)
         self._uploads = [transfers.pinned(self._records.shape, torch.int64) for _ in range(ahead)]
         # Without the SAE encoders, which are freed with their layout.
-        self._known: dict[int, tuple[ref[Layout], int, list[tuple[Kind, Alike]]]] = {}
+        self._known: dict[int, tuple[ref[RecordLayout], int, list[tuple[RowKind, Alike]]]] = {}
         self._matrices = Matrices()
 
     @property
@@ -69,7 +69,9 @@ class DeviceEncoder:
         """Bytes of the pinned host buffers of uploads."""
         return sum(upload.nbytes for upload in self._uploads)
 
-    def upload(self, number: int, layouts: Sequence[Layout], of: Ints, records: Ints) -> list[tuple[Layout, slice]]:
+    def upload(
+        self, number: int, layouts: Sequence[RecordLayout], of: Ints, records: Ints
+    ) -> list[tuple[RecordLayout, slice]]:
         """Upload the lines of the records to encode, layout by layout, in one copy.
 
         Args:
@@ -88,7 +90,7 @@ class DeviceEncoder:
         ends = np.searchsorted(of[order], [layout.number for layout in layouts], side="right").tolist()
         return [(layout, slice(*one)) for layout, *one in zip(layouts, [0, *ends], ends, strict=False)]
 
-    def launch(self, ring: torch.Tensor, work: Sequence[tuple[Layout, slice]]) -> None:
+    def launch(self, ring: torch.Tensor, work: Sequence[tuple[RecordLayout, slice]]) -> None:
         """Encode the records of a pass that has been launched."""
         for layout, records in work:
             encoding = ENCODINGS[layout.form.coding.encoding]
@@ -99,7 +101,7 @@ class DeviceEncoder:
                 vectors = self._bank[:, kind.first : kind.first + kind.width] if matrix is None else matrix
                 encoding.launch(ring, self._records[records], alike, vectors)
 
-    def _matrix(self, kind: Kind, coding: Coding) -> torch.Tensor | None:
+    def _matrix(self, kind: RowKind, coding: Coding) -> torch.Tensor | None:
         """Return the rank's part of an encoding's own matrix, in the dtype of the rows; None if it has none."""
         encoding = ENCODINGS[coding.encoding]
         if not encoding.seeded:
@@ -113,7 +115,7 @@ class DeviceEncoder:
 
         return self._matrices.get((kind, coding), make)
 
-    def _alike(self, layout: Layout) -> list[tuple[Kind, Alike]]:
+    def _alike(self, layout: RecordLayout) -> list[tuple[RowKind, Alike]]:
         """Return the points of a layout, grouped by equal schemas; cached."""
         known = self._known.get(layout.number)
         if known is None or known[0]() is not layout or known[1] != self._programs.written:
@@ -121,7 +123,7 @@ class DeviceEncoder:
             known = self._known[layout.number] = ref(layout), self._programs.written, found
         return known[2]
 
-    def _find_alike(self, layout: Layout) -> Iterator[tuple[Kind, Alike]]:
+    def _find_alike(self, layout: RecordLayout) -> Iterator[tuple[RowKind, Alike]]:
         if layout.form.reads:
             yield from self._find_read(layout)
             return
@@ -134,7 +136,7 @@ class DeviceEncoder:
             points = self._there(np.stack([raw[own], stored[own]], axis=1))
             yield kind, Alike(kind.schema, layout.form.coding, points, bank_rows)
 
-    def _find_read(self, layout: Layout) -> Iterator[tuple[Kind, Alike]]:
+    def _find_read(self, layout: RecordLayout) -> Iterator[tuple[RowKind, Alike]]:
         """Return the points of a layout whose rows SAEs read, each by itself, in the order of the SAEs."""
         for local, raw, stored in zip(layout.locals, layout.raw.offsets, layout.stored.offsets, strict=True):
             schema = self._installed.schemas[local]
@@ -264,7 +266,7 @@ class DeviceAccumulators:
         table[:, kernel.UPDATE_COLUMNS : kernel.UPDATE_COLUMNS + self._accumulators.held] = updates.adds
         return table
 
-    def spill(self, accumulator: int, layout: Layout, lines: Ints, arena: torch.Tensor) -> Any:
+    def spill(self, accumulator: int, layout: RecordLayout, lines: Ints, arena: torch.Tensor) -> Any:
         """Copy an accumulator and its held rows to lines of the arena; see `Taps.spill`."""
         copies = list(self._sums_of(accumulator, layout, int(lines[0]), arena))
         size = self._held[accumulator][0].nbytes
@@ -278,7 +280,7 @@ class DeviceAccumulators:
         ring: torch.Tensor,
         updates: Updates,
         divisors: Ints,
-        layouts: Sequence[Layout],
+        layouts: Sequence[RecordLayout],
         lines: Ints,
         arena: torch.Tensor,
     ) -> Any:
@@ -293,7 +295,7 @@ class DeviceAccumulators:
         return self._fetch(updates.accumulators.tolist(), copies)
 
     def _sums_of(
-        self, accumulator: int, layout: Layout, line: int, arena: torch.Tensor
+        self, accumulator: int, layout: RecordLayout, line: int, arena: torch.Tensor
     ) -> Iterator[tuple[int, int, int]]:
         source = self._sums.data_ptr() + accumulator * self._sums[0].nbytes
         target = arena.data_ptr() + line * LINE_BYTES

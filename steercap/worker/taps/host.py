@@ -20,12 +20,12 @@ from steercap.kernels.codecs import ENCODINGS
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
-from steercap.worker.layouts import Layout
+from steercap.worker.layouts import RecordLayout
 from steercap.worker.reduce import write_reduced
 from steercap.worker.step import Step, StepReport
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.host_edits import HostEdits
-from steercap.worker.taps.host_rows import Copies, Encoded, HostAccumulators, Keeping, Reduced
+from steercap.worker.taps.host_rows import Copies, HostAccumulators, Keeping, KeepingEncoded, KeepingReduced
 
 
 class HostTaps(Taps):
@@ -89,9 +89,9 @@ class HostTaps(Taps):
         for number in np.unique(step.layouts[others]).tolist():
             own = others[step.layouts[others] == number]
             layout = self.layouts[number]
-            yield Encoded(step, own, layout, arena, self.schemas, self._kinds, self.programs, self._bank)
+            yield KeepingEncoded(step, own, layout, arena, self.schemas, self._kinds, self.programs, self._bank)
         if updates is not None:
-            yield Reduced(step, updates, chosen, self.layouts, self._sums)
+            yield KeepingReduced(step, updates, chosen, self.layouts, self._sums)
 
     def close(self, failure: str | None) -> None:
         step, self.open_step = self.open_step, None
@@ -107,7 +107,7 @@ class HostTaps(Taps):
         edits, overflowed = self._edits.made(step)
         return StepReport(*self._labels, edits, step.copies, overflowed, nonfinite, failure)
 
-    def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
+    def spill(self, accumulator: int, layout: RecordLayout, lines: Ints) -> Any:
         assert self.arena is not None
         self._put_sums(accumulator, 1, layout, int(lines[0]))
         raw, slots = ENCODINGS["raw"], self.accumulators.held
@@ -116,13 +116,13 @@ class HostTaps(Taps):
                 row = self._sums.held[local][accumulator * slots + slot]
                 self.arena.write(line, raw.encode(row[None], self.schemas[local], RAW, None)[0], offset)
 
-    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
+    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[RecordLayout], lines: Ints) -> Any:
         self._sums.begin(updates)
         ends = zip(updates.accumulators.tolist(), divisors.tolist(), layouts, lines.tolist(), strict=True)
         for accumulator, divisor, layout, line in ends:
             self._put_sums(accumulator, divisor, layout, line)
 
-    def _put_sums(self, accumulator: int, divisor: int, layout: Layout, line: int) -> None:
+    def _put_sums(self, accumulator: int, divisor: int, layout: RecordLayout, line: int) -> None:
         assert self.arena is not None
         schemas = [self.schemas[local] for local in layout.locals]
         write_reduced(

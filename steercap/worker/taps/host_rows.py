@@ -26,10 +26,10 @@ from steercap.kernels.finite import stray_rows
 from steercap.kernels.reference import rows_at
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena
-from steercap.worker.layouts import Layout, Layouts
+from steercap.worker.layouts import Layouts, RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.taps.base import Kind
+from steercap.worker.taps.base import RowKind
 
 
 class Keeping(ABC):
@@ -92,7 +92,7 @@ class Copies(Keeping):
         return _stray(tokens, rows)
 
 
-class Encoded(Keeping):
+class KeepingEncoded(Keeping):
     """Rows of one layout that are stored in an encoding other than raw.
 
     Args:
@@ -110,10 +110,10 @@ class Encoded(Keeping):
         self,
         step: Step,
         chosen: Ints,
-        layout: Layout,
+        layout: RecordLayout,
         arena: Arena,
         schemas: Sequence[PointSchema],
-        kinds: Sequence[Kind],
+        kinds: Sequence[RowKind],
         programs: Programs,
         bank: Float[torch.Tensor, "vectors bank"],
     ) -> None:
@@ -161,7 +161,7 @@ def write_rows(arena: Arena, lines: Ints, stored: torch.Tensor, offset: int = 0)
     arena.windows(size, itemsize, offset)[lines] = numbers
 
 
-class Reduced(Keeping):
+class KeepingReduced(Keeping):
     """Rows that a pass adds to running reductions, or holds for later.
 
     Args:

@@ -3,6 +3,6 @@
 from steercap.lab.datasets.collecting.calls import activations, collect
 from steercap.lab.datasets.collecting.many import RayActors
 from steercap.lab.datasets.collecting.samples import ByPredicate, ByProbe, OneIn
-from steercap.lab.datasets.collecting.sources import Source, open_source
+from steercap.lab.datasets.collecting.sources import DocumentSource, open_source
 
-__all__ = ["ByPredicate", "ByProbe", "OneIn", "RayActors", "Source", "activations", "collect", "open_source"]
+__all__ = ["ByPredicate", "ByProbe", "DocumentSource", "OneIn", "RayActors", "activations", "collect", "open_source"]

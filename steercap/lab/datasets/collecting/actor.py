@@ -1,7 +1,7 @@
 """Ray actor that owns an engine and writes the shards it is given.
 
-Arguments and answers are bytes, numbers and documents; only the function that opens the model and `Asked`, which may
-hold a predicate, are pickled by Ray.
+Arguments and answers are bytes, numbers and documents; only the function that opens the model and
+`CollectArguments`, which may hold a predicate, are pickled by Ray.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 
 from steercap.errors import EngineFailure, RunDiffers
 from steercap.lab.datasets import DatasetFolder, storage_of
-from steercap.lab.datasets.collecting.collection import Asked, definition_of
+from steercap.lab.datasets.collecting.collection import CollectArguments, definition_of
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.pipeline import blocks
 from steercap.lab.datasets.collecting.reading import CollectingModel
 from steercap.lab.datasets.collecting.shards import Sharder
-from steercap.lab.datasets.collecting.sources import Source
+from steercap.lab.datasets.collecting.sources import DocumentSource
 from steercap.lab.datasets.definition import decode
 from steercap.lab.datasets.shards import RECEIPT, name_of
 
@@ -52,7 +52,7 @@ class CollectingActor:
         asked: arguments of the collection.
     """
 
-    def __init__(self, opening: Callable[[], OpenedModel], where: str, asked: Asked) -> None:
+    def __init__(self, opening: Callable[[], OpenedModel], where: str, asked: CollectArguments) -> None:
         self._opening, self._asked = opening, asked
         self._storage = storage_of(where, **asked.storage_options)
         self._model: OpenedModel | None = None
@@ -77,7 +77,7 @@ class CollectingActor:
         """
         model = await self._opened()
         asked = replace(self._asked, documents_per_shard=each)
-        source = Source("the first documents", lambda: iter(first))
+        source = DocumentSource("the first documents", lambda: iter(first))
         return msgspec.json.encode(await definition_of(model, model.serving.here(), source, asked))
 
     async def collect(self, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
@@ -116,7 +116,7 @@ class CollectingActor:
         folder = DatasetFolder(self._storage, decode(definition, str(self._storage)))
         each = folder.definition.documents_per_shard
         engine = model.serving.here()
-        nothing = Source("nothing", lambda: iter(()))
+        nothing = DocumentSource("nothing", lambda: iter(()))
         asked = replace(self._asked, documents_per_shard=each)
         mine = await definition_of(model, engine, nothing, asked)
         if mine.digest != folder.definition.digest:
@@ -124,7 +124,7 @@ class CollectingActor:
                 f"an actor's engine is not that of {self._storage}: {mine.model}, not {folder.definition.model}"
             )
         reading = asked.reading(model, engine)
-        source = Source(f"shard {number}", lambda: iter(documents), first=number * each)
+        source = DocumentSource(f"shard {number}", lambda: iter(documents), first=number * each)
         sharder = Sharder(folder, reading.points, {}, asked.shard_bytes, first=number)
         try:
             async with aclosing(blocks(model, reading, feed(source, reading))) as found:

@@ -12,7 +12,13 @@ from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.errors import InvalidSpec
 from steercap.lab.datasets.choosing import Join
-from steercap.lab.datasets.collecting.collection import SHARD_BYTES, Asked, Collected, Progress, run_collection
+from steercap.lab.datasets.collecting.collection import (
+    SHARD_BYTES,
+    CollectArguments,
+    Collected,
+    Progress,
+    run_collection,
+)
 from steercap.lab.datasets.collecting.many import RayActors, collect_on_actors
 from steercap.lab.datasets.collecting.samples import TokenSample
 from steercap.lab.datasets.collecting.sources import Corpus, open_source
@@ -111,7 +117,7 @@ async def collect(
         The errors of `generate`.
     """
     kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k)
-    asked = Asked(
+    asked = CollectArguments(
         capture=kept,
         tokens=chosen,
         context=context,
@@ -196,7 +202,7 @@ def activations(
         WrongEventLoop: it was started in another event loop.
     """
     kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k)
-    asked = Asked(
+    asked = CollectArguments(
         capture=kept,
         tokens=chosen,
         context=context,

@@ -28,7 +28,7 @@ from steercap.lab.datasets.collecting.pipeline import Block, blocks
 from steercap.lab.datasets.collecting.reading import CollectingModel, Reading, most_context
 from steercap.lab.datasets.collecting.samples import TokenSample, sample_of
 from steercap.lab.datasets.collecting.shards import Sharder, stopping
-from steercap.lab.datasets.collecting.sources import Corpus, Source, open_source
+from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
 from steercap.lab.datasets.collecting.windows import Bos, Cutting, Long
 from steercap.lab.datasets.storage import Storage
 
@@ -95,7 +95,7 @@ class Collected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CollectArguments:
     """Arguments of `steercap.lab.datasets.collecting.collect`, documented there."""
 
     capture: CaptureSpec
@@ -138,7 +138,7 @@ class Asked:
 
 
 async def run_collection(
-    model: CollectingModel, engine: Engine, corpus: Corpus, folder: str | Path, asked: Asked
+    model: CollectingModel, engine: Engine, corpus: Corpus, folder: str | Path, asked: CollectArguments
 ) -> Collected:
     """Read a corpus into a data set; see `steercap.lab.datasets.collecting.collect`."""
     require("datasets")
@@ -152,7 +152,9 @@ async def run_collection(
 class _Collection:
     """State of one call of `run_collection`."""
 
-    def __init__(self, model: CollectingModel, reading: Reading, source: Source, storage: Any, asked: Asked) -> None:
+    def __init__(
+        self, model: CollectingModel, reading: Reading, source: DocumentSource, storage: Any, asked: CollectArguments
+    ) -> None:
         self._model, self._reading, self._source, self._asked = model, reading, source, asked
         self._storage = storage
         self._began = time.monotonic()
@@ -277,7 +279,9 @@ async def _chained(first: list[list[Fed]], rest: Batches) -> Batches:
             yield batch
 
 
-async def definition_of(model: CollectingModel, engine: Engine, source: Source, asked: Asked) -> Definition:
+async def definition_of(
+    model: CollectingModel, engine: Engine, source: DocumentSource, asked: CollectArguments
+) -> Definition:
     """Return the definition that a data set of a source's documents would have."""
     collection = _Collection(model, asked.reading(model, engine), source, None, asked)
     batches, per_shard = await collection._looked_at()  # noqa: SLF001 -- of this module
@@ -296,7 +300,7 @@ def there(storage: Storage) -> Definition | None:
     return definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
 
 
-async def sound_shards(folder: DatasetFolder, asked: Asked) -> tuple[dict[int, Receipt], int, int]:
+async def sound_shards(folder: DatasetFolder, asked: CollectArguments) -> tuple[dict[int, Receipt], int, int]:
     """Check existing shards and remove damaged ones; return the sound receipts, and the counts of existing and removed.
 
     Raises:

@@ -23,7 +23,7 @@ class NotDocument(ValueError):
 
 
 @dataclass(frozen=True)
-class Document:
+class CorpusDocument:
     """Document of a corpus.
 
     Args:
@@ -69,7 +69,7 @@ def content_of(item: Any, column: str | None = None) -> Content:
     return _tokens(item)
 
 
-def digests(documents: Sequence[Document]) -> str:
+def digests(documents: Sequence[CorpusDocument]) -> str:
     """Return the SHA-256 over the SHA-256 of each document, in hexadecimal, as stored in a shard's receipt."""
     found = hashlib.sha256()
     for document in documents:
@@ -79,7 +79,7 @@ def digests(documents: Sequence[Document]) -> str:
     return found.hexdigest()
 
 
-def digest_of(documents: Sequence[Document]) -> str:
+def digest_of(documents: Sequence[CorpusDocument]) -> str:
     """Return the SHA-256 over documents, in hexadecimal."""
     found = hashlib.sha256()
     for document in documents:

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from steercap.concurrency.loops import on_thread
 from steercap.core.tokens import TokenSelection
-from steercap.lab.datasets.collecting.documents import Document
-from steercap.lab.datasets.collecting.sources import Source
+from steercap.lab.datasets.collecting.documents import CorpusDocument
+from steercap.lab.datasets.collecting.sources import DocumentSource
 from steercap.lab.datasets.collecting.windows import Cutting, Window
 
 #: Documents of a batch, and characters or tokens after which it has fewer: tokenizers take many at once.
@@ -61,7 +61,7 @@ class Asking(Protocol):
 
 
 async def feed(
-    source: Source, asking: Asking, wanted: Callable[[int], bool] = lambda _: True
+    source: DocumentSource, asking: Asking, wanted: Callable[[int], bool] = lambda _: True
 ) -> AsyncGenerator[list[Fed], None]:
     """Yield the documents of a source in batches, in order.
 
@@ -71,7 +71,7 @@ async def feed(
         wanted: predicate on document numbers; unwanted documents are only hashed.
 
     Raises:
-        The errors of `Source` and of `Cutting.windows`, where their document is.
+        The errors of `DocumentSource` and of `Cutting.windows`, where their document is.
     """
     items = source.begin()
     if isinstance(items, AsyncIterator):
@@ -111,7 +111,9 @@ class _Feeder:
         ended: event set when the consumer has stopped.
     """
 
-    def __init__(self, source: Source, items: Iterator[Any], asking: Asking, wanted: Callable[[int], bool]) -> None:
+    def __init__(
+        self, source: DocumentSource, items: Iterator[Any], asking: Asking, wanted: Callable[[int], bool]
+    ) -> None:
         self._source, self._items, self._asking, self._wanted = source, items, asking, wanted
         self._ready: queue.Queue[list[Fed] | _End] = queue.Queue(AHEAD)
         self._loop, self._came = asyncio.get_running_loop(), asyncio.Event()
@@ -157,8 +159,8 @@ class _Feeder:
         return False
 
 
-def _batched(source: Source, items: Iterator[Any]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batched(source: DocumentSource, items: Iterator[Any]) -> Iterator[list[CorpusDocument]]:
+    batch: list[CorpusDocument] = []
     size = 0
     for found in items:
         if (document := source.document(*found)) is None:
@@ -172,21 +174,21 @@ def _batched(source: Source, items: Iterator[Any]) -> Iterator[list[Document]]:
         yield batch
 
 
-async def _batched_async(source: Source, items: AsyncIterator[Any]) -> AsyncIterator[list[Document]]:
+async def _batched_async(source: DocumentSource, items: AsyncIterator[Any]) -> AsyncIterator[list[CorpusDocument]]:
     """Yield batches of one document, so that an async source is never waited for to fill a batch."""
     async for found in items:
         if (document := source.document(*found)) is not None:
             yield [document]
 
 
-def _fed(documents: list[Document], asking: Asking, wanted: Callable[[int], bool]) -> list[Fed]:
+def _fed(documents: list[CorpusDocument], asking: Asking, wanted: Callable[[int], bool]) -> list[Fed]:
     chosen = [document for document in documents if wanted(document.number)]
     cut = zip(chosen, asking.cutting.windows(chosen), strict=True)
     windows = {one.number: [(window, asking.asked(window)) for window in found] for one, found in cut}
     return [Fed(one.number, _digest(one), windows.get(one.number), one.bytes) for one in documents]
 
 
-def _digest(document: Document) -> bytes:
+def _digest(document: CorpusDocument) -> bytes:
     found = hashlib.sha256()
     document.enter(found)
     return found.digest()

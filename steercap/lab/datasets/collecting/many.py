@@ -26,18 +26,18 @@ from steercap.lab.datasets import DatasetFolder, Receipt, storage_of
 from steercap.lab.datasets.collecting.actor import CollectingActor, OpenedModel
 from steercap.lab.datasets.collecting.collection import (
     LOOKED_AT,
-    Asked,
+    CollectArguments,
     Collected,
     Progress,
     changed,
     sound_shards,
     there,
 )
-from steercap.lab.datasets.collecting.documents import Document, digests
+from steercap.lab.datasets.collecting.documents import CorpusDocument, digests
 from steercap.lab.datasets.collecting.feeding import BATCH
 from steercap.lab.datasets.collecting.locking import locked
 from steercap.lab.datasets.collecting.shards import check_same, stopping
-from steercap.lab.datasets.collecting.sources import Corpus, Source, open_source
+from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
 from steercap.lab.datasets.definition import decode
 
 Found = TypeVar("Found")
@@ -95,7 +95,7 @@ class RayActors:
 
 
 async def collect_on_actors(
-    opening: Callable[[], OpenedModel], corpus: Corpus, folder: str, asked: Asked, spread: RayActors
+    opening: Callable[[], OpenedModel], corpus: Corpus, folder: str, asked: CollectArguments, spread: RayActors
 ) -> Collected:
     """Read a corpus into a data set with many engines; see `steercap.lab.datasets.collecting.collect`.
 
@@ -124,7 +124,7 @@ def _absolute(folder: str) -> str:
 
 @asynccontextmanager
 async def _actors(
-    opening: Callable[[], OpenedModel], where: str, asked: Asked, spread: RayActors
+    opening: Callable[[], OpenedModel], where: str, asked: CollectArguments, spread: RayActors
 ) -> AsyncIterator[list[Any]]:
     """Yield actors whose engines run, and close them at the end."""
     with extra("ray"):
@@ -182,7 +182,7 @@ async def _answer(reference: Any) -> Any:
 class _Spread:
     """State of one call of `collect_on_actors`."""
 
-    def __init__(self, actors: Sequence[Any], source: Source, where: str, asked: Asked) -> None:
+    def __init__(self, actors: Sequence[Any], source: DocumentSource, where: str, asked: CollectArguments) -> None:
         self._actors, self._source, self._asked = actors, source, asked
         self._storage = storage_of(where, **asked.storage_options)
         self._documents = _documents(source)
@@ -221,7 +221,7 @@ class _Spread:
         with stopping(self._storage):
             known = await asyncio.to_thread(there, self._storage)
         each = self._asked.documents_per_shard or (known and known.documents_per_shard)
-        first: list[Document] = []
+        first: list[CorpusDocument] = []
         if each is None:
             first = await _taken(self._documents, LOOKED_AT + BATCH)
             self._documents = _chained(first, self._documents)
@@ -241,7 +241,7 @@ class _Spread:
             self._made.append(msgspec.json.decode(receipt, type=Receipt))
             self._tell(documents[-1])
 
-    async def _next(self, each: int) -> tuple[int, list[Document]] | None:
+    async def _next(self, each: int) -> tuple[int, list[CorpusDocument]] | None:
         """Return the number and documents of the next missing shard, or None.
 
         Raises:
@@ -257,7 +257,7 @@ class _Spread:
                 check_same(self._storage, receipt, len(documents), begun)
             return None
 
-    def _tell(self, last: Document) -> None:
+    def _tell(self, last: CorpusDocument) -> None:
         if self._asked.progress is None:
             return
         made, source = self._made, self._source
@@ -274,11 +274,11 @@ class _Spread:
         self._asked.progress(Progress(documents, tokens, rows, written, shards, share, seconds))
 
 
-def _plain(documents: Sequence[Document]) -> list[tuple[str, Any, int | None]]:
+def _plain(documents: Sequence[CorpusDocument]) -> list[tuple[str, Any, int | None]]:
     return [(one.where, one.content, one.bytes) for one in documents]
 
 
-async def _documents(source: Source) -> AsyncIterator[Document]:
+async def _documents(source: DocumentSource) -> AsyncIterator[CorpusDocument]:
     items = source.begin()
     if isinstance(items, AsyncIterator):
         async for found in items:
@@ -290,13 +290,13 @@ async def _documents(source: Source) -> AsyncIterator[Document]:
             yield document
 
 
-def _some(source: Source, items: Iterator[Any]) -> list[Document]:
+def _some(source: DocumentSource, items: Iterator[Any]) -> list[CorpusDocument]:
     found = (source.document(*item) for item in items)
     return list(islice((document for document in found if document is not None), BATCH))
 
 
-async def _taken(documents: AsyncIterator[Document], most: int) -> list[Document]:
-    found: list[Document] = []
+async def _taken(documents: AsyncIterator[CorpusDocument], most: int) -> list[CorpusDocument]:
+    found: list[CorpusDocument] = []
     while len(found) < most:
         try:
             found.append(await anext(documents))
@@ -305,7 +305,9 @@ async def _taken(documents: AsyncIterator[Document], most: int) -> list[Document
     return found
 
 
-async def _chained(first: Sequence[Document], rest: AsyncIterator[Document]) -> AsyncIterator[Document]:
+async def _chained(
+    first: Sequence[CorpusDocument], rest: AsyncIterator[CorpusDocument]
+) -> AsyncIterator[CorpusDocument]:
     for document in first:
         yield document
     async for document in rest:

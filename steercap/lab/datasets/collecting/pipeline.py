@@ -71,7 +71,7 @@ class Block:
     ended: Sequence[Ended]
 
 
-class _Rows(NamedTuple):
+class _PipelineRows(NamedTuple):
     """Kept rows of one window; columns as in `Index`."""
 
     position: Any
@@ -97,7 +97,7 @@ class _Place:
     window: Window | None
     last: bool
     tokens: int = 0
-    found: _Rows | None = None
+    found: _PipelineRows | None = None
     done: bool = False
 
 
@@ -117,7 +117,7 @@ async def blocks(
     Raises:
         The errors of `feed`, `SteerModel.read` and `SteerModel.generate`, and those of handles.
     """
-    run = _Run(model, reading)
+    run = _PipelineRun(model, reading)
     starting = asyncio.ensure_future(run.start(batches))
     fetching = [asyncio.ensure_future(run.fetch()) for _ in range(FETCHES)]
     try:
@@ -127,7 +127,7 @@ async def blocks(
         await run.end([starting, *fetching])
 
 
-class _Run:
+class _PipelineRun:
     """Run of one corpus through the pipeline."""
 
     def __init__(self, model: CollectingModel, reading: Reading) -> None:
@@ -229,7 +229,7 @@ class _Run:
             for _, handle in group:
                 handle.release()
 
-    def _taken(self, window: Window, limit: int, handle: Any) -> _Rows:
+    def _taken(self, window: Window, limit: int, handle: Any) -> _PipelineRows:
         """Return the kept rows of a handle."""
         receipt, captures = handle.receipt, handle.captures
         positions, tokens = receipt.positions, receipt.token_ids
@@ -238,9 +238,9 @@ class _Run:
         read = len(ids)
         kept = self._reading.sample.kept(window, limit, positions, ids, captures)
         if kept is None or kept.all():
-            return _Rows(positions, tokens, rows, read)
+            return _PipelineRows(positions, tokens, rows, read)
         chosen = torch.from_numpy(np.flatnonzero(kept))
-        return _Rows(positions[kept], tokens[kept], {point: one[chosen] for point, one in rows.items()}, read)
+        return _PipelineRows(positions[kept], tokens[kept], {point: one[chosen] for point, one in rows.items()}, read)
 
     async def next(self) -> Block | None:
         """Return the next block, or None at the end."""

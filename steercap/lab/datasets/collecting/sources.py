@@ -14,12 +14,14 @@ import msgspec
 
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
-from steercap.lab.datasets.collecting.documents import Document, NotDocument, content_of
+from steercap.lab.datasets.collecting.documents import CorpusDocument, NotDocument, content_of
 from steercap.lab.datasets.collecting.readers import READERS
-from steercap.lab.datasets.collecting.readers.base import Asked, Reader, Unit
+from steercap.lab.datasets.collecting.readers.base import Reader, ReaderSettings, Unit
 
 #: Accepted forms of a corpus: a path or a pattern, several paths, or documents.
-Corpus: TypeAlias = "str | os.PathLike[str] | Sequence[os.PathLike[str]] | Iterable[Any] | AsyncIterable[Any] | Source"
+Corpus: TypeAlias = (
+    "str | os.PathLike[str] | Sequence[os.PathLike[str]] | Iterable[Any] | AsyncIterable[Any] | DocumentSource"
+)
 #: Treatment of an item that is not a document.
 OnBad = Literal["error", "skip"]
 #: Files of `datasets.save_to_disk`: of one data set, and of several splits.
@@ -31,7 +33,7 @@ COMPLAINTS: Final = 5
 
 
 @dataclass
-class Source:
+class DocumentSource:
     """Ordered source of documents.
 
     Args:
@@ -67,7 +69,7 @@ class Source:
         self._number, self.skipped, self.complaints = self.first, 0, []
         return self.items()
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[CorpusDocument]:
         """Iterate over all documents, from the first on.
 
         Raises:
@@ -79,12 +81,12 @@ class Source:
             raise InvalidRequest(f"{self.name} is an async iterator; use `async for`")
         return self._documents(items)
 
-    def _documents(self, items: Iterator[tuple[str, Any, int | None]]) -> Iterator[Document]:
+    def _documents(self, items: Iterator[tuple[str, Any, int | None]]) -> Iterator[CorpusDocument]:
         for found in items:
             if (document := self.document(*found)) is not None:
                 yield document
 
-    def document(self, where: str, item: Any, read: int | None) -> Document | None:
+    def document(self, where: str, item: Any, read: int | None) -> CorpusDocument | None:
         """Return the document of an item, or None if it is skipped.
 
         Raises:
@@ -96,7 +98,7 @@ class Source:
             self._complain(where, error)
             return None
         self._number += 1
-        return Document(self._number - 1, content, where, read)
+        return CorpusDocument(self._number - 1, content, where, read)
 
     def _complain(self, where: str, error: NotDocument) -> None:
         if self.bad == "error":
@@ -115,7 +117,7 @@ def open_source(
     column: str | None = None,
     unit: Unit = "line",
     bad: OnBad = "error",
-) -> Source:
+) -> DocumentSource:
     """Open a corpus for reading.
 
     Args:
@@ -134,7 +136,7 @@ def open_source(
         InvalidFile: there is no such file, or none that can be read.
         InvalidSetting: an argument does not fit.
     """
-    if isinstance(corpus, Source):
+    if isinstance(corpus, DocumentSource):
         return corpus
     if bad not in {"error", "skip"} or unit not in {"line", "paragraph", "file"}:
         raise InvalidSetting(
@@ -143,9 +145,9 @@ def open_source(
     if (paths := _paths(corpus)) is None:
         return _of_items(corpus, column, bad)
     found = [one for path in paths for one in _files(path, format, split)]
-    asked, name = Asked(column, unit), ", ".join(map(str, paths))
+    asked, name = ReaderSettings(column, unit), ", ".join(map(str, paths))
     counts = [reader.count(path) for path, reader in found]
-    return Source(
+    return DocumentSource(
         name,
         lambda: _read(found, asked),
         column=column,
@@ -164,14 +166,14 @@ def _paths(corpus: Any) -> list[str] | None:
     return None
 
 
-def _of_items(corpus: Any, column: str | None, bad: OnBad) -> Source:
+def _of_items(corpus: Any, column: str | None, bad: OnBad) -> DocumentSource:
     if isinstance(corpus, AsyncIterable):
-        return Source("an async iterator", lambda: _numbered(corpus), column=column, bad=bad)
+        return DocumentSource("an async iterator", lambda: _numbered(corpus), column=column, bad=bad)
     if isinstance(corpus, (Mapping, bytes)) or not isinstance(corpus, Iterable):
         raise InvalidRequest(f"{shown(corpus)} is no corpus; give a path, or an iterable of documents")
     count = len(corpus) if isinstance(corpus, Sequence) else None
     items: Iterable[Any] = corpus
-    return Source(
+    return DocumentSource(
         "an iterator",
         lambda: ((f"document {number}", item, None) for number, item in enumerate(items)),
         column=column,
@@ -187,7 +189,7 @@ async def _numbered(corpus: AsyncIterable[Any]) -> AsyncIterator[tuple[str, Any,
         number += 1
 
 
-def _read(files: Sequence[tuple[Path, Reader]], asked: Asked) -> Iterator[tuple[str, Any, int | None]]:
+def _read(files: Sequence[tuple[Path, Reader]], asked: ReaderSettings) -> Iterator[tuple[str, Any, int | None]]:
     """Yield the items of files, one file after the other."""
     before = 0
     for path, reader in files:

@@ -26,7 +26,7 @@ from steercap.lab.datasets.choosing import Join, check_alike
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.pipeline import Block, blocks
 from steercap.lab.datasets.collecting.reading import CollectingModel, Reading
-from steercap.lab.datasets.collecting.sources import Source
+from steercap.lab.datasets.collecting.sources import DocumentSource
 from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.normalising import NORMALISE, Normalisation, Normalise
 from steercap.lab.datasets.rows import Labelled, Rows
@@ -71,7 +71,7 @@ class ActivationStream:
     Use it as a context manager, or close it with `aclose`: that ends its requests and frees their rows.
     """
 
-    def __init__(self, model: CollectingModel, reading: Reading, source: Source, how: Streaming) -> None:
+    def __init__(self, model: CollectingModel, reading: Reading, source: DocumentSource, how: Streaming) -> None:
         self._task: asyncio.Task[None] | None = None  # first: `__del__` looks at it
         self._model, self._reading, self._source, self._how = model, reading, source, how
         schemas = reading.engine.schemas

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from steercap.core.prompts import templated
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSetting
-from steercap.lab.datasets.collecting.documents import Document
+from steercap.lab.datasets.collecting.documents import CorpusDocument
 
 #: Treatment of a document that is longer than the context.
 Long = Literal["split", "cut", "refuse"]
@@ -76,7 +76,7 @@ class Cutting:
             raise InvalidSetting("bos='window', and this tokenizer has no token that begins a text; give 'none'")
         object.__setattr__(self, "tokenizer", copy.deepcopy(self.tokenizer))
 
-    def windows(self, documents: Sequence[Document]) -> Iterator[list[Window]]:
+    def windows(self, documents: Sequence[CorpusDocument]) -> Iterator[list[Window]]:
         """Yield the windows of each document; [] for an empty one.
 
         Raises:
@@ -117,7 +117,7 @@ class Cutting:
             raise InvalidRequest(f"{where}: {error}") from error
         return np.asarray(ids, dtype=np.int64)
 
-    def _cut(self, document: Document, ids: npt.NDArray[np.int64]) -> list[Window]:
+    def _cut(self, document: CorpusDocument, ids: npt.NDArray[np.int64]) -> list[Window]:
         bos = self.tokenizer.bos_token_id if self.bos == "window" else None
         if bos is not None and len(ids) and ids[0] == bos:
             ids = ids[1:]  # it comes back with the first window

@@ -46,7 +46,7 @@ def neuron_reads(
         UnsupportedModel, LayerOutOfRange: as for `ModelWeights.neurons`.
     """
     directions = in_stream(vectors, weights)
-    given, found = units(directions, layer), _Found(directions, top)
+    given, found = units(directions, layer), _FoundNeurons(directions, top)
     for at in readers(weights, directions.site, layer, "mlp", layers):
         for part, read in weights.neurons(at).reading.items():
             found.add(at, part, read.weight, given, read.constant)
@@ -70,13 +70,13 @@ def neuron_writes(
         The errors of `neuron_reads`.
     """
     directions = in_stream(vectors, weights)
-    given, found = units(directions, layer), _Found(directions, top)
+    given, found = units(directions, layer), _FoundNeurons(directions, top)
     for at in writers(weights, directions.site, layer, "mlp", layers):
         found.add(at, "down", weights.neurons(at).down, given, None)
     return found.table(("name", "layer", "neuron", "written", "cosine", "z"), at=layer)
 
 
-class _Found:
+class _FoundNeurons:
     """Collector of neurons over layers, which keeps the greatest by |z|."""
 
     def __init__(self, directions: DirectionSet, top: int | None) -> None:

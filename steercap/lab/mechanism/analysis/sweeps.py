@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 COLUMNS = ("name", "control", "layer", "prompt", "position", "token", "value", "base", "difference")
 
 
-class _Run(NamedTuple):
+class _SweepRun(NamedTuple):
     """Run with a vector added at one layer to some tokens."""
 
     name: str
@@ -166,7 +166,7 @@ class _Sweep:
         async def one_prompt(pair: Pair) -> list[dict[str, Any]]:
             base = await runs.value(pair.number, pair.base)
 
-            async def one(run: _Run) -> dict[str, Any]:
+            async def one(run: _SweepRun) -> dict[str, Any]:
                 value = await runs.value(pair.number, pair.base, self._edit(run))
                 return self._row(run, pair, value, base)
 
@@ -177,7 +177,7 @@ class _Sweep:
         about = origin(self._directions, **made, tokens=str(self._selection))
         return table_of({name: [row[name] for row in rows] for name in COLUMNS}, **about)
 
-    def _asked(self, pair: Pair) -> Iterator[_Run]:
+    def _asked(self, pair: Pair) -> Iterator[_SweepRun]:
         """Yield the runs of one prompt."""
         positions = positions_of(self._selection, len(pair.base))
         groups = [tuple(positions)] if self._together else [(position,) for position in positions]
@@ -186,9 +186,9 @@ class _Sweep:
             for draw, one in enumerate([vectors, *random]):
                 control = f"random-{draw - 1:02}" if draw else ""
                 for layer, group in product(self._layers, groups):
-                    yield _Run(name, control, one, layer, group)
+                    yield _SweepRun(name, control, one, layer, group)
 
-    def _edit(self, run: _Run) -> SteeringSpec:
+    def _edit(self, run: _SweepRun) -> SteeringSpec:
         scope: dict[str, Any] = {
             "layer": run.layer,
             "site": self._directions.site,
@@ -197,7 +197,7 @@ class _Sweep:
         }
         return SteeringSpec([Add(run.vectors[run.layer], self._scale, **scope)])
 
-    def _row(self, run: _Run, pair: Pair, value: float, base: float) -> dict[str, Any]:
+    def _row(self, run: _SweepRun, pair: Pair, value: float, base: float) -> dict[str, Any]:
         position = None if self._together else run.positions[0]
         return {
             "name": run.name,

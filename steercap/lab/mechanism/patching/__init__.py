@@ -2,20 +2,20 @@
 
 from steercap.lab.mechanism.patching.ablation import ablate
 from steercap.lab.mechanism.patching.activation import patch
-from steercap.lab.mechanism.patching.metrics import Asked, LogitDifference, LogProbability, Measured, Metric
+from steercap.lab.mechanism.patching.metrics import LogitDifference, LogProbability, Measured, Metric, MetricRequest
 from steercap.lab.mechanism.patching.paths import path_patch
 from steercap.lab.mechanism.patching.points import Grid
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect
 from steercap.lab.mechanism.patching.routes import Receiver
 
 __all__ = [
-    "Asked",
     "Effects",
     "Grid",
     "LogProbability",
     "LogitDifference",
     "Measured",
     "Metric",
+    "MetricRequest",
     "PatchEffect",
     "Receiver",
     "ablate",

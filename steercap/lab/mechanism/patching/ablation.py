@@ -17,7 +17,7 @@ from steercap.lab.directions.extraction import CALL_TEXTS, Text, ids_of
 from steercap.lab.mechanism.patching.grids import Given, over_grids
 from steercap.lab.mechanism.patching.metrics import Metric
 from steercap.lab.mechanism.patching.pairs import Pair, decoded, texts_of
-from steercap.lab.mechanism.patching.points import Cell, Grid, Places, places_of, positions_of
+from steercap.lab.mechanism.patching.points import Grid, PatchedPlace, ResolvedGrid, places_of, positions_of
 from steercap.lab.mechanism.patching.results import Effects
 from steercap.lab.mechanism.patching.running import CONCURRENT, Runs
 
@@ -40,7 +40,7 @@ class Fill:
     rows: dict[Point, Float[torch.Tensor, "positions width"]]
     by_position: bool
 
-    def at(self, cell: Cell) -> Float[torch.Tensor, "positions width"]:
+    def at(self, cell: PatchedPlace) -> Float[torch.Tensor, "positions width"]:
         """Return the rows for a cell."""
         rows = self.rows[cell.point]
         return rows[list(cell.positions)] if self.by_position else rows.expand(len(cell.positions), -1)
@@ -102,7 +102,7 @@ async def ablate(
         for place in places
     }
 
-    async def given(_pair: Pair, place: Places, _positions: Sequence[int]) -> Given:
+    async def given(_pair: Pair, place: ResolvedGrid, _positions: Sequence[int]) -> Given:
         return Given(None, fills[id(place)].at)
 
     return await over_grids(runs, pairs, places, _positions, given)
@@ -125,12 +125,17 @@ def _check_alike(prompts: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _zeros(model: SteerModel, place: Places) -> Fill:
+def _zeros(model: SteerModel, place: ResolvedGrid) -> Fill:
     return Fill({point: torch.zeros(1, model.points[point].width) for point in place.points}, by_position=False)
 
 
 async def _means(
-    model: SteerModel, place: Places, texts: Sequence[Sequence[int]], selection: TokenSelection, *, by_position: bool
+    model: SteerModel,
+    place: ResolvedGrid,
+    texts: Sequence[Sequence[int]],
+    selection: TokenSelection,
+    *,
+    by_position: bool,
 ) -> Fill:
     """Compute mean rows of texts at the points of a grid, summed in float64."""
     sums: dict[Point, Any] = {}

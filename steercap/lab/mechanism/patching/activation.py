@@ -13,9 +13,9 @@ from steercap.lab.directions.extraction import Text
 from steercap.lab.mechanism.patching.grids import Given, over_grids
 from steercap.lab.mechanism.patching.metrics import Metric
 from steercap.lab.mechanism.patching.pairs import ROTATED, Align, Direction, Pair, pairs_of
-from steercap.lab.mechanism.patching.points import Cell, Grid, Places, places_of, positions_of
+from steercap.lab.mechanism.patching.points import Grid, PatchedPlace, ResolvedGrid, places_of, positions_of
 from steercap.lab.mechanism.patching.results import Effects
-from steercap.lab.mechanism.patching.running import CONCURRENT, Runs, Source
+from steercap.lab.mechanism.patching.running import CONCURRENT, PatchSource, Runs
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -64,7 +64,7 @@ async def patch(
     places = places_of(model, points)
     runs = Runs(model, metric, len(pairs), concurrent, progress)
 
-    async def given(pair: Pair, place: Places, positions: Sequence[int]) -> Given:
+    async def given(pair: Pair, place: ResolvedGrid, positions: Sequence[int]) -> Given:
         spec = place.grid.capture([position + pair.shift for position in positions])
         value, source = await runs.read(pair.number, pair.source, spec)
         return Given(value, partial(_beside, source, pair.shift))
@@ -92,6 +92,6 @@ def _positions(pair: Pair, grid: Grid) -> list[int]:
     return found
 
 
-def _beside(source: Source, shift: int, cell: Cell) -> torch.Tensor:
+def _beside(source: PatchSource, shift: int, cell: PatchedPlace) -> torch.Tensor:
     """Return the rows of the other prompt that correspond to a cell."""
     return source.at(cell.point, [position + shift for position in cell.positions])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from steercap.lab.mechanism.patching.pairs import Pair
-from steercap.lab.mechanism.patching.points import Cell, Grid, Places
+from steercap.lab.mechanism.patching.points import Grid, PatchedPlace, ResolvedGrid
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect, effect_of
 from steercap.lab.mechanism.patching.running import Runs, replaced
 from steercap.steering.spec import SteeringSpec
@@ -23,15 +23,15 @@ class Given(NamedTuple):
     """
 
     value: float | None
-    rows: Callable[[Cell], torch.Tensor]
+    rows: Callable[[PatchedPlace], torch.Tensor]
 
 
 async def over_grids(
     runs: Runs,
     pairs: Sequence[Pair],
-    places: Sequence[Places],
+    places: Sequence[ResolvedGrid],
     positions: Callable[[Pair, Grid], Sequence[int]],
-    given: Callable[[Pair, Places, Sequence[int]], Awaitable[Given]],
+    given: Callable[[Pair, ResolvedGrid, Sequence[int]], Awaitable[Given]],
 ) -> Effects:
     """Put rows into every cell, in a run of its own.
 
@@ -48,17 +48,17 @@ async def over_grids(
     asked = [(pair, [(place, positions(pair, place.grid)) for place in places]) for pair in pairs]
     runs.total = sum(place.count(len(at)) for _, each in asked for place, at in each)
 
-    async def one_grid(pair: Pair, place: Places, at: Sequence[int], base: float) -> list[PatchEffect]:
+    async def one_grid(pair: Pair, place: ResolvedGrid, at: Sequence[int], base: float) -> list[PatchEffect]:
         value, rows = await given(pair, place, at)
 
-        async def one_cell(cell: Cell) -> PatchEffect:
+        async def one_cell(cell: PatchedPlace) -> PatchEffect:
             change = SteeringSpec([replaced(runs.model, cell, rows(cell))])
             found = await runs.value(pair.number, pair.base, change)
             return effect_of(pair, cell, value=found, base=base, source=value)
 
         return await runs.each_change(place.cells(at), one_cell)
 
-    async def one_pair(asked: tuple[Pair, list[tuple[Places, Sequence[int]]]]) -> list[PatchEffect]:
+    async def one_pair(asked: tuple[Pair, list[tuple[ResolvedGrid, Sequence[int]]]]) -> list[PatchEffect]:
         pair, each = asked
         base = await runs.value(pair.number, pair.base)
         return [effect for place, at in each for effect in await one_grid(pair, place, at, base)]

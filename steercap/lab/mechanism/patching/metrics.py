@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Token: TypeAlias = str | int
 
 
-class Asked(NamedTuple):
+class MetricRequest(NamedTuple):
     """Request settings for one pair's runs, and the function that reads their number.
 
     Args:
@@ -35,7 +35,7 @@ class Metric(ABC):
     """Number computed from a run, by which clean, corrupted and patched runs are compared."""
 
     @abstractmethod
-    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:
+    def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:
         """Return the request settings for the runs of each pair.
 
         Args:
@@ -59,7 +59,7 @@ class LogitDifference(Metric):
 
     answers: tuple[Token, Token] | Sequence[tuple[Token, Token]]
 
-    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:
+    def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:
         found = []
         for answer in _each(self.answers, pairs, "LogitDifference: answers", one=_is_tuple_of_tokens):
             if not _is_tuple_of_tokens(answer):
@@ -67,7 +67,7 @@ class LogitDifference(Metric):
             right, wrong = (token_id(tokenizer, token) for token in answer)
             if right == wrong:
                 raise InvalidSpec(f"LogitDifference: {shown(answer)} are the same token, so they never differ")
-            found.append(Asked(_after_prompt(right, wrong), partial(_difference, right, wrong)))
+            found.append(MetricRequest(_after_prompt(right, wrong), partial(_difference, right, wrong)))
         return found
 
 
@@ -81,9 +81,9 @@ class LogProbability(Metric):
 
     answers: Token | Sequence[Token]
 
-    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:
+    def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:
         ids = [token_id(tokenizer, one) for one in _each(self.answers, pairs, "LogProbability: answers", one=_is_token)]
-        return [Asked(_after_prompt(one), partial(_log_probability, one)) for one in ids]
+        return [MetricRequest(_after_prompt(one), partial(_log_probability, one)) for one in ids]
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class Measured(Metric):
     function: Callable[[Any, int], float]
     sampling: Mapping[str, Any]
 
-    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:  # noqa: ARG002 -- of the contract
+    def asked(self, tokenizer: Any, pairs: int) -> list[MetricRequest]:  # noqa: ARG002 -- of the contract
         if isinstance(self.sampling, Mapping) and self.sampling.get("n", 1) != 1:
             raise InvalidSpec(f"Measured: sampling={shown(self.sampling)}; a run has one sample, so leave n= out")
-        return [Asked(self.sampling, partial(self._read, pair)) for pair in range(pairs)]
+        return [MetricRequest(self.sampling, partial(self._read, pair)) for pair in range(pairs)]
 
     def _read(self, pair: int, output: RequestOutput) -> float:
         return float(self.function(output, pair))

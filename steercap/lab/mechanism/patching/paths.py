@@ -16,10 +16,10 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.lab.directions.extraction import Text
 from steercap.lab.mechanism.patching.metrics import Metric
 from steercap.lab.mechanism.patching.pairs import Direction, Pair, pairs_of
-from steercap.lab.mechanism.patching.points import Cell
+from steercap.lab.mechanism.patching.points import PatchedPlace
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect, effect_of
 from steercap.lab.mechanism.patching.routes import LOGITS, Frozen, Head, Receiver, Routes
-from steercap.lab.mechanism.patching.running import CONCURRENT, Runs, Source
+from steercap.lab.mechanism.patching.running import CONCURRENT, PatchSource, Runs
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -98,8 +98,8 @@ async def _sent(runs: Runs, routes: Routes, frozen: Frozen, sender: Head) -> lis
         spec = CaptureSpec(layers=sorted(layers), sites=sorted(sites), tokens="prompt", codec="raw")
         value, seen = await runs.read(pair.number, pair.base, spec, first)
     else:
-        value, seen = await runs.value(pair.number, pair.base, first), Source({}, ())
-    cell, found = Cell(Point(sender[0], "z"), sender[1], ()), []
+        value, seen = await runs.value(pair.number, pair.base, first), PatchSource({}, ())
+    cell, found = PatchedPlace(Point(sender[0], "z"), sender[1], ()), []
     for one in reached:
         if isinstance(one, Receiver):
             second = routes.second_run(frozen, one, sender[0], seen)

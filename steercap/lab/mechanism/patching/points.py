@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ALL = "all"
 
 
-class Cell(NamedTuple):
+class PatchedPlace(NamedTuple):
     """Place that one run changes.
 
     Args:
@@ -96,7 +96,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Places:
+class ResolvedGrid:
     """Grid resolved for a model: its points with their heads.
 
     Args:
@@ -109,7 +109,7 @@ class Places:
     points: tuple[Point, ...]
     heads: Mapping[Point, Sequence[int | None]]
 
-    def cells(self, positions: Sequence[int]) -> Iterator[Cell]:
+    def cells(self, positions: Sequence[int]) -> Iterator[PatchedPlace]:
         """Yield every cell, site by site, layer by layer.
 
         Args:
@@ -120,14 +120,14 @@ class Places:
             for point in self.points:
                 if point.site == site:
                     for head, group in product(self.heads[point], groups):
-                        yield Cell(point, head, group)
+                        yield PatchedPlace(point, head, group)
 
     def count(self, positions: int) -> int:
         """Return the number of cells in a prompt with `positions` selected positions."""
         return sum(map(len, self.heads.values())) * (1 if self.grid.together else positions)
 
 
-def places_of(model: SteerModel, points: Any) -> list[Places]:
+def places_of(model: SteerModel, points: Any) -> list[ResolvedGrid]:
     """Resolve grids for a model.
 
     Args:
@@ -147,7 +147,7 @@ def places_of(model: SteerModel, points: Any) -> list[Places]:
         for point in armed:
             check_writable(point, model.points[point])
         heads = {point: grid.heads_of(point, model.points[point]) for point in armed}
-        found.append(Places(grid, armed, heads))
+        found.append(ResolvedGrid(grid, armed, heads))
     return found
 
 

@@ -18,7 +18,7 @@ from steercap.errors import InvalidFile, InvalidSpec
 from steercap.files.base import write_whole
 from steercap.lab.mechanism.patching.pairs import Pair
 from steercap.lab.mechanism.patching.plots import plot_effects
-from steercap.lab.mechanism.patching.points import Cell
+from steercap.lab.mechanism.patching.points import PatchedPlace
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -226,7 +226,7 @@ class Effects:
 
 
 def effect_of(
-    pair: Pair, cell: Cell, *, value: float, base: float, source: float | None, receiver: str = ""
+    pair: Pair, cell: PatchedPlace, *, value: float, base: float, source: float | None, receiver: str = ""
 ) -> PatchEffect:
     """Return the result of a changed run.
 

@@ -12,8 +12,8 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, parts_of, shown
 from steercap.errors import InvalidSpec, PointNotArmed
 from steercap.lab.mechanism.patching.pairs import Pair
-from steercap.lab.mechanism.patching.points import Cell, head_count, positions_of
-from steercap.lab.mechanism.patching.running import Source, replaced
+from steercap.lab.mechanism.patching.points import PatchedPlace, head_count, positions_of
+from steercap.lab.mechanism.patching.running import PatchSource, replaced
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class Frozen(NamedTuple):
     """
 
     pair: Pair
-    base: tuple[float, Source]
-    source: tuple[float, Source]
+    base: tuple[float, PatchSource]
+    source: tuple[float, PatchSource]
 
 
 class Routes:
@@ -122,16 +122,16 @@ class Routes:
         """Return the edits of the first run: the sender's rows from the other run, everything after it held."""
         layer, head = sender
         positions = positions_of(self.tokens, len(frozen.pair.base))
-        sending = Cell(Point(layer, "z"), head, tuple(positions))
+        sending = PatchedPlace(Point(layer, "z"), head, tuple(positions))
         edits: list[Edit] = [replaced(self._model, sending, frozen.source[1].at(sending.point, positions))]
         everywhere = tuple(range(len(frozen.pair.base)))
         for point in self._frozen:
             if point.layer > layer or (point.layer == layer and point.site == "mlp_out"):
-                cell = Cell(point, None, everywhere)
+                cell = PatchedPlace(point, None, everywhere)
                 edits.append(replaced(self._model, cell, frozen.base[1].at(point, everywhere)))
         return SteeringSpec(edits)
 
-    def second_run(self, frozen: Frozen, receiver: Receiver, after: int, seen: Source) -> SteeringSpec:
+    def second_run(self, frozen: Frozen, receiver: Receiver, after: int, seen: PatchSource) -> SteeringSpec:
         """Return the edits of the second run: the rows seen by a receiver's heads after a layer."""
         assert isinstance(receiver.tokens, TokenSelection)
         positions = tuple(positions_of(receiver.tokens, len(frozen.pair.base)))
@@ -139,7 +139,7 @@ class Routes:
         for layer, heads in groupby(sorted(receiver.heads), key=lambda head: head[0]):
             point = Point(layer, receiver.site)
             if layer > after:
-                cell = Cell(point, None, positions)
+                cell = PatchedPlace(point, None, positions)
                 edits.append(replaced(self._model, cell, seen.at(point, positions), [head for _, head in heads]))
         return SteeringSpec(edits)
 

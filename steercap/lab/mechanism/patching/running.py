@@ -14,8 +14,8 @@ from steercap.concurrency.bounded import each_of
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec
-from steercap.lab.mechanism.patching.metrics import Asked, Metric
-from steercap.lab.mechanism.patching.points import Cell, elements_of
+from steercap.lab.mechanism.patching.metrics import Metric, MetricRequest
+from steercap.lab.mechanism.patching.points import PatchedPlace, elements_of
 from steercap.steering.edits.replace import Replace
 from steercap.steering.spec import SteeringSpec
 
@@ -34,7 +34,7 @@ PAIRS: Final = 4
 
 
 @dataclass(frozen=True)
-class Source:
+class PatchSource:
     """Captured rows of a run, to be put into another run.
 
     Args:
@@ -83,7 +83,7 @@ class Runs:
             raise InvalidSetting(f"concurrent={shown(concurrent)}; give a whole number above 0")
         self.model = model
         self.total = 0
-        self._asked: list[Asked] = metric.asked(model.tokenizer, pairs)
+        self._asked: list[MetricRequest] = metric.asked(model.tokenizer, pairs)
         self._limit = min(limit, model.settings.steering_slots)
         self._gate = asyncio.Semaphore(self._limit)
         self._progress = progress
@@ -120,7 +120,7 @@ class Runs:
 
     async def read(
         self, pair: int, ids: Sequence[int], spec: CaptureSpec, change: SteeringSpec | None = None
-    ) -> tuple[float, Source]:
+    ) -> tuple[float, PatchSource]:
         """Run a prompt and return its metric, and rows of it.
 
         Args:
@@ -135,11 +135,11 @@ class Runs:
         raw, handle = found
         async with handle:
             rows = {point: rows.flatten(1) for point, rows in handle.captures.items()}
-            return asked.read(raw.output), Source(rows, tuple(handle.positions.tolist()))
+            return asked.read(raw.output), PatchSource(rows, tuple(handle.positions.tolist()))
 
 
 def replaced(
-    model: SteerModel, cell: Cell, rows: Float[torch.Tensor, "positions width"], heads: Sequence[int] = ()
+    model: SteerModel, cell: PatchedPlace, rows: Float[torch.Tensor, "positions width"], heads: Sequence[int] = ()
 ) -> Replace:
     """Return the edit that puts rows at a cell.
 

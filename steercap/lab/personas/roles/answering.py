@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from steercap.concurrency.bounded import each_of
-from steercap.files.tables import Parts, read_table, write_table
+from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.roles.folder import RoleFolder
 from steercap.lab.personas.roles.records import RoleRequest, RoleResponse, requests_of
@@ -77,7 +77,7 @@ class _UnderWay:
     def __init__(self, settings: RoleSettings, role: RoleFolder) -> None:
         role.begin("generate")
         self.role = role
-        self.parts = Parts(role.parts("generate"), RoleResponse)
+        self.parts = TableWriter(role.parts("generate"), RoleResponse)
         self.known = {response.id for response in self.parts.read()}
         self._order = [request.id for request in requests_of(settings, role.name)]
         self.left = [request for request in requests_of(settings, role.name) if request.id not in self.known]

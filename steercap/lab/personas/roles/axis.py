@@ -8,7 +8,7 @@ from pathlib import Path
 
 from steercap.errors import LayerOutOfRange
 from steercap.files import native
-from steercap.files.native import Kind
+from steercap.files.native import FileKind
 from steercap.lab.personas.roles.directions import How, directions, how_of
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import RoleRows
@@ -122,5 +122,5 @@ def assistant_axis(rows: RoleRows, how: How = "contrast") -> AssistantAxis:
     )
 
 
-def _kind() -> Kind:
-    return Kind("axis", {"AssistantAxis": AssistantAxis, "LayerVectors": LayerVectors, "Provenance": Provenance})
+def _kind() -> FileKind:
+    return FileKind("axis", {"AssistantAxis": AssistantAxis, "LayerVectors": LayerVectors, "Provenance": Provenance})

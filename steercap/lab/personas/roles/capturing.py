@@ -15,7 +15,7 @@ from steercap.lab.directions import Exchange, mean_rows
 from steercap.lab.personas.progress import Count
 from steercap.lab.personas.roles.folder import RoleFolder
 from steercap.lab.personas.roles.records import RoleResponse
-from steercap.lab.personas.roles.rows_file import VERSION, RowsHeader, load_part, rows_path
+from steercap.lab.personas.roles.rows_file import VERSION, RoleRowsHeader, load_part, rows_path
 from steercap.lab.personas.roles.settings import RoleSettings
 from steercap.lab.personas.stages.capture import prompt_of, room_of
 
@@ -53,7 +53,7 @@ async def read(
     await each_of(_batches(settings, kept), one, at_once)
     found = [load_part(path) for path in sorted(place.glob("*.safetensors"))]
     headers = [header for header, _, _ in found]
-    whole = RowsHeader(
+    whole = RoleRowsHeader(
         VERSION,
         role.name,
         headers[0].layers,
@@ -88,7 +88,7 @@ def _batches(settings: RoleSettings, kept: Sequence[RoleResponse]) -> Iterator[l
 
 async def _means(
     model: SteerModel, settings: RoleSettings, batch: Sequence[RoleResponse], room: Mapping[str, int]
-) -> tuple[RowsHeader, dict[str, torch.Tensor]]:
+) -> tuple[RoleRowsHeader, dict[str, torch.Tensor]]:
     """Return the rows of some questions, with their header."""
     exchanges = [Exchange(prompt_of(settings, one), one.token_ids[: room[one.id]]) for one in batch]
     pieces = [exchanges[at : at + settings.read_together] for at in range(0, len(exchanges), settings.read_together)]
@@ -98,7 +98,7 @@ async def _means(
     places: dict[int, list[int]] = {}
     for place, one in enumerate(batch):
         places.setdefault(one.question, []).append(place)
-    header = RowsHeader(
+    header = RoleRowsHeader(
         VERSION,
         batch[0].role,
         read[0].layers,

@@ -21,7 +21,7 @@ from steercap.lab.personas.roles.folder import RoleFolder, RolesFolder, open_fol
 from steercap.lab.personas.roles.records import RoleOutcome, RoleResponse, outcome_of, share_of
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import LEAST, RoleRows
-from steercap.lab.personas.roles.rows_file import RowsHeader, load_layer, read_rows_header, rows_path
+from steercap.lab.personas.roles.rows_file import RoleRowsHeader, load_layer, read_rows_header, rows_path
 from steercap.lab.personas.roles.scoring import kept_of, score
 from steercap.lab.personas.roles.settings import RoleSettings
 from steercap.steering.directions import Provenance
@@ -197,7 +197,7 @@ def _rows(folder: RolesFolder, settings: RoleSettings, used: list[str]) -> RoleR
 
 
 def _layer(
-    paths: Mapping[str, Path], headers: Mapping[str, RowsHeader], number: int, name: str, layer: int
+    paths: Mapping[str, Path], headers: Mapping[str, RoleRowsHeader], number: int, name: str, layer: int
 ) -> torch.Tensor:
     """Return rows of one layer: float32 [questions, hidden], 0 for questions without answers."""
     found = load_layer(paths[name], headers[name], layer)
@@ -206,10 +206,10 @@ def _layer(
     return rows
 
 
-def _spread(header: RowsHeader, number: int) -> tuple[int, ...]:
+def _spread(header: RoleRowsHeader, number: int) -> tuple[int, ...]:
     known = dict(zip(header.questions, header.counts, strict=True))
     return tuple(known.get(question, 0) for question in range(number))
 
 
-def _joined(header: RowsHeader) -> str:
+def _joined(header: RoleRowsHeader) -> str:
     return hashlib.sha256("".join(header.prompts).encode()).hexdigest()

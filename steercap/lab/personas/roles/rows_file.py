@@ -15,7 +15,7 @@ from steercap.lab.personas.roles.folder import RoleFolder
 VERSION: Final = 1
 
 
-class RowsHeader(msgspec.Struct, frozen=True):
+class RoleRowsHeader(msgspec.Struct, frozen=True):
     """Header of a file of a role's rows.
 
     Args:
@@ -41,7 +41,7 @@ def rows_path(role: RoleFolder) -> Path:
     return role.path / "rows.safetensors"
 
 
-def read_rows_header(path: Path) -> RowsHeader:
+def read_rows_header(path: Path) -> RoleRowsHeader:
     """Read the header of a file of rows.
 
     Raises:
@@ -50,7 +50,7 @@ def read_rows_header(path: Path) -> RowsHeader:
     return _header(path, read_tensors(path, tensors=False)[0])
 
 
-def load_part(path: Path) -> tuple[RowsHeader, torch.Tensor, torch.Tensor]:
+def load_part(path: Path) -> tuple[RoleRowsHeader, torch.Tensor, torch.Tensor]:
     """Read a whole file: its header, and both tensors.
 
     Raises:
@@ -62,7 +62,7 @@ def load_part(path: Path) -> tuple[RowsHeader, torch.Tensor, torch.Tensor]:
     return header, tensors["means"], tensors["norms"]
 
 
-def load_layer(path: Path, header: RowsHeader, layer: int) -> torch.Tensor:
+def load_layer(path: Path, header: RoleRowsHeader, layer: int) -> torch.Tensor:
     """Read the rows of one layer alone: float32 [questions, hidden].
 
     Args:
@@ -78,14 +78,14 @@ def load_layer(path: Path, header: RowsHeader, layer: int) -> torch.Tensor:
     return found
 
 
-def _check(path: Path, header: RowsHeader, shape: tuple[int, ...]) -> None:
+def _check(path: Path, header: RoleRowsHeader, shape: tuple[int, ...]) -> None:
     if shape != (len(header.layers), len(header.questions)):
         raise InvalidFile(f"{path} does not hold the rows that its header names; remove the role's folder")
 
 
-def _header(path: Path, text: str) -> RowsHeader:
+def _header(path: Path, text: str) -> RoleRowsHeader:
     try:
-        header = msgspec.json.decode(text, type=RowsHeader)
+        header = msgspec.json.decode(text, type=RoleRowsHeader)
     except msgspec.MsgspecError as error:
         raise InvalidFile(f"{path} holds no rows of a role: {error}") from error
     if header.version != VERSION:

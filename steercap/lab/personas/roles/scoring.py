@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from steercap.files.tables import PART_RECORDS, Parts, read_table, write_table
+from steercap.files.tables import PART_RECORDS, TableWriter, read_table, write_table
 from steercap.lab.measures.scores import Scored, make_scorer
 from steercap.lab.personas.records import Score
 from steercap.lab.personas.roles.folder import RoleFolder
@@ -27,7 +27,7 @@ async def score(
     if role.holds("score"):
         return [one.score for one in read_table(path, Score)]
     role.begin("score")
-    parts = Parts(role.parts("score"), Score)
+    parts = TableWriter(role.parts("score"), Score)
     found = {one.id: one for one in parts.read()}
     scorer = make_scorer(settings.scorer, settings.scorer_args)
     trait = trait_of(settings.roles.role(role.name), settings.roles, settings.scorer)

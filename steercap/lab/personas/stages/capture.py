@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 VERSION: Final = 1
 
 
-class RowsHeader(msgspec.Struct, frozen=True):
+class AnswerRowsHeader(msgspec.Struct, frozen=True):
     """Header of a file of rows.
 
     Args:
@@ -133,7 +133,7 @@ def room_of(tokenizer: Any, max_model_len: int, settings: Reading, responses: Se
     return found
 
 
-def load_rows(path: str | Path) -> tuple[RowsHeader, torch.Tensor]:
+def load_rows(path: str | Path) -> tuple[AnswerRowsHeader, torch.Tensor]:
     """Read a file of rows.
 
     Returns:
@@ -171,7 +171,7 @@ async def _read(
             layers=settings.layers,
             site=settings.site,
         )
-        header = RowsHeader(
+        header = AnswerRowsHeader(
             VERSION,
             rows.layers,
             tuple(response.id for response in chunk),
@@ -208,7 +208,7 @@ def _join(folder: RunFolder, order: Sequence[str]) -> None:
         }
         ids = sorted(found, key=ranks.__getitem__)
         (layers,) = {header.layers for header, _ in read}
-        header = RowsHeader(VERSION, layers, tuple(ids), tuple(found[name][0] for name in ids))
+        header = AnswerRowsHeader(VERSION, layers, tuple(ids), tuple(found[name][0] for name in ids))
         write_tensors(path, header, {"rows": torch.stack([found[name][1] for name in ids])})
 
 
@@ -224,9 +224,9 @@ def _ids_of(path: Path) -> tuple[str, ...]:
     return _header(path, read_tensors(path, tensors=False)[0]).ids
 
 
-def _header(path: Path, text: str) -> RowsHeader:
+def _header(path: Path, text: str) -> AnswerRowsHeader:
     try:
-        header = msgspec.json.decode(text, type=RowsHeader)
+        header = msgspec.json.decode(text, type=AnswerRowsHeader)
     except msgspec.MsgspecError as error:
         raise InvalidFile(f"{path} holds no rows of answers: {error}") from error
     if header.version != VERSION:

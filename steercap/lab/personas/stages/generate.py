@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from steercap.concurrency.bounded import each_of
-from steercap.files.tables import Parts, read_table, write_table
+from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.personas.folder import RunFolder
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import Request, Response, all_requests
@@ -80,7 +80,7 @@ async def generate(
     found = {response.id: response for response in before}
     with contextlib.ExitStack() as stack:
         todo = {trait: folder.parts("generate", trait) for trait in folder.traits if trait not in kept}
-        parts = {trait: stack.enter_context(Parts(place, Response)) for trait, place in todo.items()}
+        parts = {trait: stack.enter_context(TableWriter(place, Response)) for trait, place in todo.items()}
         found |= {response.id: response for part in parts.values() for response in part.read()}
         left = [request for request in wanted if request.id not in found]
         count = Count("generate", len(wanted), len(wanted) - len(left), report)

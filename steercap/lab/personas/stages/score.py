@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from steercap.files.tables import PART_RECORDS, Parts, read_table, write_table
+from steercap.files.tables import PART_RECORDS, TableWriter, read_table, write_table
 from steercap.lab.measures.scores import Scored, make_scorer
 from steercap.lab.measures.trait import Trait
 from steercap.lab.personas.folder import RunFolder
@@ -29,12 +29,12 @@ async def score(
     found = {score.id: score for score in before}
     todo = [trait for trait in settings.resolved() if trait.name not in kept]
     for trait in todo:
-        found |= {score.id: score for score in Parts(folder.parts("score", trait.name), Score).read()}
+        found |= {score.id: score for score in TableWriter(folder.parts("score", trait.name), Score).read()}
     count = Count("score", len(responses), sum(response.id in found for response in responses), report)
     for trait in todo:
         mine = [response for response in responses if response.trait == trait.name]
         found |= await _scored(
-            settings, trait, Parts(folder.parts("score", trait.name), Score), mine, known=found, count=count
+            settings, trait, TableWriter(folder.parts("score", trait.name), Score), mine, known=found, count=count
         )
     scores = [found[response.id] for response in responses]
     if not ready:
@@ -46,7 +46,7 @@ async def score(
 async def _scored(
     settings: PersonaSettings,
     trait: Trait,
-    parts: Parts[Score],
+    parts: TableWriter[Score],
     responses: Sequence[Response],
     *,
     known: Mapping[str, Score],

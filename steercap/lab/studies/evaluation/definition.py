@@ -45,7 +45,7 @@ class Conversation(NamedTuple):
     sample: int
 
 
-class Known(msgspec.Struct, frozen=True):
+class KnownCondition(msgspec.Struct, frozen=True):
     """Condition that a folder has, or will have, answers under.
 
     Args:
@@ -78,7 +78,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     chat: bool
     seed: int
-    conditions: list[Known] = []
+    conditions: list[KnownCondition] = []
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -241,7 +241,7 @@ class Evaluation:
             samples=self.samples,
             chat=self.chat,
             seed=self.seed,
-            conditions=[Known(self.digest(one), one.method, one.dose) for one in self.conditions()],
+            conditions=[KnownCondition(self.digest(one), one.method, one.dose) for one in self.conditions()],
         )
         try:
             return msgspec.json.decode(msgspec.json.encode(found), type=Definition)

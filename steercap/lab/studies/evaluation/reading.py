@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FIRST_SCORED: Final = 1
 
 
-class Parts(NamedTuple):
+class PromptAndText(NamedTuple):
     """Token ids of a prompt and a text to read.
 
     Args:
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
         return [*self.prompt, *self.lead, *self.text]
 
 
-def parts_of(tokenizer: Any, prompt: Any, item: Item) -> list[Parts]:
+def parts_of(tokenizer: Any, prompt: Any, item: Item) -> list[PromptAndText]:
     """Tokenize an item: one result for each of its texts.
 
     Args:
@@ -57,11 +57,11 @@ def parts_of(tokenizer: Any, prompt: Any, item: Item) -> list[Parts]:
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in item.texts]
     if not all(texts) or len(read) + len(lead) < FIRST_SCORED:
         raise InvalidSpec(f"{item!r} has a text without a token, or nothing before it")
-    return [Parts(list(read), list(lead), list(text)) for text in texts]
+    return [PromptAndText(list(read), list(lead), list(text)) for text in texts]
 
 
 async def logprobs_of(
-    model: SteerModel, parts: Sequence[Parts], spec: SteeringSpec | None
+    model: SteerModel, parts: Sequence[PromptAndText], spec: SteeringSpec | None
 ) -> list[npt.NDArray[np.float64]]:
     """Return the natural log probability of each token of each text, given all before it: float64 [tokens] each.
 
@@ -81,7 +81,7 @@ async def logprobs_of(
     return [_scored(one, raw.output.prompt_logprobs) for one, raw in zip(parts, outputs, strict=True)]
 
 
-def _scored(parts: Parts, logprobs: Sequence[Any] | None) -> npt.NDArray[np.float64]:
+def _scored(parts: PromptAndText, logprobs: Sequence[Any] | None) -> npt.NDArray[np.float64]:
     """Return the log probabilities of the text from vLLM's entry for each token, a mapping that holds the token."""
     ids = parts.ids
     if logprobs is None or len(logprobs) != len(ids):

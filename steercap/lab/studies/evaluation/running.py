@@ -14,7 +14,7 @@ from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.lab.measures.base import Measure
 from steercap.lab.studies.evaluation.definition import Conversation, Evaluation
-from steercap.lab.studies.evaluation.reading import Parts, logprobs_of, parts_of
+from steercap.lab.studies.evaluation.reading import PromptAndText, logprobs_of, parts_of
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.evaluation.store import FOLDER, Answer, Folder
 from steercap.lab.studies.evaluation.tasks import TASKS
@@ -148,7 +148,7 @@ class _Reading(NamedTuple):
 
     number: int
     item: int
-    parts: list[Parts]
+    parts: list[PromptAndText]
     spec: SteeringSpec | None
 
 

@@ -64,7 +64,7 @@ class Ablating(Operation):
         return Ablate(vector, keep=1 - scale, **scope)
 
 
-class Capping(Operation):
+class CappingAt(Operation):
     """Cap; the scale is the greatest projection on the unit vector, in the units of the stream; no scale is neutral.
 
     Another sign is another bound, not the reverse, so there is no reversed control. The vector's length does not count,
@@ -99,7 +99,7 @@ OPERATIONS: Final[Registry[Operation]] = Registry(
     {
         "ablate": Ablating(),
         "add": Adding(),
-        "cap": Capping(),
+        "cap": CappingAt(),
         "set_projection": Setting(),
     },
 )

@@ -18,7 +18,7 @@ import msgspec
 
 from steercap.core.values import shown
 from steercap.files.folder import FolderKind
-from steercap.files.tables import Parts
+from steercap.files.tables import TableWriter
 from steercap.lab.measures.base import Answered, Measure
 from steercap.lab.studies.sweeps.grid import Condition, Definition, Request, Sweep
 
@@ -93,7 +93,7 @@ class Table(Generic[Row]):
     """
 
     def __init__(self, folder: Path, kind: type[Row]) -> None:
-        self._parts: Parts[Row] = Parts(folder, kind, records=PART_RECORDS, seconds=FLUSH_SECONDS)
+        self._parts: TableWriter[Row] = TableWriter(folder, kind, records=PART_RECORDS, seconds=FLUSH_SECONDS)
         self.rows: dict[int, Row] = {NUMBER(row): row for row in self._parts.read()}
 
     def add(self, rows: Iterable[Row]) -> None:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.lab.training.batches import Batch, Padded
-from steercap.lab.training.examples import Tokens
+from steercap.lab.training.examples import ExampleTokens
 from steercap.lab.training.formula import Doses
 
 #: Sum of the log probabilities of the response's tokens, for each sequence.
@@ -35,7 +35,7 @@ class Objective(ABC):
     needs_direction: ClassVar[bool] = False
 
     @abstractmethod
-    def tokens(self, tokenizer: Any, example: Any) -> tuple[Tokens, ...]:
+    def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
         """Tokenize an example to its sequences, equally many for each example.
 
         Raises:

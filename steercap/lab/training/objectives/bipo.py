@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch.nn.functional import logsigmoid
 
 from steercap.lab.training.batches import Batch
-from steercap.lab.training.examples import Preference, Tokens, tokens_of
+from steercap.lab.training.examples import ExampleTokens, Preference, tokens_of
 from steercap.lab.training.formula import Doses
 from steercap.lab.training.objectives.base import Objective, Steered, unedited
 
@@ -29,7 +29,7 @@ class BiPO(Objective):
     beta: float = 0.1
     example: ClassVar[type] = Preference
 
-    def tokens(self, tokenizer: Any, example: Any) -> tuple[Tokens, ...]:
+    def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
         return pair(tokenizer, example)
 
     def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
@@ -49,7 +49,7 @@ class BiPO(Objective):
         return -logsigmoid(sign * self.beta * (chosen - rejected))
 
 
-def pair(tokenizer: Any, example: Preference) -> tuple[Tokens, Tokens]:
+def pair(tokenizer: Any, example: Preference) -> tuple[ExampleTokens, ExampleTokens]:
     """Tokenize the prompt with the chosen response, and with the rejected one."""
     chosen, rejected = (tokens_of(tokenizer, example.prompt, one) for one in (example.chosen, example.rejected))
     return chosen, rejected

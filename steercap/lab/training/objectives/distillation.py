@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch.nn.functional import log_softmax
 
 from steercap.lab.training.batches import Batch
-from steercap.lab.training.examples import Prompted, Tokens, conversation, tokens_of
+from steercap.lab.training.examples import ExampleTokens, Prompted, conversation, tokens_of
 from steercap.lab.training.objectives.base import Objective, Steered, mean_of, unedited
 
 
@@ -27,7 +27,7 @@ class Distillation(Objective):
     temperature: float = 1.0
     example: ClassVar[type] = Prompted
 
-    def tokens(self, tokenizer: Any, example: Any) -> tuple[Tokens, ...]:
+    def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
         return tuple(
             tokens_of(tokenizer, conversation(example.prompt, system), example.response)
             for system in (None, example.system)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.lab.training.batches import Batch
-from steercap.lab.training.examples import Example, Tokens, tokens_of
+from steercap.lab.training.examples import Example, ExampleTokens, tokens_of
 from steercap.lab.training.objectives.base import Objective, Steered, lengths
 
 
@@ -19,7 +19,7 @@ class Likelihood(Objective):
 
     example: ClassVar[type] = Example
 
-    def tokens(self, tokenizer: Any, example: Any) -> tuple[Tokens, ...]:
+    def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
         return (tokens_of(tokenizer, example.prompt, example.response),)
 
     def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:

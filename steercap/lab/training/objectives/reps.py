@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch.nn.functional import logsigmoid
 
 from steercap.lab.training.batches import Batch, Padded
-from steercap.lab.training.examples import Preference, Tokens
+from steercap.lab.training.examples import ExampleTokens, Preference
 from steercap.lab.training.formula import Doses
 from steercap.lab.training.objectives.base import Objective, Steered, lengths, unedited
 from steercap.lab.training.objectives.bipo import pair
@@ -34,7 +34,7 @@ class RePS(Objective):
     example: ClassVar[type] = Preference
     needs_direction: ClassVar[bool] = True
 
-    def tokens(self, tokenizer: Any, example: Any) -> tuple[Tokens, ...]:
+    def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
         return pair(tokenizer, example)
 
     def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:

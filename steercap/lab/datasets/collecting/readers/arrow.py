@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
-from steercap.lab.datasets.collecting.readers.base import RECORDS, Asked, Found, Reader, values_of
+from steercap.lab.datasets.collecting.readers.base import RECORDS, FileItem, Reader, ReaderSettings, values_of
 from steercap.lab.datasets.collecting.readers.parquet import column_in
 
 #: First bytes of files in the IPC file format, with batches listed at the end; others are streams.
@@ -24,7 +24,7 @@ class Arrow(Reader):
 
     suffixes = (".arrow",)
 
-    def items(self, path: Path, asked: Asked) -> Iterator[Found]:
+    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:
         with extra("datasets"):
             import pyarrow as pa
         number, size = 0, path.stat().st_size
@@ -36,7 +36,7 @@ class Arrow(Reader):
                     for first in range(0, len(column), RECORDS):
                         for value in values_of(column[first : first + RECORDS]):
                             number += 1
-                            yield Found(f"row {number}", value, min(at, size))
+                            yield FileItem(f"row {number}", value, min(at, size))
         except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
             raise InvalidFile(f"{path} cannot be read as Arrow, behind row {number}: {error}") from error
 

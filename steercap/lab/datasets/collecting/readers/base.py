@@ -33,7 +33,7 @@ class Bad(NamedTuple):
     reason: str
 
 
-class Found(NamedTuple):
+class FileItem(NamedTuple):
     """Item of a file.
 
     Args:
@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReaderSettings:
     """Settings for reading files.
 
     Args:
@@ -67,7 +67,7 @@ class Reader(abc.ABC):
     suffixes: tuple[str, ...]
 
     @abc.abstractmethod
-    def items(self, path: Path, asked: Asked) -> Iterator[Found]:
+    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:
         """Yield the items of a file, in order.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from steercap.lab.datasets.collecting.readers.base import Asked, Bad, Found, Reader, half_of_pair, lines
+from steercap.lab.datasets.collecting.readers.base import Bad, FileItem, Reader, ReaderSettings, half_of_pair, lines
 
 
 class JsonLines(Reader):
@@ -17,10 +17,10 @@ class JsonLines(Reader):
 
     suffixes = (".jsonl", ".ndjson", ".json.lines")
 
-    def items(self, path: Path, asked: Asked) -> Iterator[Found]:  # noqa: ARG002 -- what any of them needs
+    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:  # noqa: ARG002 -- what any of them needs
         decode = msgspec.json.Decoder().decode
         for number, line, read in lines(path):
-            yield Found(f"line {number}", _value(decode, line), read)
+            yield FileItem(f"line {number}", _value(decode, line), read)
 
 
 def _value(decode: Any, line: bytes) -> Any:

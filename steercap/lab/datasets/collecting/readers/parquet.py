@@ -8,7 +8,7 @@ from typing import Any
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
-from steercap.lab.datasets.collecting.readers.base import KEYS, RECORDS, Asked, Found, Reader, values_of
+from steercap.lab.datasets.collecting.readers.base import KEYS, RECORDS, FileItem, Reader, ReaderSettings, values_of
 
 
 class Parquet(Reader):
@@ -16,7 +16,7 @@ class Parquet(Reader):
 
     suffixes = (".parquet",)
 
-    def items(self, path: Path, asked: Asked) -> Iterator[Found]:
+    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:
         with extra("datasets"):
             import pyarrow as pa
             from pyarrow import parquet
@@ -27,7 +27,7 @@ class Parquet(Reader):
                 for batch in file.iter_batches(RECORDS, columns=[column]):
                     for value in values_of(batch.column(0)):
                         number += 1
-                        yield Found(f"row {number}", value, size * number // rows)
+                        yield FileItem(f"row {number}", value, size * number // rows)
         except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
             raise InvalidFile(f"{path} cannot be read as Parquet, behind row {number}: {error}") from error
 
@@ -41,7 +41,7 @@ class Parquet(Reader):
             raise InvalidFile(f"{path} cannot be read as Parquet: {error}") from error
 
 
-def column_in(names: Any, asked: Asked, path: Path) -> str:
+def column_in(names: Any, asked: ReaderSettings, path: Path) -> str:
     """Return the name of the column that holds documents.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from steercap.errors import InvalidFile
-from steercap.lab.datasets.collecting.readers.base import MOST_BYTES, Asked, Found, Reader, unpacked, utf8
+from steercap.lab.datasets.collecting.readers.base import MOST_BYTES, FileItem, Reader, ReaderSettings, unpacked, utf8
 from steercap.lab.datasets.collecting.readers.base import lines as lines_of
 
 
@@ -16,25 +16,25 @@ class Texts(Reader):
 
     suffixes = (".txt", ".text")
 
-    def items(self, path: Path, asked: Asked) -> Iterator[Found]:
+    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:
         if asked.unit == "line":
             for number, line, read in lines_of(path):
-                yield Found(f"line {number}", utf8(line), read)
+                yield FileItem(f"line {number}", utf8(line), read)
         elif asked.unit == "paragraph":
             yield from _paragraphs(path)
         else:
             yield _whole(path)
 
 
-def _whole(path: Path) -> Found:
+def _whole(path: Path) -> FileItem:
     with unpacked(path) as (content, at):
         data = content.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise InvalidFile(f"{path} is longer than {MOST_BYTES:,} bytes; read it by unit='line' or 'paragraph'")
-        return Found("its text", utf8(data.removeprefix(BOM_UTF8)), at())
+        return FileItem("its text", utf8(data.removeprefix(BOM_UTF8)), at())
 
 
-def _paragraphs(path: Path) -> Iterator[Found]:
+def _paragraphs(path: Path) -> Iterator[FileItem]:
     held: list[bytes] = []
     number, began, size, read = 0, 1, 0, 0
     with unpacked(path) as (content, at):
@@ -49,11 +49,11 @@ def _paragraphs(path: Path) -> Iterator[Found]:
                 if size >= MOST_BYTES:
                     raise InvalidFile(f"{path}, line {began} begins a paragraph of more than {MOST_BYTES:,} bytes")
             elif held:
-                yield Found(f"line {began}", utf8(b"".join(held).rstrip(b"\r\n")), at())
+                yield FileItem(f"line {began}", utf8(b"".join(held).rstrip(b"\r\n")), at())
                 held, size = [], 0
         read = at()
     if held:
-        yield Found(f"line {began}", utf8(b"".join(held).rstrip(b"\r\n")), read)
+        yield FileItem(f"line {began}", utf8(b"".join(held).rstrip(b"\r\n")), read)
 
 
 MEMBER = Texts()
