@@ -22,8 +22,7 @@ from steercap.core.schema import PointSchema
 from steercap.engine.fetching import Fetcher
 from steercap.engine.ranks import Rank
 from steercap.kernels.codecs import record_of
-from steercap.worker.memory.reader import SharedReader
-from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
+from steercap.worker.memory import HEADER_BYTES, SharedReader, SharedSegment
 
 TICK = 0.0005
 

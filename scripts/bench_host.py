@@ -57,7 +57,7 @@ from steercap.worker.accumulators import Accumulators
 from steercap.worker.biasing import Biasing
 from steercap.worker.request_table import RequestTable
 from steercap.worker.runtime import Runtime
-from steercap.worker.steady_decode import SteadyDecode
+from steercap.worker.step import SteadyDecode
 from steercap.worker.taps import cuda
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.transfers import Transfers

@@ -114,8 +114,7 @@ def kernel_times() -> dict[str, float]:
     from steercap.core.schema import PointSchema
     from steercap.core.spec import Point
     from steercap.steering.lowering import lower
-    from steercap.worker.batch import BatchRows
-    from steercap.worker.step import Step
+    from steercap.worker.step import BatchRows, Step
     from steercap.worker.taps.base import Installed, TapSizes
     from steercap.worker.taps.host import HostTaps
 

@@ -27,9 +27,8 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.kernels import triton_tap
 from steercap.steering.lowering import lower
-from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Form
-from steercap.worker.step import Step
+from steercap.worker.step import BatchRows, Step
 from steercap.worker.taps.base import Installed, TapSizes
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.transfers import CudaTransfers, Transfers

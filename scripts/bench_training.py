@@ -23,7 +23,7 @@ from steercap.lab.training import OBJECTIVES, HookedModel, TrainableAdd, Trainin
 from steercap.lab.training.batches import Picked, collated, generator
 from steercap.lab.training.examples import ExampleTokens
 from steercap.lab.training.loop import TraitInTraining
-from steercap.lab.training.penalties import Penalties
+from steercap.lab.training.settings import Penalties
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
 

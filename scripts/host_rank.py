@@ -41,9 +41,8 @@ from steercap.core.tokens import Range
 from steercap.kernels import triton_accumulate, triton_tap
 from steercap.kernels.codecs import record_of
 from steercap.steering.lowering import Lowered, lower, scopes_of
-from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime
-from steercap.worker.step import Step
+from steercap.worker.step import BatchRows, Step
 from steercap.worker.taps.base import Installed, TapSizes
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.transfers import Transfers

@@ -18,10 +18,10 @@ from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.worker.batch import BatchRows
-from steercap.worker.memory.assemble import assemble
-from steercap.worker.memory.reader import Readable
+from steercap.worker.assembly import assemble
+from steercap.worker.memory import Readable
 from steercap.worker.runtime import Runtime
+from steercap.worker.step import BatchRows
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.host import HostTaps

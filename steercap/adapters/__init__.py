@@ -1,7 +1,7 @@
 """The only code that imports vllm: the engine's side in `engine`, one module for each model runner.
 
 A runner adapter hooks three moments of its runner's class: the model has been loaded, a real batch has been laid
-out, the pass has ended. Everything it passes on is plain data (`worker.batch.BatchRows`).
+out, the pass has ended. Everything it passes on is plain data (`worker.step.BatchRows`).
 """
 
 from __future__ import annotations

@@ -4,6 +4,11 @@ A process that vLLM spawns unpickles first its target function, then the argumen
 writes to its log at once. So the target is one of ours, and unpickling it prepares the process. It relies on this:
 `EngineCoreProc.run_engine_core`, `DPCoordinatorProc.run_coordinator` and `WorkerProc.worker_main` are each
 the target of a `Process`. It imports nothing heavy.
+
+An engine core whose Ray worker died is terminated here. vLLM's monitor of such workers notices within seconds, but the
+core may be waiting for that worker's answer on a socket, and would wait for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS: 5
+minutes, in which requests hang. It relies on this: the monitor sets `is_failed` before it calls
+`RayExecutorV2.shutdown`. It can go when waiting for answers ends with the executor.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -98,8 +105,6 @@ class ProcessEntry:
             # case.
             tempfile.tempdir = os.environ.get(FOLDER)
             if "vllm_config" in kwargs and kwargs["vllm_config"].parallel_config.use_ray:
-                from steercap.adapters.ray_worker_loss import hook_executor
-
                 hook_executor()
         if self._target == WORKER:  # it only logs an error at its start, and ends with success
             worker = getattr(import_module(module), owner)
@@ -111,3 +116,25 @@ class ProcessEntry:
 def _prepared(target: tuple[str, str, str], log: bool) -> ProcessEntry:
     quieten(log=log)
     return ProcessEntry(target, log=log)
+
+
+#: Seconds after which a core that has not ended by itself is killed.
+GRACE: Final = 2.0
+
+
+def hook_executor() -> None:
+    """Hook the executor of this process, an engine core; safe to call again."""
+    with contextlib.suppress(ImportError):  # where Ray's workers answer through Ray, it notices
+        from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+        from steercap.adapters.hooks import wrap
+
+        wrap(RayExecutorV2, "shutdown", _shut_down)
+
+
+def _shut_down(original: Callable[[], Any], executor: Any, *_args: Any, **_options: Any) -> Any:
+    if getattr(executor, "is_failed", False):
+        end = threading.Timer(GRACE, os.kill, (os.getpid(), signal.SIGKILL))
+        end.daemon = True
+        end.start()
+    return original()

@@ -15,7 +15,7 @@ from torch import nn
 from steercap.adapters.releases import importing, require
 from steercap.architectures.families.base import Family, located
 from steercap.errors import InvalidRequest, UnsupportedRunner
-from steercap.worker.choice import Choosing
+from steercap.worker.projection import Choosing
 
 #: Classes of routers, by the kind of device, that choose by logits alone unless they hold one of `_TOKENS`. Others
 #: simulate routing, or compute the output of experts that add nothing on the side.

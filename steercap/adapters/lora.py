@@ -25,7 +25,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from steercap.adapters.sampling import wants_prompt_logprobs
-from steercap.adapters.validation_errors import named
+from steercap.adapters.wire import named
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.pooling_params import PoolingParams
 
-from steercap.adapters.validation_errors import named
+from steercap.adapters.wire import named
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidRequest, UnsupportedModel
 

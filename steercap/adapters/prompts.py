@@ -2,20 +2,23 @@
 
 It relies on `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`; and on this: a rendered prompt whose
 pictures were not taken from the renderer's cache (`skip_mm_cache`) can be sent in any order, or never.
+
+Media spans come from vLLM's placeholders. It relies on this: a rendered prompt of type "multimodal" has
+`mm_placeholders`, by kind a `PlaceholderRange` for each item in order, and likewise `mm_hashes`. A range's `is_embed`,
+if there is one, marks the tokens whose embedding is replaced; vLLM's scheduler and its runners use the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from steercap.adapters.media import media_of
-from steercap.core.media import MediaSpan
-from steercap.core.values import choices, index_of, shown
+from steercap.core.chat import MediaSpan
+from steercap.core.values import Mask, choices, index_of, shown
 from steercap.errors import InvalidPrompt
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
@@ -130,3 +133,25 @@ def rendered(payload: Any) -> Rendered:
     if not isinstance(payload, Mapping) or not payload.get("prompt_token_ids"):
         raise InvalidPrompt("rows of this prompt cannot be labelled: it has no token ids")
     return Rendered(payload, tuple(payload["prompt_token_ids"]), media_of(payload))
+
+
+def media_of(payload: Mapping[str, Any]) -> tuple[MediaSpan, ...]:
+    """Return the media spans of a rendered prompt, in the order of their positions.
+
+    Args:
+        payload: vLLM's engine input.
+    """
+    if payload["type"] != "multimodal":
+        return ()
+    found = [
+        MediaSpan(kind, index, one.offset + start, one.offset + stop, digest)
+        for kind, ranges in payload["mm_placeholders"].items()
+        for index, (one, digest) in enumerate(zip(ranges, payload["mm_hashes"][kind], strict=True))
+        for start, stop in _runs(one)
+    ]
+    return tuple(sorted(found, key=lambda span: span.start))
+
+
+def _runs(one: Any) -> Iterator[tuple[int, int]]:
+    """Return the runs [start, stop) of tokens that embeddings replace, counted from the start of vLLM's range."""
+    return iter([(0, one.length)]) if one.is_embed is None else Mask(bytes(one.is_embed.tolist())).runs

@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 from steercap.adapters import RUNTIME_ATTRIBUTE, logprobs
 from steercap.adapters.hooks import attach, require_requests, step_of, wrap
 from steercap.adapters.releases import require
-from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime
+from steercap.worker.step import BatchRows
 
 
 def hook() -> None:

@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.hooks import attach, require_requests, step_of, wrap
 from steercap.adapters.releases import require
-from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime
+from steercap.worker.step import BatchRows
 
 
 def hook() -> None:

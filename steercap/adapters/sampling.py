@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from steercap.adapters.validation_errors import named
+from steercap.adapters.wire import named
 from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidRequest

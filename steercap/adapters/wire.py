@@ -1,4 +1,4 @@
-"""Trial decoding of a request in the client, as the engine's input thread will do it.
+"""Trial decoding of a request in the client, as the engine's input thread will do it, and msgspec's errors.
 
 vLLM checks ranges in the client, and types only where the engine decodes the request's frame: a wrong one ends the
 thread that reads all requests, and the engine seems to live. So vLLM's own preparation, encoder and typed decoder run
@@ -8,8 +8,9 @@ here first. It relies on `AsyncLLM.get_supported_tasks`, `InputProcessor.process
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from vllm.pooling_params import PoolingParams
@@ -18,7 +19,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from steercap.adapters.validation_errors import named
+from steercap.core.values import shown
 from steercap.errors import InvalidRequest
 
 
@@ -57,3 +58,28 @@ class Wire:
             given = msgspec.structs.asdict(request) | msgspec.structs.asdict(params)
             complaint = named(str(error), given, EngineCoreRequest.__struct_fields__)
             raise InvalidRequest(f"this request cannot be sent to the engine: {complaint}") from error
+
+
+#: msgspec's message about a wrong value, with the path of the value.
+_COMPLAINT: Final = re.compile(r"(?P<says>.*?) - at (?P<key>`key` in )?`\$(?P<path>.*)`", re.DOTALL)
+
+
+def named(complaint: str, given: Mapping[str, Any], places: tuple[str, ...] = ()) -> str:
+    """Return a validation error with the name and the value that it is about.
+
+    Args:
+        complaint: message of msgspec; any other is returned as it is.
+        given: values by the names in which the path starts.
+        places: names for the indices in which the path starts, where it starts with a number.
+    """
+    found = _COMPLAINT.fullmatch(complaint)
+    if found is None:
+        return complaint
+    path = found["path"]
+    if places and (numbered := re.match(r"\[(\d+)\]", path)):
+        path = places[int(numbered[1])] + path[numbered.end() :]
+    path = path.removeprefix("sampling_params").lstrip(".")
+    name = re.split(r"[.\[]", path)[0]
+    where = f"a key of {path}" if found["key"] else path
+    says = f"{where}: {found['says'][:1].lower()}{found['says'][1:]}"
+    return f"{says} ({name}={shown(given[name])})" if name in given else says

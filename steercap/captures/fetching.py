@@ -1,15 +1,20 @@
-"""Batch fetch of the rows of many handles: from the workers with one RPC, and from disk."""
+"""Fetch of rows: of many handles in a batch, by one RPC or from disk, and of requests that still run."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from steercap.captures.checks import Expected, received
 from steercap.captures.lifecycle import Lifecycle, Stage
+from steercap.captures.rows import Captures
 from steercap.concurrency.bounded import each_of
+from steercap.core.messages import Owner, Wanted
+from steercap.core.rows import Ints
 from steercap.errors import (
     CaptureIncomplete,
     CaptureNotFinite,
@@ -19,6 +24,9 @@ from steercap.errors import (
     ModelClosed,
     SteercapError,
 )
+
+if TYPE_CHECKING:
+    from steercap.engine.engine import Engine
 
 #: Maximum number of handles that are read from disk at once.
 READS: Final = 8
@@ -122,3 +130,37 @@ def _noted(errors: list[SteercapError]) -> Iterator[None]:
         yield
     except (CaptureIncomplete, CaptureNotFinite, CaptureReleased) as error:
         errors.append(error)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """New rows of a running request.
+
+    Args:
+        captures: rows by point.
+        positions: position of each row, int64 [rows].
+    """
+
+    captures: Captures
+    positions: Ints
+
+
+async def arrived(engine: Engine, wanted: Sequence[tuple[Owner, Expected]]) -> list[Arrived]:
+    """Fetch and check the rows of samples so far, with one RPC, shared with requests that ask at the same time.
+
+    Args:
+        engine: the engine that runs them.
+        wanted: owner of each sample, and what must have come: tokens up to one that has no row yet, and the number of
+            rows that came before.
+
+    Raises:
+        CaptureIncomplete, CaptureNotFinite: see `received`.
+        EngineFailure: the engine has died, or a worker cannot answer.
+    """
+    asked = [Wanted(owner, len(expected.tokens) - 1, expected.first) for owner, expected in wanted]
+    deliveries = await engine.collect(asked, growing=True)
+    found = []
+    for (_, expected), delivery in zip(wanted, deliveries, strict=True):
+        rows, receipt = received(expected, delivery, engine.vllm.points)
+        found.append(Arrived(Captures(rows, engine.vllm.num_layers), receipt.positions))
+    return found

@@ -20,9 +20,8 @@ import torch
 
 from steercap.captures.rows import Rows
 from steercap.core.attention import AttentionRule
-from steercap.core.chat import MessageSpan
+from steercap.core.chat import MediaSpan, MessageSpan
 from steercap.core.coding import RAW, Coding
-from steercap.core.media import MediaSpan
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.schema import PointSchema
 from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Point, Reduction

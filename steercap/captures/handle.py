@@ -21,9 +21,8 @@ from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
 from steercap.captures.lifecycle import Lifecycle, Source, Stage
 from steercap.captures.rows import Captures, Coded, Featured, Found
 from steercap.core.attention import AttentionRule
-from steercap.core.chat import MessageSpan
+from steercap.core.chat import MediaSpan, MessageSpan, types_at
 from steercap.core.coding import RAW
-from steercap.core.media import MediaSpan, types_at
 from steercap.core.ownership import NonCopyable
 from steercap.core.placing import LEFT_OUT
 from steercap.core.receipt import Receipt

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from steercap.captures.files import Saved, constants_of, named, shape_of
-from steercap.core.media import types_at
+from steercap.core.chat import types_at
 from steercap.files.base import check_extension, write_whole
 from steercap.kernels.codecs.coded import CodedRows, coding_of, parts_of
 from steercap.kernels.codecs.random_projection import FAMILY

@@ -91,8 +91,7 @@ class ModelOptions:
             ModelNotLoaded: it can only be on this machine, and does not exist.
         """
         from steercap.engine.checkpoint import look_up
-        from steercap.lab.demo.cache import DONE, cache_root
-        from steercap.lab.demo.checkpoint import NAME
+        from steercap.lab.demo.checkpoint import DONE, NAME, cache_root
 
         self.require_there()
         folder = cache_root() / NAME

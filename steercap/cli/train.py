@@ -1,16 +1,17 @@
-"""`steercap train`: an edit trained by gradient descent on a file of examples."""
+"""`steercap train`: an edit trained by gradient descent on a file of examples in JSONL."""
 
 from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import msgspec
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +20,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.examples import examples_in
+from steercap.cli.prompts import records_of
 from steercap.cli.selections import layers_of, names_of, tokens_of
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
@@ -27,7 +28,7 @@ from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
     from steercap.lab.training import Trained
-    from steercap.lab.training.training import AnyEdit
+    from steercap.lab.training.training import AnyEdit, AnyExample
     from steercap.steering.spec import SteeringSpec
 
 STEPS: Final = "Steps"
@@ -213,3 +214,43 @@ def register(app: typer.Typer) -> None:
                 **said,
             )
         report(found, terminal)
+
+
+#: Fields of a line for each kind of example, besides `source` and `trait`.
+FORMS: Final = "{'prompt', 'response'}, {'prompt', 'chosen', 'rejected'} or {'system', 'prompt', 'response'}"
+
+
+def examples_in(path: Path, name: str) -> dict[str, list[AnyExample]]:
+    """Read the examples of a JSONL file, by trait.
+
+    Args:
+        path: file with an object per line, with the fields of `Example`, `Preference` or `Prompted`, and a `trait`
+            where several are to be trained.
+        name: trait of lines without `trait`.
+
+    Raises:
+        InvalidFile: it cannot be read, or a line is not an example.
+    """
+    found: dict[str, list[AnyExample]] = {}
+    for number, value in records_of(str(path)):
+        given = dict(value) if isinstance(value, dict) else {}
+        trait = str(given.pop("trait", name))
+        try:
+            found.setdefault(trait, []).append(_kind(given)(**given))
+        except (TypeError, LookupError, msgspec.ValidationError) as error:
+            raise InvalidFile(
+                f"{path}, line {number}: {value!r}; give {FORMS}, each with or without 'source'"
+            ) from error
+    return found
+
+
+def _kind(given: dict[str, Any]) -> Callable[..., AnyExample]:
+    """Return the class of an example with these fields.
+
+    Raises:
+        LookupError: no class has them.
+    """
+    from steercap.lab.training import Example, Preference, Prompted
+
+    forms = {("prompt", "response"): Example, ("chosen", "prompt", "rejected"): Preference}
+    return {**forms, ("prompt", "response", "system"): Prompted}[tuple(sorted(given.keys() - {"source"}))]

@@ -23,7 +23,7 @@ from steercap.kernels.codecs import ENCODINGS, codec_of, record_of
 from steercap.kernels.codecs.calibrated8 import CALIBRATED
 from steercap.saes import compiling
 from steercap.saes.compiling import Readers, compile_readers
-from steercap.steering.calibrating import Calibrated, calibration_of, compile_calibration
+from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
 from steercap.steering.lowering import Lowered, lower
 from steercap.steering.monitor import Monitor, check_widths, compile_probes
 from steercap.steering.projection import Projected, compile_projection, points_of

@@ -34,11 +34,11 @@ from steercap.engine.workers import Records, Workers
 from steercap.errors import EngineDied, UnsupportedModel
 from steercap.kernels.codecs.base import dtype_of
 from steercap.saes.compiling import Readers
-from steercap.steering.calibrating import Calibrated
+from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered
 from steercap.steering.monitor import Monitor
 from steercap.steering.projection import Projected
-from steercap.worker.memory.reader import LineReader
+from steercap.worker.memory import LineReader
 
 if TYPE_CHECKING:
     import torch

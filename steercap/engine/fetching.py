@@ -19,8 +19,8 @@ from steercap.engine.ranks import Rank, Ranks
 from steercap.errors import CaptureIncomplete, ModelClosed
 from steercap.kernels.codecs import ENCODINGS
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.worker.memory.assemble import PART_BYTES, Assembly, parcel_bytes
-from steercap.worker.memory.reader import Readable
+from steercap.worker.assembly import PART_BYTES, Assembly, parcel_bytes
+from steercap.worker.memory import Readable
 
 #: Bytes above which rows are gathered on threads, so that the event loop goes on: about 0.1 ms.
 THREAD_BYTES: Final = 256 << 10

@@ -16,7 +16,7 @@ from steercap.core.schema import PointSchema
 from steercap.errors import WorkerFailure
 from steercap.kernels.codecs import ENCODINGS, record_of
 from steercap.kernels.codecs.reduced import accumulator_records
-from steercap.worker.memory.reader import LineReader
+from steercap.worker.memory import LineReader
 
 #: Bytes of a position or a token id.
 _LABEL_BYTES: Final = 8

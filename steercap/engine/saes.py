@@ -19,7 +19,7 @@ import torch
 from steercap.core.messages import CloseSAE, OpenSAE, SAEOpened
 from steercap.errors import EngineFailure, MemoryNotShared, SAEMemoryFull, WorkerFailure
 from steercap.saes.encoder import image_bytes
-from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
+from steercap.worker.memory import HEADER_BYTES, SharedSegment
 
 if TYPE_CHECKING:
     from steercap.engine.workers import Workers

@@ -50,7 +50,7 @@ from steercap.core.messages import (
 from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
 from steercap.errors import EngineFailure, ModelClosed, SteeringNotApplied, UnsupportedRunner, WorkerFailure
-from steercap.worker.memory.reader import open_reader
+from steercap.worker.memory import open_reader
 
 if TYPE_CHECKING:
     from steercap.adapters.engine import VllmEngine

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from steercap.captures.arriving import Arrived, arrived
 from steercap.captures.checks import Expected
+from steercap.captures.fetching import Arrived, arrived
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle, Lost, Source
 from steercap.core.attention import AttentionRule
@@ -27,7 +27,7 @@ from steercap.requests.compiled_steering import CompiledSteering, Planned
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.saes.compiling import Readers
-from steercap.steering.calibrating import Calibrated
+from steercap.steering.calibration import Calibrated
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from steercap.captures.arriving import Arrived
+from steercap.captures.fetching import Arrived
 from steercap.core.rows import Ints
 from steercap.core.tokens import selected
 from steercap.errors import CaptureNotFinite

@@ -18,7 +18,7 @@ from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, joint_capture
 from steercap.saes.compiling import Readers
-from steercap.steering.calibrating import Calibrated
+from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import biased_by, scopes_of
 from steercap.steering.monitor import Monitor, held_back, monitors_of
 from steercap.steering.projection import Projected

@@ -13,7 +13,7 @@ import torch
 
 from steercap.captures.rows import Captures
 from steercap.core.budget import Ticket
-from steercap.core.media import types_at
+from steercap.core.chat import types_at
 from steercap.core.receipt import SteeringReceipt
 from steercap.requests.job import Job, enter_sketches, memory_for, outputs_of, planned, receipts_of, rows_so_far
 from steercap.requests.monitoring import Crossing, MonitorReport

@@ -56,7 +56,7 @@ class SteercapRequest:
 
     Args:
         asked: its parsed `steercap` field.
-        owner: its owner, see `server.captures.owner_of`.
+        owner: its owner, see `server.folder.owner_of`.
         results: results of its choices, as JSON, in the order in which they ended.
         prompts: number of its prompts that were given to the engine.
         live: numbers that wait for the next event of their choice in the stream, see `Live`.

@@ -1,10 +1,10 @@
-"""Engine that vLLM's server uses: requests that use steercap run as jobs, others unchanged."""
+"""Engine that vLLM's server uses: requests that use steercap run as jobs, with their numbers, others unchanged."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -12,21 +12,77 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from steercap.captures import files
+from steercap.captures.fetching import Arrived
 from steercap.captures.handle import CaptureHandle
 from steercap.core.receipt import SteeringReceipt
 from steercap.errors import InvalidRequest, SteercapError
 from steercap.kernels.codecs.coded import coding_of
-from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, receipts_of
+from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, receipts_of, rows_so_far
 from steercap.requests.preparing import prepare
-from steercap.server.call import CURRENT, SteercapRequest
-from steercap.server.captures import CaptureStore
-from steercap.server.folder import CaptureFolder
-from steercap.server.numbers import Numbers
+from steercap.server.call import CURRENT, Live, SteercapRequest
+from steercap.server.folder import CaptureFolder, CaptureStore
 
 if TYPE_CHECKING:
     from steercap.adapters.types import RequestOutput
     from steercap.core.budget import Ticket
     from steercap.model import SteerModel
+
+
+class Numbers:
+    """Streamed numbers of one job.
+
+    Args:
+        call: call that the numbers belong to.
+        first: index of the job's first choice in the call.
+        job: the running job; numbers are only streamed if its answer is a stream.
+    """
+
+    def __init__(self, call: SteercapRequest, first: int, job: Job) -> None:
+        self._call, self._first, self._job = call, first, job
+        params: Any = job.params
+        self._streams = params.output_kind.name == "DELTA"
+        self._projects = job.hands_over and job.projected is not None and self._streams
+        self._tokens: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
+        self._crossings: dict[int, int] = {}
+
+    async def take(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Queue the new numbers for the stream.
+
+        Args:
+            tokens: tokens generated so far, by the index of the sample.
+
+        Raises:
+            CaptureIncomplete, CaptureNotFinite: a row is missing or invalid.
+        """
+        if self._projects:
+            grown = {index: ids for index, ids in tokens.items() if len(ids) > self._tokens.get(index, 0)}
+            self._tokens |= {index: len(ids) for index, ids in grown.items()}
+            some = {index: (ids, self._rows.get(index, 0)) for index, ids in grown.items()}
+            for index, came in (await rows_so_far(self._job, some)).items():
+                self._rows[index] = self._rows.get(index, 0) + len(came.positions)
+                if len(came.positions):
+                    self._put(index, "scores", self._scores(came))
+        if self._streams and self._job.watch is not None:
+            for index in tokens:
+                found = self._job.watch.crossings(index)
+                for one in found[self._crossings.get(index, 0) :]:
+                    self._put(index, "crossings", msgspec.to_builtins(one))
+                self._crossings[index] = len(found)
+
+    def _scores(self, came: Arrived) -> dict[str, Any]:
+        """Return the projections of rows, by point and direction."""
+        assert self._job.projected is not None
+        names = self._job.projected.names
+        scores = {
+            f"{point.site}.{point.layer}": dict(zip(names, came.captures[point].T.tolist(), strict=True))
+            for point in came.captures
+        }
+        return {"positions": came.positions.tolist(), "scores": scores}
+
+    def _put(self, index: int, kind: str, content: dict[str, Any]) -> None:
+        self._call.live.append(Live(self._first + index, kind, content))
+
 
 #: Maximum bytes of files within an answer.
 MOST_INLINE: Final = 8 << 20

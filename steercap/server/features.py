@@ -14,7 +14,7 @@ from starlette.routing import Route
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
 from steercap.saes import SAE
-from steercap.server.captures import CaptureStore
+from steercap.server.folder import CaptureStore
 from steercap.server.library import NAME
 from steercap.server.questions import MOST_TOP, answering, asked, rows_at, rows_of, top_of
 

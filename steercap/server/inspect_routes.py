@@ -14,12 +14,12 @@ from starlette.routing import Route
 
 from steercap.captures.handle import CaptureHandle
 from steercap.client.uploads import encoded
-from steercap.core.texts import texts_of
+from steercap.core.tokenizing import texts_of
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.lab.directions import extract
 from steercap.server.asks import layer_vectors
-from steercap.server.captures import CaptureStore, owner_of
+from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import NAME, Library
 from steercap.server.questions import answering, asked, rows_at, rows_of, top_of
 from steercap.steering.layers import LayerVectors

@@ -1,11 +1,11 @@
-"""Library of named vectors and steering, uploaded by clients or loaded by the operator at the start."""
+"""Library of named vectors and steering, uploaded or loaded by the operator, and the presets that name some."""
 
 from __future__ import annotations
 
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,3 +200,24 @@ def read(data: bytes) -> Content:
         except SteercapError as error:
             raise InvalidFile(f"the file cannot be used: {str(error).replace(str(path), 'it')}") from error
         return content
+
+
+class Presets:
+    """Presets of the operator.
+
+    Args:
+        names: served names of the model itself.
+        steering: steering by preset name.
+    """
+
+    def __init__(self, names: Iterable[str], steering: Mapping[str, SteeringSpec]) -> None:
+        self._steering = {f"{name}+{preset}": spec for name in names for preset, spec in steering.items()}
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """All model names that stand for steering."""
+        return tuple(self._steering)
+
+    def of(self, model: Any) -> SteeringSpec | None:
+        """Return the steering of a model name, None if it is no preset."""
+        return self._steering.get(model) if isinstance(model, str) else None

@@ -17,9 +17,8 @@ from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.server.asks import asked_of
 from steercap.server.call import CURRENT, SteercapField, SteercapRequest
-from steercap.server.captures import owner_of
-from steercap.server.library import Library
-from steercap.server.presets import Presets
+from steercap.server.folder import owner_of
+from steercap.server.library import Library, Presets
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 from steercap.server.call import CURRENT, SteercapField, SteercapRequest
-from steercap.server.captures import owner_of
+from steercap.server.folder import owner_of
+from steercap.server.library import Presets
 from steercap.server.middleware import (
     FIELDS,
     MOST_BODY,
@@ -24,7 +25,6 @@ from steercap.server.middleware import (
     refuse,
     replayed,
 )
-from steercap.server.presets import Presets
 
 #: Routes that presets can steer: they generate through the engine's `generate`, once or several times.
 STEERED: Final = (

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from steercap.captures.handle import CaptureHandle
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSpec, SteercapError
-from steercap.server.captures import CaptureStore, owner_of
+from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.routes import NOT_WAITING, refused
 
 #: Maximum bytes of a body, and maximum entries per row.

@@ -15,8 +15,7 @@ from starlette.routing import Route
 
 from steercap.errors import CaptureMemoryFull, SteercapError
 from steercap.kernels.codecs import ENCODINGS
-from steercap.server.captures import CaptureStore, owner_of
-from steercap.server.folder import CaptureFolder
+from steercap.server.folder import CaptureFolder, CaptureStore, owner_of
 from steercap.server.library import Library, Named, read
 from steercap.server.middleware import failure
 

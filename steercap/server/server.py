@@ -15,15 +15,13 @@ from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import warn_of_other_model
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
-from steercap.server.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, CaptureStore
 from steercap.server.engine import ServedEngine
+from steercap.server.folder import KEY_BYTES, STORE_BYTES, TIME_TO_LIVE, CaptureFolder, CaptureStore
 from steercap.server.folder import MOST_BYTES as FOLDER_BYTES
 from steercap.server.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
-from steercap.server.folder import CaptureFolder
-from steercap.server.library import NAME, OPERATOR, Library
+from steercap.server.library import NAME, OPERATOR, Library, Presets
 from steercap.server.middleware import PATHS, Keyless, SteercapRoute
 from steercap.server.passthrough_routes import Elsewhere
-from steercap.server.presets import Presets
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -50,8 +48,8 @@ class ServerSettings:
     saes: Mapping[str, Path] = field(default_factory=dict)
     presets: Mapping[str, Any] = field(default_factory=dict)
     captures_seconds: float = TIME_TO_LIVE
-    captures_bytes: int = MOST_BYTES
-    captures_bytes_of_a_key: int = MOST_BYTES_OF_A_KEY
+    captures_bytes: int = STORE_BYTES
+    captures_bytes_of_a_key: int = KEY_BYTES
     folder: Path | None = None
     folder_bytes: int = FOLDER_BYTES
     folder_bytes_of_a_key: int = FOLDER_BYTES_OF_A_KEY

@@ -16,8 +16,7 @@ from steercap.sync.twins import Bridged, blocking, bridge_of
 
 if TYPE_CHECKING:
     from steercap.lab.datasets.collecting import streaming
-    from steercap.lab.datasets.normalising import Normalisation
-    from steercap.lab.datasets.rows import Labelled, Rows
+    from steercap.lab.datasets.rows import Labelled, Normalisation, Rows
 
 __all__ = ["ActivationStream", "activations", "collect"]
 

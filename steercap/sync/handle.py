@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from steercap.captures.rows import Captures, Coded, Featured
     from steercap.captures.tuned_lens import TunedLens
     from steercap.core.attention import AttentionRule
-    from steercap.core.chat import MessageSpan
-    from steercap.core.media import MediaSpan
+    from steercap.core.chat import MediaSpan, MessageSpan
     from steercap.core.receipt import Receipt
     from steercap.core.tokens import Tokens, TokenSelection
     from steercap.steering.directions import Mark

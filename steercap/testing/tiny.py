@@ -12,7 +12,7 @@ from typing import Any, Final
 from steercap.core.extras import extra
 from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
-from steercap.lab.demo.cache import cached
+from steercap.lab.demo.checkpoint import cached
 from steercap.testing.architectures import ARCHITECTURES
 from steercap.testing.families import FAMILY_CONFIGS
 

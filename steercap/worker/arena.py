@@ -17,7 +17,7 @@ import torch
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints, PageAllocator, PageShape
 from steercap.errors import WorkerFailure
-from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
+from steercap.worker.memory import HEADER_BYTES, SharedSegment
 
 #: Memory that stays resident while nothing is captured, so that short requests do not fault pages in anew.
 WARM_BYTES: Final = 64 << 20

@@ -21,8 +21,8 @@ from jaxtyping import Float, Int
 from steercap.core.biases import combined
 from steercap.core.messages import Wanted
 from steercap.core.rows import Ints
-from steercap.worker.batch import BatchRows
 from steercap.worker.steering import SteeredSample
+from steercap.worker.step import BatchRows
 
 #: Addends of at least this many entries are broadcast over their rows; smaller ones are repeated for each row.
 _LARGE: Final = 4096

@@ -17,13 +17,11 @@ import numpy.typing as npt
 from steercap.core.messages import Owner, Wanted
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
-from steercap.worker.batch import BatchRows
 from steercap.worker.capture_buffer import CaptureBuffer
 from steercap.worker.layouts import Layouts
 from steercap.worker.programs import Programs
-from steercap.worker.steady_decode import SteadyDecode
 from steercap.worker.steering import Slot, SteeredSample
-from steercap.worker.step import Step
+from steercap.worker.step import BatchRows, SteadyDecode, Step
 
 #: Columns of the state of a request. They hold for the positions from NEXT up to STOP, STOP excluded.
 #: The line of position p is LINE + p × the lines of its layout, unless its row goes into a reduction.

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from steercap.architectures.unembedding import Unembedding, unembedded
+from steercap.architectures.decoder import Unembedding, unembedded
 from steercap.core.attention import AttentionRule
 from steercap.core.coding import RAW
 from steercap.core.messages import (
@@ -63,19 +63,17 @@ from steercap.kernels.codecs import record_of
 from steercap.kernels.codecs.base import dtype_of
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
-from steercap.worker.batch import BatchRows
 from steercap.worker.biasing import Biasing
 from steercap.worker.bounds import check_plan, check_vectors
 from steercap.worker.capture_buffer import ArenaBuffer, CaptureBuffer
-from steercap.worker.choice import Choosing, chosen
-from steercap.worker.memory.reader import WIRE_BYTES
-from steercap.worker.projection import Projecting, projected
+from steercap.worker.memory import WIRE_BYTES
+from steercap.worker.projection import Choosing, Projecting, chosen, projected
 from steercap.worker.reducing_buffer import ReducingBuffer, finish
 from steercap.worker.request_table import RequestTable, Tracked
 from steercap.worker.saes import SAEs
 from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
-from steercap.worker.step import Step, StepReport
+from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Taps
 
 _LOG: Final = logging.getLogger(__name__)

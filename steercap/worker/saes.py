@@ -1,7 +1,7 @@
 """Registry of the SAE encoders on this rank, loaded once from memory that the client shares.
 
 An encoder has 30 MB to several GB: through vLLM's broadcast ring it would take hundreds of frames, and the engine
-would stop for each. So the client puts it into anonymous shared memory (`worker.memory.shared`) and sends its path. A
+would stop for each. So the client puts it into anonymous shared memory (`worker.memory`) and sends its path. A
 thread of its own checks the memory against its SHA-256 and copies it to the device, while passes go on; the client
 polls until it is loaded. On CPU nothing is copied at all: the memory lives as long as the encoder.
 """
@@ -19,7 +19,7 @@ from steercap.core.messages import CloseSAE, OpenSAE, SAEOpened
 from steercap.errors import MemoryNotShared
 from steercap.saes.encoder import Encoder, image_bytes
 from steercap.worker.layouts import Layouts, Reads
-from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
+from steercap.worker.memory import HEADER_BYTES, SharedSegment
 
 #: Key of an encoder: its digest and point.
 Key: TypeAlias = tuple[bytes, int]

@@ -1,7 +1,4 @@
-"""Step and report of one pass: the work for its tokens that are kept or edited, and the proof that it was done.
-
-Shape legend: tracked = tokens of the pass that are kept or edited.
-"""
+"""One forward pass: the layout that a runner adapter describes, the work for its tokens, and the proof of it."""
 
 from __future__ import annotations
 
@@ -11,9 +8,29 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Layout of one forward pass: request by request, tokens of a request consecutive.
+
+    Args:
+        request_ids: the runner's ids, in batch order.
+        starts: position of each request's first token in this pass: int64 [requests].
+        counts: tokens of each request in this pass: int64 [requests].
+        token_ids: the ids the model reads, [tokens] at least, on the model's device.
+        positions: the positions the model reads, [tokens] at least, on the model's device.
+    """
+
+    request_ids: Sequence[str]
+    starts: Ints
+    counts: Ints
+    token_ids: torch.Tensor
+    positions: torch.Tensor
 
 
 @dataclass
@@ -124,3 +141,33 @@ class StepReport:
     overflowed: Ints
     nonfinite: Ints
     failure: str | None = None
+
+
+@dataclass
+class SteadyDecode:
+    """State that the passes of a series share, and its progress.
+
+    Args:
+        tracked: places in the batch of the tracked requests, int64 [requests tracked].
+        starts: positions of the next pass, int64 [requests tracked].
+        left: number of passes that still belong to the series.
+        step: step of the last pass.
+        record_lines: lines that each token's record advances per pass, int64 [tracked tokens].
+    """
+
+    tracked: Ints
+    starts: Ints
+    left: int
+    step: Step
+    record_lines: Ints
+
+    def next(self, batch: BatchRows) -> Step | None:
+        """Return the step of the next pass over the same requests in the same order; None if the series ends."""
+        if self.left < 1 or not (batch.counts == 1).all():
+            return None
+        if not np.array_equal(batch.starts[self.tracked], self.starts):
+            return None
+        self.left -= 1
+        self.starts = self.starts + 1
+        self.step = self.step.following(self.record_lines)
+        return self.step

@@ -16,7 +16,7 @@ from support.sketching import sketches_agree
 
 from steercap import SteerModel, errors
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.worker.memory.reader import WireReader
+from steercap.worker.memory import WireReader
 
 ACROSS: dict[str, Any] = {**TINY_ENGINE, "distributed_executor_backend": "ray"}
 #: Seconds in which Ray ends a worker whose engine is gone, and vLLM sees that a worker is: it looks every 5 s.

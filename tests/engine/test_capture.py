@@ -226,23 +226,23 @@ async def test_fetch_is_lazy_idempotent_and_one_call_for_all(tiny, monkeypatch) 
 
 async def test_bytes_over_rpc_equal_shared_memory(tiny) -> None:
     """The wire gives the same rows as shared memory, bit for bit, in as many RPCs as their size asks for."""
-    from steercap.worker.memory import reader
+    from steercap.worker import memory
 
     engine = tiny.serving.engine
     ((rank,),) = engine._ranks
-    assert isinstance(rank.reader, reader.SharedReader)
+    assert isinstance(rank.reader, memory.SharedReader)
     prompt = random_prompt(100, 12)
     _, handle = await tiny.generate(prompt, SIX, capture=CaptureSpec(sites=ALL_SITES))
-    wire = reader.WireReader(engine._workers.line_source(0, 0))
+    wire = memory.WireReader(engine._workers.line_source(0, 0))
     (shared,) = await engine.collect([handle.lifecycle.source.wanted])
     engine._ranks = ((replace(rank, reader=wire),),)
     try:
-        for size in (reader.WIRE_BYTES, 4096):
-            reader.WIRE_BYTES, before = size, reader.WIRE_BYTES
+        for size in (memory.WIRE_BYTES, 4096):
+            memory.WIRE_BYTES, before = size, memory.WIRE_BYTES
             try:
                 (sent,) = await engine.collect([handle.lifecycle.source.wanted])
             finally:
-                reader.WIRE_BYTES = before
+                memory.WIRE_BYTES = before
             assert shared.shards.keys() == sent.shards.keys()
             assert all(torch.equal(shared.shards[point][0], sent.shards[point][0]) for point in shared.shards)
         await handle.fetch()

@@ -24,9 +24,8 @@ from steercap.cli.capture import heatmaps_of
 from steercap.cli.captured import capture_to
 from steercap.cli.generate import answer
 from steercap.cli.prompts import Prompt
-from steercap.cli.sweep import swept
+from steercap.cli.sweep import document_of, drawn, swept, table_of
 from steercap.cli.sweep_file import SweepFile, sweep_of
-from steercap.cli.sweep_shown import document_of, drawn, table_of
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import extract_from, texts_between
 from steercap.errors import InvalidFile, InvalidSelection, InvalidSpec

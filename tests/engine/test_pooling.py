@@ -24,7 +24,7 @@ from steercap.cli.captured import capture_to
 from steercap.cli.prompts import Prompt
 from steercap.cli.terminal import Output, Terminal
 from steercap.core.spec import Point
-from steercap.lab.demo.cache import cached
+from steercap.lab.demo.checkpoint import cached
 from steercap.testing import tiny_checkpoint
 from steercap.testing.tiny import SPECIAL, tiny_config, tokenizer, write_model
 

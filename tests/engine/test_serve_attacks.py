@@ -18,8 +18,8 @@ from support.rows import random_prompt, settled
 from steercap import Add, SteerModel
 from steercap.adapters import server
 from steercap.server.call import CURRENT, SteercapField, SteercapRequest
-from steercap.server.captures import CaptureStore
 from steercap.server.engine import ServedEngine
+from steercap.server.folder import CaptureStore
 from steercap.server.server import ServerSettings, application
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec

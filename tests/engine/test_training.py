@@ -25,7 +25,7 @@ from steercap.lab.training import (
 )
 from steercap.lab.training.batches import padded
 from steercap.lab.training.examples import ExampleTokens
-from steercap.lab.training.penalties import Penalties
+from steercap.lab.training.settings import Penalties
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
 from steercap.testing import tiny_checkpoint

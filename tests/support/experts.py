@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.spec import CaptureSpec, Point
-from steercap.lab.demo.cache import cached
+from steercap.lab.demo.checkpoint import cached
 from steercap.model import SteerModel
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.reference import Reference

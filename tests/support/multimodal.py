@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from steercap.captures.handle import CaptureHandle
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec
-from steercap.lab.demo.cache import cached
+from steercap.lab.demo.checkpoint import cached
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.families import FAMILY_CONFIGS, TINY
 from steercap.testing.parity import Parity

@@ -21,7 +21,7 @@ from torch import nn
 
 from steercap.adapters import hardware
 from steercap.core.extras import extra
-from steercap.lab.demo.cache import cached
+from steercap.lab.demo.checkpoint import cached
 from steercap.testing.reference import Reference
 from steercap.testing.tiny import INIT_STD, tiny_checkpoint
 from support.rows import MIN_COSINE_16

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from steercap.captures.handle import CaptureHandle
-from steercap.core.media import TEXT
+from steercap.core.chat import TEXT
 from steercap.core.spec import Point
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import PERFECT, Parity, compare_rows

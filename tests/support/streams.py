@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from steercap.core.extras import extra
 from steercap.core.spec import Point
-from steercap.lab.demo.cache import cached
+from steercap.lab.demo.checkpoint import cached
 from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer
 
 if TYPE_CHECKING:

@@ -52,10 +52,10 @@ from steercap.core.tokens import Range
 from steercap.engine.fetching import Fetcher
 from steercap.engine.ranks import Rank
 from steercap.errors import CaptureError, InvalidFrame, SteeringNotApplied
-from steercap.worker.batch import BatchRows
-from steercap.worker.memory.assemble import assemble
-from steercap.worker.memory.reader import LineReader, Readable
+from steercap.worker.assembly import assemble
+from steercap.worker.memory import LineReader, Readable
 from steercap.worker.runtime import Runtime
+from steercap.worker.step import BatchRows
 from steercap.worker.taps.base import Installed, TapSizes
 from steercap.worker.taps.host import HostTaps
 from support.frames import mangled, random_of

@@ -9,7 +9,7 @@ from workers import known_schemas
 from steercap import Calibration, Point
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.lab.directions.extraction import ids_of
-from steercap.steering.calibrating import compile_calibration
+from steercap.steering.calibration import compile_calibration
 
 POINT, WIDTH = Point(0, "resid_post"), 4
 ONES = torch.ones(WIDTH)

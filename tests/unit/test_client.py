@@ -58,8 +58,8 @@ from steercap.errors import (
     WrongEventLoop,
 )
 from steercap.server.asks import capture_of, steering_of
-from steercap.server.captures import owner_of
 from steercap.server.engine import described
+from steercap.server.folder import owner_of
 from steercap.server.library import Library, read
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors

@@ -32,12 +32,11 @@ from steercap.errors import (
 )
 from steercap.lab.datasets import DatasetFolder
 from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, open_source
-from steercap.lab.datasets.collecting.documents import CorpusDocument, NotDocument, content_of
+from steercap.lab.datasets.collecting.documents import CorpusDocument, Cutting, NotDocument, Window, content_of
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.pipeline import Block, Ended
 from steercap.lab.datasets.collecting.samples import Selected, described, sample_of, seed_of
 from steercap.lab.datasets.collecting.shards import Sharder, stopping
-from steercap.lab.datasets.collecting.windows import Cutting, Window
 from steercap.steering.layers import LayerVectors
 from steercap.testing.tiny import tokenizer
 

@@ -19,8 +19,8 @@ from steercap.core.schema import PointSchema
 from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank
 from steercap.errors import ModelClosed
-from steercap.worker.memory import assemble, reader
-from steercap.worker.memory.reader import LineReader, Readable, WireReader
+from steercap.worker import assembly, memory
+from steercap.worker.memory import LineReader, Readable, WireReader
 
 #: A row takes 8 lines of the arena.
 LINES, WIDTH, ROW = 8 * 4096, 256, 8
@@ -120,11 +120,11 @@ async def busy(made: Fetcher) -> Iterator[threading.Event]:
         go.set()
 
 
-@pytest.mark.parametrize("part_bytes", [LINE_BYTES // 2, 3 * ROW * LINE_BYTES, assemble.PART_BYTES])
+@pytest.mark.parametrize("part_bytes", [LINE_BYTES // 2, 3 * ROW * LINE_BYTES, assembly.PART_BYTES])
 @pytest.mark.parametrize("threads", [1, 3])
 async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
     """Any points, pages anywhere, in one part or many, many requests at once: the bytes of the arena, each in its place."""
-    monkeypatch.setattr(assemble, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(assembly, "PART_BYTES", part_bytes)
     asked = [paged(f"r{seed}", 1 + seed % 7, 1 + 37 * seed % 150, seed) for seed in range(40)]
     asked.append(captured_rows("pairs", 3, [(10, 6), (700, 6)], 2, REDUCED))  # float32 rows take twice the lines
     asked.append(captured_rows("none", 3, [], 0))
@@ -268,7 +268,7 @@ async def test_closing_ends_a_delivery_as_closed() -> None:
 
 async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> None:
     """Bytes over RPC are bounded: one request's calls at a time, none above the limit, and the rows are the same."""
-    monkeypatch.setattr(reader, "WIRE_BYTES", 100 * ROW * LINE_BYTES)
+    monkeypatch.setattr(memory, "WIRE_BYTES", 100 * ROW * LINE_BYTES)
     monkeypatch.setattr("steercap.engine.fetching.LOAD_REQUESTS", 1)  # or few requests would not be several at once
     under_way = most = 0
 

@@ -24,7 +24,7 @@ from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.many import _Spread
 from steercap.lab.datasets.collecting.sources import DocumentSource, open_source
 from steercap.model import SteerModel
-from steercap.worker.memory.shared import NONCE_BYTES, SharedSegment
+from steercap.worker.memory import NONCE_BYTES, SharedSegment
 
 
 class Asks:

@@ -11,11 +11,10 @@ from handles import a_handle
 from vllm.multimodal.inputs import PlaceholderRange
 
 from steercap import CaptureHandle
-from steercap.adapters.media import media_of
-from steercap.adapters.prompts import prompt_dict
+from steercap.adapters.prompts import media_of, prompt_dict
 from steercap.architectures.families import family_of
 from steercap.architectures.families.wrappers import architectures_within
-from steercap.core.media import MediaSpan, types_at
+from steercap.core.chat import MediaSpan, types_at
 from steercap.core.prompts import without_media
 from steercap.errors import InvalidFile, InvalidPrompt
 

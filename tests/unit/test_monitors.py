@@ -14,7 +14,7 @@ import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from steercap import Add, Monitor
-from steercap.captures.arriving import Arrived
+from steercap.captures.fetching import Arrived
 from steercap.captures.rows import Captures
 from steercap.core.program import SteeringPlan, scope_masks
 from steercap.core.schema import PointSchema

@@ -15,8 +15,8 @@ from steercap.core.schema import PointSchema
 from steercap.kernels.codecs import ENCODINGS, record_of
 from steercap.kernels.codecs.base import Codec
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.worker.memory import assemble
-from steercap.worker.memory.reader import Readable
+from steercap.worker import assembly
+from steercap.worker.memory import Readable
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16"])
 
@@ -53,7 +53,7 @@ def test_rows_of_a_record_lie_one_behind_the_other(sizes, align) -> None:
     st.integers(0, 40),
     st.integers(1, 7),
     st.lists(st.integers(1, 9), min_size=1, max_size=10),
-    st.sampled_from([100, 5000, assemble.PART_BYTES]),
+    st.sampled_from([100, 5000, assembly.PART_BYTES]),
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=200, deadline=None)
@@ -89,11 +89,11 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
     captured_rows = CapturedRows(
         Owner("r", 0), coding, tuple(range(len(points))), ranges, rows, labels, labels, rows, None
     )
-    before, assemble.PART_BYTES = assemble.PART_BYTES, part_bytes
+    before, assembly.PART_BYTES = assembly.PART_BYTES, part_bytes
     try:
-        found = assemble.assemble(captured_rows, points, Readable(arena, ranges))
+        found = assembly.assemble(captured_rows, points, Readable(arena, ranges))
     finally:
-        assemble.PART_BYTES = before
+        assembly.PART_BYTES = before
     arena.zero_()  # what was handed over is in memory of its own
     for schema, own, got in zip(points, stored, found, strict=True):
         if isinstance(encoding, Codec):
@@ -111,7 +111,7 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
         known = encoding.decode(own, schema, coding)
         assert got.dtype == known.dtype
         assert torch.equal(bytes_of(got), bytes_of(known))
-    assert assemble.parcel_bytes(captured_rows, points) == rows * sum(shape.sizes)
+    assert assembly.parcel_bytes(captured_rows, points) == rows * sum(shape.sizes)
 
 
 @given(st.lists(schemas(), min_size=1, max_size=5), st.integers(1, 3000))

@@ -42,7 +42,7 @@ from steercap.saes.features import Features
 from steercap.saes.layouts import SAEPlace
 from steercap.saes.tensors import Tensors
 from steercap.testing.saes import OWN, RandomSAE
-from steercap.worker.memory.shared import HEADER_BYTES, SharedSegment
+from steercap.worker.memory import HEADER_BYTES, SharedSegment
 
 WIDTH = 48
 ROWS = torch.randn(90, WIDTH, generator=torch.Generator().manual_seed(1)) * 3 + 0.5

@@ -21,11 +21,10 @@ from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
 from steercap.server.asks import asked_of, capture_of, ranges, steering_of
 from steercap.server.call import CURRENT
-from steercap.server.captures import CaptureStore, owner_of
+from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import OPERATOR, Library
 from steercap.server.middleware import SteercapRoute
-from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere
-from steercap.server.presets import Presets
+from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere, Presets
 from steercap.server.routes import Routes
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors

@@ -82,11 +82,11 @@ from steercap.files.native import READERS
 from steercap.files.tables import read_table
 from steercap.kernels.codecs import ENCODINGS
 from steercap.lab.datasets import ActivationDataset, verify
+from steercap.lab.datasets.collecting.documents import Cutting
 from steercap.lab.datasets.collecting.readers import READERS as SOURCES
 from steercap.lab.datasets.collecting.samples import ByPredicate, ByProbe, OneIn, Selected, TokenSample
 from steercap.lab.datasets.collecting.samples import described as described_sample
 from steercap.lab.datasets.collecting.samples import seed_of as seed_of_document
-from steercap.lab.datasets.collecting.windows import Cutting
 from steercap.lab.datasets.definition import DATASET
 from steercap.lab.datasets.folder import Totals
 from steercap.lab.datasets.shards import Receipt

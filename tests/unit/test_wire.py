@@ -25,7 +25,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import Plan
 from steercap.errors import EngineFailure, InvalidFrame, WorkerFailure
-from steercap.worker.memory.reader import WireReader
+from steercap.worker.memory import WireReader
 
 READERS = (decode_call, decode_answer, Plan.decode)
 FRAMES = (encode(Call((), GetStats())), encode(Failed("no")), Plan("a", 1, 2).encode())

@@ -43,12 +43,11 @@ from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
 from steercap.core.tokens import Range
 from steercap.kernels.codecs.base import dtype_of
-from steercap.worker.memory.assemble import assemble
-from steercap.worker.memory.reader import open_reader
+from steercap.worker.assembly import assemble
+from steercap.worker.memory import open_reader
 from steercap.worker.step import Step
 from steercap.worker.taps import cuda
-from steercap.worker.taps.ring import Ring
-from steercap.worker.taps.transfers import pieces, runs
+from steercap.worker.taps.transfers import Ring, pieces, runs
 
 WIDTH, POINTS = 8, 3
 

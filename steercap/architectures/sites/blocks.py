@@ -1,9 +1,13 @@
-"""Sites at a layer's blocks: the input of a block, and the term that it adds to the residual stream."""
+"""Sites at a layer's blocks: the input of a block, that of its last projection, and the term that it adds.
+
+The input of attention's last projection, `z`, is the output of each head, [heads, head_dim]; that of the down
+projection, `neurons`, comes after the activation and any gate.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from steercap.architectures.families.base import located
 from steercap.architectures.sites.base import (
@@ -12,7 +16,9 @@ from steercap.architectures.sites.base import (
     Sizes,
     Tap,
     Visit,
+    input_tap,
     output_tap,
+    part_of,
     read_tap,
     visit_output,
     visit_read,
@@ -83,10 +89,53 @@ class AttnIn(BlockInput):
     before_keys: ClassVar[bool] = True
 
 
+class Z(Site):
+    """Tap on the input of the family's output projection; each tensor-parallel rank has some of the heads."""
+
+    def known(self, family: Family) -> bool:
+        return bool(family.attn_proj)
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        width, shards = part_of(layer.get_submodule(located(layer, family.attn_proj)))
+        head_dim = sizes.head_dim
+        if family.attention:
+            attention: Any = layer.get_submodule(located(layer, family.attention))
+            head_dim = int(attention.head_size_v)  # layers of some models differ in it
+        return RowShape((width // head_dim, head_dim), shards)
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return input_tap(layer, family.attn_proj, "z", tap)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_read(layer.get_submodule(located(layer, family.attn_proj)), visit)
+
+
+class Neurons(Site):
+    """Tap on the input of the family's down projection; each tensor-parallel rank has some of the neurons."""
+
+    def known(self, family: Family) -> bool:
+        return bool(family.mlp_proj)
+
+    def exists(self, family: Family, config: Any, layer: int) -> bool:
+        return self.known(family) and (family.varied or not family.is_sparse(config, layer))
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        width, shards = part_of(layer.get_submodule(located(layer, family.mlp_proj)))
+        return RowShape((width,), shards)
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return input_tap(layer, family.mlp_proj, "neurons", tap)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_read(layer.get_submodule(located(layer, family.mlp_proj)), visit)
+
+
 #: By name. Inputs are normed where the norm comes first; the terms are those after any norm.
 MEMBERS: Final[Mapping[str, Site]] = {
     "attn_in": AttnIn("attn_in", lambda family: family.attention_input, lambda family: family.attn_out),
     "attn_out": BlockOutput("attn_out", lambda family: family.attn_out),
     "mlp_in": BlockInput("mlp_in", lambda family: family.mlp_input, lambda family: family.mlp_out),
     "mlp_out": BlockOutput("mlp_out", lambda family: family.mlp_out),
+    "neurons": Neurons(),
+    "z": Z(),
 }

@@ -1,15 +1,130 @@
 """Sites `q`, `k` and `v`: queries, keys and values that attention reads, after rotary embedding and norms.
 
 [heads, head_dim] and [kv_heads, head_dim]; keys and values are also what it caches.
+
+Each is one argument of the family's attention module. vLLM's module is called with queries, keys and values,
+[tokens, heads × head_dim] each. transformers passes them to its attention function, [1, heads, tokens, head_dim], which
+`_Visited` replaces while rows are visited.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from steercap.architectures.sites.attention import AttentionInput
-from steercap.architectures.sites.base import Site
+from steercap.architectures.families.base import located
+from steercap.architectures.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap
+from steercap.core.extras import extra
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from steercap.architectures.families.base import Family
+
+
+class AttentionInput(Site):
+    """Tap on an argument of the family's attention module; each tensor-parallel rank has some of the heads."""
+
+    #: Name of the site, and index of the argument.
+    name: ClassVar[str]
+    argument: ClassVar[int]
+
+    def known(self, family: Family) -> bool:
+        return bool(family.attention)
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        attention: Any = layer.get_submodule(located(layer, family.attention))
+        if self.per_key_head and attention.kv_sharing_target_layer_name is not None:
+            raise AttributeError("it reads the keys and values of another layer, and makes none")
+        heads, head_dim = self.heads(attention)
+        whole = self.per_key_head and sizes.kv_heads == 1  # every rank has a copy of it
+        shards = 1 if whole else sizes.ranks
+        return RowShape((heads * shards, head_dim), shards)
+
+    @abstractmethod
+    def heads(self, attention: Any) -> tuple[int, int]:
+        """Return the number of heads of one rank, and of elements of each, as vLLM's attention module states them."""
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return input_tap(layer, family.attention, self.name, tap, self.argument)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        def hook(module: nn.Module, _args: Any) -> None:
+            _VISITED.expect(module, self.argument, visit)
+
+        return layer.get_submodule(_parent(layer, family.attention)).register_forward_pre_hook(hook)
+
+
+def _parent(layer: nn.Module, attention: str) -> str:
+    """Return the path of the module that makes queries, keys and values, which has the same name in both libraries."""
+    return located(layer, "|".join(path.rpartition(".")[0] for path in attention.split("|")))
+
+
+class _Visited:
+    """Replacement of transformers' attention functions while modules wait to have their inputs visited.
+
+    Modules of other threads call it too, and get the original function.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[nn.Module, list[tuple[int, Visit]]] = {}
+        self._listed: dict[str, Callable[..., Any] | None] = {}
+        self._standing = threading.Lock()
+
+    def expect(self, module: nn.Module, argument: int, visit: Visit) -> None:
+        """Visit an input of the module's next call."""
+        with extra("cuda", "cpu"):
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        name = _implementation(module)
+        with self._standing:
+            if (listed := ALL_ATTENTION_FUNCTIONS.get(name)) is not self:
+                self._listed[name] = listed
+                ALL_ATTENTION_FUNCTIONS[name] = self
+            self._waiting.setdefault(module, []).append((argument, visit))
+
+    def _called(self, module: nn.Module) -> tuple[list[tuple[int, Visit]], Callable[..., Any]]:
+        """Return the visits of this call, and the attention function.
+
+        Where transformers lists no function, it is the one in the module's file.
+        """
+        with extra("cuda", "cpu"):
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        with self._standing:
+            visits = self._waiting.pop(module, [])
+            if visits and not self._waiting:
+                for name in self._listed:
+                    if ALL_ATTENTION_FUNCTIONS.get(name) is self:
+                        del ALL_ATTENTION_FUNCTIONS[name]
+            listed = self._listed.get(_implementation(module))
+        return visits, listed or sys.modules[type(module).__module__].eager_attention_forward
+
+    def __call__(self, module: nn.Module, *inputs: Any, **options: Any) -> Any:
+        visits, attention = self._called(module)
+        changed = list(inputs)  # not changed in place: queries, keys and values may be views of one tensor
+        for argument, visit in visits:
+            given = changed[argument]
+            # transformers' OPT scales its queries itself, vLLM's does not.
+            factor = module.scaling / options["scaling"] if argument == 0 else 1.0
+            rows = given.transpose(1, 2).flatten(2) / factor
+            visit(rows)
+            changed[argument] = (rows * factor).unflatten(2, (given.shape[1], -1)).transpose(1, 2)
+        return attention(module, *changed, **options)
+
+
+def _implementation(module: Any) -> str:
+    """Return the name by which transformers looks up the module's attention function."""
+    return str(module.config._attn_implementation)  # noqa: SLF001 -- as transformers' modules do
+
+
+_VISITED: Final = _Visited()
 
 
 class Q(AttentionInput):

@@ -278,7 +278,7 @@ def _free(folder: Path) -> int:
 
 
 def _caches() -> tuple[Path, ...]:
-    from steercap.lab.demo.cache import cache_root
+    from steercap.lab.demo.checkpoint import cache_root
 
     home = Path.home() / ".cache"
     hub = Path(os.environ.get("HF_HOME", home / "huggingface"))

@@ -14,9 +14,8 @@ from steercap.lab.datasets.batches import ActivationBatches
 from steercap.lab.datasets.dataset import ActivationDataset
 from steercap.lab.datasets.definition import Definition, PointFormat, define
 from steercap.lab.datasets.folder import DatasetFolder, Totals, verify
-from steercap.lab.datasets.normalising import Normalisation
 from steercap.lab.datasets.remote import RemoteFolder, storage_of
-from steercap.lab.datasets.rows import Labelled
+from steercap.lab.datasets.rows import Labelled, Normalisation
 from steercap.lab.datasets.shards import Receipt, Shard, write_shard
 from steercap.lab.datasets.statistics import PointStatistics
 from steercap.lab.datasets.storage import LocalFolder, Storage

@@ -20,10 +20,9 @@ from steercap.lab.datasets.batches import ActivationBatches, Blocks, Order, rank
 from steercap.lab.datasets.choosing import Join, Keep, TokenChoice, check_alike, points_of
 from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.folder import DatasetFolder
-from steercap.lab.datasets.normalising import NORMALISE, Normalisation, Normalise
 from steercap.lab.datasets.opened import OpenShard
 from steercap.lab.datasets.remote import RemoteFolder
-from steercap.lab.datasets.rows import Groups, Labelled, Rows, at, groups_of
+from steercap.lab.datasets.rows import NORMALISE, Groups, Labelled, Normalisation, Normalise, Rows, at, groups_of
 from steercap.lab.datasets.shards import Receipt
 from steercap.lab.datasets.statistics import PointStatistics
 

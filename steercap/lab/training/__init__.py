@@ -6,7 +6,7 @@ from steercap.lab.training.objectives import OBJECTIVES
 from steercap.lab.training.objectives.base import Objective
 from steercap.lab.training.results import Trained, Validation
 from steercap.lab.training.settings import TrainingSettings
-from steercap.lab.training.starts import TrainableAdd, TrainableLowRank
+from steercap.lab.training.trainable import TrainableAdd, TrainableLowRank
 from steercap.lab.training.training import losses_of, train, train_many
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Settings of training, besides its examples and edits."""
+"""Settings of training, besides its examples and edits, and the penalties on a trait's parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,34 @@ from torch import nn
 
 from steercap.core.values import choices, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting
-from steercap.lab.training.penalties import Penalties
+from steercap.lab.training.trainable import TrainableSpec
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Weights of the penalties on a trait's trained parameters.
+
+    Args:
+        norm: weight of the sum of squares.
+        sparsity: weight of the sum of absolute values, whose gradient moves small elements towards zero, to within a
+            step.
+
+    Raises:
+        InvalidSetting: a weight is below 0.
+    """
+
+    norm: float = 0.0
+    sparsity: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.norm >= 0 and self.sparsity >= 0):
+            raise InvalidSetting(f"norm_penalty={self.norm}, sparsity_penalty={self.sparsity}; give 0 or more")
+
+    def of(self, spec: TrainableSpec) -> torch.Tensor:
+        """Return the penalty, differentiable by torch."""
+        values = torch.cat([value.flatten() for value in spec.values.values()])
+        return self.norm * values.square().sum() + self.sparsity * values.abs().sum()
+
 
 #: Function that makes an optimiser for the parameters of one trait.
 MakeOptimizer: TypeAlias = "Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]"

@@ -21,10 +21,9 @@ from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.arena import Arena
-from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layouts, RecordLayout
 from steercap.worker.programs import Programs
-from steercap.worker.step import Step, StepReport
+from steercap.worker.step import BatchRows, Step, StepReport
 
 
 @dataclass(frozen=True)

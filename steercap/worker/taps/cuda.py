@@ -28,15 +28,13 @@ from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import told_apart
 from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
-from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import LAYOUTS, RecordLayout
 from steercap.worker.programs import ENTRY_NUMBERS
-from steercap.worker.step import Step, StepReport
+from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
 from steercap.worker.taps.pattern import Pattern
-from steercap.worker.taps.ring import Ring
-from steercap.worker.taps.transfers import Transfers, pieces, runs
+from steercap.worker.taps.transfers import Ring, Transfers, pieces, runs
 
 #: Maximum passes that are running or being copied to the host.
 AHEAD: Final = 64

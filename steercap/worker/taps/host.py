@@ -19,10 +19,9 @@ from steercap.core.rows import Ints
 from steercap.kernels.codecs import ENCODINGS
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena
-from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import RecordLayout
 from steercap.worker.reduce import write_reduced
-from steercap.worker.step import Step, StepReport
+from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.host_edits import HostEdits
 from steercap.worker.taps.host_rows import Copies, HostAccumulators, Keeping, KeepingEncoded, KeepingReduced

@@ -1,4 +1,4 @@
-"""Copies between host and device while the model runs.
+"""Copies between host and device while the model runs, and the ring of places that wait for them.
 
 A pass over hundreds of requests has hundreds of rows to copy to as many places. Since CUDA 12.8 the driver takes such
 a list in one call, which PyTorch does not offer; before that the copies are queued one by one.
@@ -7,8 +7,9 @@ a list in one call, which PyTorch does not offer; before that the copies are que
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -173,3 +174,56 @@ def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, 
     done = number * most
     left = np.repeat(sizes, parts) - done
     return np.repeat(targets, parts) + done, np.repeat(sources, parts) + done, np.minimum(left, most)
+
+
+Holder = TypeVar("Holder")
+
+
+class Ring(Generic[Holder]):
+    """Ring buffer of the places 0 to `size`.
+
+    Args:
+        size: number of places.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._next = 0
+        self._taken: deque[tuple[int, int, Holder]] = deque()  # first place, stop, and holder
+
+    @property
+    def taken(self) -> int:
+        """Number of places that are taken."""
+        return sum(stop - first for first, stop, _ in self._taken)
+
+    def reserve(self, count: int) -> tuple[int, list[Holder]]:
+        """Choose consecutive places for one pass, and drop their old holders from the ring.
+
+        Returns:
+            The first place, and the old holders, which must be waited for.
+
+        Raises:
+            ValueError: `count` exceeds the size of the ring.
+        """
+        if count > self.size:
+            raise ValueError(f"{count} places in a ring of {self.size}")
+        first = self._next if self._next + count <= self.size else 0
+        waiting = []
+        while self._taken and self._overlaps(first, first + count):
+            waiting.append(self._taken.popleft()[2])
+        self._next = first + count
+        return first, waiting
+
+    def hold(self, first: int, count: int, holder: Holder) -> None:
+        """Mark places as taken until `holder` frees them."""
+        if count:
+            self._taken.append((first, first + count, holder))
+
+    def _overlaps(self, first: int, stop: int) -> bool:
+        """Return whether any holder has places from `first` up to `stop`."""
+        return any(start < stop and first < end for start, end, _ in self._taken)
+
+    def free(self, holder: Holder) -> None:
+        """Free the places of the oldest holder, if it is this one."""
+        while self._taken and self._taken[0][2] is holder:
+            self._taken.popleft()

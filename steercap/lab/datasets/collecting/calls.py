@@ -19,12 +19,12 @@ from steercap.lab.datasets.collecting.collection import (
     Progress,
     run_collection,
 )
+from steercap.lab.datasets.collecting.documents import Bos, Long
 from steercap.lab.datasets.collecting.many import RayActors, collect_on_actors
 from steercap.lab.datasets.collecting.samples import TokenSample
 from steercap.lab.datasets.collecting.sources import Corpus, open_source
 from steercap.lab.datasets.collecting.streaming import ActivationStream, Streaming
-from steercap.lab.datasets.collecting.windows import Bos, Long
-from steercap.lab.datasets.normalising import Normalise
+from steercap.lab.datasets.rows import Normalise
 from steercap.lab.datasets.statistics import PointStatistics
 from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context
 from steercap.steering.spec import SteeringSpec

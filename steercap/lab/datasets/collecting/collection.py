@@ -22,15 +22,14 @@ from steercap.errors import InvalidSetting
 from steercap.files.fingerprint import tokenizer_digest, tokenizer_of
 from steercap.lab.datasets import DatasetFolder, Definition, Receipt, Totals, define, storage_of
 from steercap.lab.datasets import definition as definitions
+from steercap.lab.datasets.collecting.documents import Bos, Cutting, Long
 from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere, feed
-from steercap.lab.datasets.collecting.locking import locked
 from steercap.lab.datasets.collecting.pipeline import Block, blocks
 from steercap.lab.datasets.collecting.reading import CollectingModel, Reading, most_context
 from steercap.lab.datasets.collecting.samples import TokenSample, sample_of
 from steercap.lab.datasets.collecting.shards import Sharder, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
-from steercap.lab.datasets.collecting.windows import Bos, Cutting, Long
-from steercap.lab.datasets.storage import Storage
+from steercap.lab.datasets.storage import Storage, locked
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine

@@ -13,9 +13,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from steercap.concurrency.loops import on_thread
 from steercap.core.tokens import TokenSelection
-from steercap.lab.datasets.collecting.documents import CorpusDocument
+from steercap.lab.datasets.collecting.documents import CorpusDocument, Cutting, Window
 from steercap.lab.datasets.collecting.sources import DocumentSource
-from steercap.lab.datasets.collecting.windows import Cutting, Window
 
 #: Documents of a batch, and characters or tokens after which it has fewer: tokenizers take many at once.
 BATCH, BATCH_SIZE = 64, 1 << 18

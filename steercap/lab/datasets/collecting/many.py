@@ -35,10 +35,10 @@ from steercap.lab.datasets.collecting.collection import (
 )
 from steercap.lab.datasets.collecting.documents import CorpusDocument, digests
 from steercap.lab.datasets.collecting.feeding import BATCH
-from steercap.lab.datasets.collecting.locking import locked
 from steercap.lab.datasets.collecting.shards import check_same, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
 from steercap.lab.datasets.definition import decode
+from steercap.lab.datasets.storage import locked
 
 Found = TypeVar("Found")
 

@@ -27,9 +27,9 @@ from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
 from steercap.errors import InvalidRequest
 from steercap.kernels.codecs.coded import Whole
+from steercap.lab.datasets.collecting.documents import Window
 from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere
 from steercap.lab.datasets.collecting.reading import CollectingModel, Reading
-from steercap.lab.datasets.collecting.windows import Window
 from steercap.lab.datasets.tables import Index
 
 #: Handles fetched together, and concurrent fetches: while one is in progress, handles gather for the next.

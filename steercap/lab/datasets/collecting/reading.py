@@ -14,8 +14,8 @@ from steercap.core.tokens import TokenSelection
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.kernels.codecs import record_of
+from steercap.lab.datasets.collecting.documents import Cutting, Window
 from steercap.lab.datasets.collecting.samples import Selected, TokenSample, seed_of
-from steercap.lab.datasets.collecting.windows import Cutting, Window
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine

@@ -22,7 +22,7 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens, TokenSelection, selected
 from steercap.core.values import Mask, index_of, number_of, shown
 from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec
-from steercap.lab.datasets.collecting.windows import Window
+from steercap.lab.datasets.collecting.documents import Window
 
 if TYPE_CHECKING:
     from steercap.captures.rows import Captures

@@ -28,8 +28,7 @@ from steercap.lab.datasets.collecting.pipeline import Block, blocks
 from steercap.lab.datasets.collecting.reading import CollectingModel, Reading
 from steercap.lab.datasets.collecting.sources import DocumentSource
 from steercap.lab.datasets.definition import PointFormat
-from steercap.lab.datasets.normalising import NORMALISE, Normalisation, Normalise
-from steercap.lab.datasets.rows import Labelled, Rows
+from steercap.lab.datasets.rows import NORMALISE, Labelled, Normalisation, Normalise, Rows
 from steercap.lab.datasets.statistics import PointStatistics, statistics_of
 from steercap.lab.datasets.tables import COLUMNS
 

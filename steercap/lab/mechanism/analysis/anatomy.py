@@ -14,10 +14,8 @@ from steercap.lab.mechanism.analysis.geometry import cosines, merges
 from steercap.lab.mechanism.analysis.given import READ, Vectors, in_stream, named
 from steercap.lab.mechanism.analysis.heads import RANDOM, ov_circuit
 from steercap.lab.mechanism.analysis.neurons import neuron_reads, neuron_writes
-from steercap.lab.mechanism.analysis.pictures.blocks import plot_heads, plot_neurons
-from steercap.lab.mechanism.analysis.pictures.components import plot_scores, plot_scree
-from steercap.lab.mechanism.analysis.pictures.cosines import plot_cosines
-from steercap.lab.mechanism.analysis.pictures.tokens import plot_tokens
+from steercap.lab.mechanism.analysis.pictures.blocks import plot_heads, plot_neurons, plot_tokens
+from steercap.lab.mechanism.analysis.pictures.cosines import plot_cosines, plot_scores, plot_scree
 from steercap.lab.mechanism.analysis.tokens import nearest_tokens, vector_lens
 from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.saes.sae import SAE

@@ -1,19 +1,24 @@
-"""Geometry of vectors: cosines of every two, and hierarchical clusters."""
+"""Geometry of vectors: cosines of every two, hierarchical clusters, and similarity of several methods' directions."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
+import torch
 
 from steercap.core.extras import extra
 from steercap.core.spec import Layers
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
+from steercap.lab.directions.contrast import Contrast, directions_of
 from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, named, origin, units
 from steercap.lab.mechanism.analysis.tables import table_of
 from steercap.steering.directions import DirectionSet
+from steercap.steering.layers import LayerVectors
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -144,3 +149,117 @@ def _tree(directions: DirectionSet, layer: int, linkage: str) -> Any:
     unit = units(directions, layer).double()
     distances = (1 - (unit @ unit.T)).clamp(0, 2).fill_diagonal_(0).numpy()
     return joined(squareform((distances + distances.T) / 2, checks=False), method=linkage, optimal_ordering=True)
+
+
+#: Vectors by method.
+Found = dict[str, LayerVectors]
+
+
+def method_similarity(
+    contrast: Contrast,
+    layers: Sequence[int],
+    *,
+    methods: Sequence[str] = ("difference", "pca", "probe"),
+    others: Mapping[str, LayerVectors] | None = None,
+    halves: int = 5,
+    shuffles: int = 5,
+    seed: int = 0,
+) -> pa.Table:
+    """Compute cosines between the directions of several methods, layer by layer, with the ceiling that the data allow.
+
+    Methods that see the same rows share their noise, and agree for that reason alone. So the groups of the rows are
+    split into halves at random, `halves` times, and each method is used on both. `apart` is the cosine of one method on
+    one half with the other on the other half, and `ceiling` what it would be if both looked for the same direction: the
+    geometric mean of each method's agreement with itself across halves. Where `apart` reaches `ceiling`, no difference
+    of the methods is to be seen.
+
+    Source of the ceiling: Spearman (1904), The proof and measurement of association between two things.
+
+    Args:
+        contrast: rows of texts that show a property, and of texts that do not.
+        layers: layers along the second axis of the rows.
+        methods: names in `steercap.lab.directions.METHODS`.
+        others: further vectors by name, such as trained ones, which are not recomputed: `apart`, `ceiling` and
+            `shuffled` are NaN for them.
+        halves: number of random splits; each needs at least two groups that both kinds have.
+        shuffles: number of shuffles of labels within pairs of texts, to measure agreement without any effect.
+        seed: seed of splits, shuffles and methods.
+
+    Returns:
+        Columns `layer`, `first`, `second`, `cosine` (on all rows), `apart`, `ceiling`, `shuffled` (mean |cosine| on all
+        rows with shuffled labels), `chance` (mean |cosine| of random directions, √(2 / (π width))).
+
+    Raises:
+        InvalidSpec: no method, one name twice, others of another width or without a layer, fewer than 1 split, or
+            groups that do not allow any.
+        UnknownName, MissingExtra: a method that does not exist, or needs a library.
+    """
+    wanted = list(dict.fromkeys(methods))
+    if len(wanted) < len(methods) or set(wanted) & set(others or ()) or len(wanted) + len(others or ()) < 2:
+        raise InvalidSpec(f"methods={shown(methods)}, others={list(others or ())}; give two at least, each once")
+    if any(index_of(one) is None or one < 1 for one in (halves, shuffles)):
+        raise InvalidSpec(f"halves={shown(halves)}, shuffles={shown(shuffles)}; give numbers above 0")
+    whole = _found(contrast, layers, wanted, seed) | _kept(others or {}, layers, contrast.positive.shape[2])
+    pairs = [_halved(contrast, layers, wanted, seed, seed + draw) for draw in range(halves)]
+    nothing = [_found(_shuffled(contrast, seed + draw), layers, wanted, seed) for draw in range(shuffles)]
+    width, rows = contrast.positive.shape[2], []
+    for layer, (first, second) in product(layers, combinations(whole, 2)):
+        known = {first, second} <= set(wanted)
+        apart, ceiling = _across(pairs, first, second, layer) if known else (math.nan, math.nan)
+        without = [abs(_cosine(found[first], found[second], layer)) for found in nothing] if known else [math.nan]
+        cosine = _cosine(whole[first], whole[second], layer)
+        rows.append((layer, first, second, cosine, apart, ceiling, float(np.mean(without)), chance_cosine(width)))
+    names = ("layer", "first", "second", "cosine", "apart", "ceiling", "shuffled", "chance")
+    made: dict[str, Any] = {"width": width, "halves": halves, "shuffles": shuffles, "seed": seed}
+    texts = {"positive": len(contrast.positive), "negative": len(contrast.negative)}
+    return table_of(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)), **made, **texts)
+
+
+def _found(contrast: Contrast, layers: Sequence[int], methods: Sequence[str], seed: int) -> Found:
+    return {
+        method: directions_of(method, contrast, layers, method=method, held_out=0, seed=seed)[method]
+        for method in methods
+    }
+
+
+def _kept(others: Mapping[str, LayerVectors], layers: Sequence[int], width: int) -> Found:
+    for name, vectors in others.items():
+        if not isinstance(vectors, LayerVectors) or vectors.width != width or set(layers) - set(vectors):
+            raise InvalidSpec(
+                f"others[{name!r}]={shown(vectors)}; give LayerVectors of width {width} for all of {layers}"
+            )
+    return dict(others)
+
+
+def _halved(
+    contrast: Contrast, layers: Sequence[int], methods: Sequence[str], seed: int, draw: int
+) -> tuple[Found, Found]:
+    """Return the vectors of each method on either half of the groups."""
+    one, other = contrast.split(0.5, draw)
+    assert other is not None
+    return _found(one, layers, methods, seed), _found(other, layers, methods, seed)
+
+
+def _across(pairs: Sequence[tuple[Found, Found]], first: str, second: str, layer: int) -> tuple[float, float]:
+    """Return the mean cosine of two methods on different halves, and its ceiling, at least 0."""
+    apart = [_cosine(one[first], other[second], layer) for one, other in (*pairs, *(pair[::-1] for pair in pairs))]
+    own = [
+        max(float(np.mean([_cosine(one[method], other[method], layer) for one, other in pairs])), 0.0)
+        for method in (first, second)
+    ]
+    return float(np.mean(apart)), math.sqrt(own[0] * own[1])
+
+
+def _shuffled(contrast: Contrast, seed: int) -> Contrast:
+    """Return pairs of texts, each in the right or the wrong order, at random."""
+    pairs = contrast.pairs()
+    turned = torch.rand(len(pairs.positive), generator=torch.Generator().manual_seed(seed)) < 0.5
+    mask = turned[:, None, None]
+    positive = torch.where(mask, pairs.negative, pairs.positive)
+    negative = torch.where(mask, pairs.positive, pairs.negative)
+    return Contrast(positive, negative, pairs.positive_groups, pairs.negative_groups)
+
+
+def _cosine(one: LayerVectors, other: LayerVectors, layer: int) -> float:
+    first, second = one[layer].double(), other[layer].double()
+    return float(first @ second / (first.norm() * second.norm()))

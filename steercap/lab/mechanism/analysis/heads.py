@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.spec import Layers
-from steercap.core.texts import texts_of
+from steercap.core.tokenizing import texts_of
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.given import Vectors, in_stream, matrix, origin, random_units, readers, units

@@ -1,7 +1,6 @@
 """Activation patching: effects of one run's rows in another run, point by point, for one pair of prompts or many."""
 
-from steercap.lab.mechanism.patching.ablation import ablate
-from steercap.lab.mechanism.patching.activation import patch
+from steercap.lab.mechanism.patching.activation import ablate, patch
 from steercap.lab.mechanism.patching.metrics import LogitDifference, LogProbability, Measured, Metric, MetricRequest
 from steercap.lab.mechanism.patching.paths import path_patch
 from steercap.lab.mechanism.patching.points import Grid

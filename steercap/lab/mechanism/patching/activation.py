@@ -1,24 +1,85 @@
-"""Activation patching: rows of one run are put into another, a place at a time (arXiv:2202.05262)."""
+"""Activation patching: rows of one run are put into another, a place at a time (arXiv:2202.05262).
+
+Ablation puts in zeros, or the mean of rows of other texts. `over_grids` is the loop of both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
+from jaxtyping import Float
 
-from steercap.errors import EmptySelection, InvalidSpec
-from steercap.lab.directions.extraction import Text
-from steercap.lab.mechanism.patching.grids import Given, over_grids
+from steercap.core.spec import Point
+from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
+from steercap.core.values import shown
+from steercap.errors import EmptySelection, InvalidPrompt, InvalidSpec
+from steercap.lab.directions.extraction import CALL_TEXTS, Text, ids_of
 from steercap.lab.mechanism.patching.metrics import Metric
-from steercap.lab.mechanism.patching.pairs import ROTATED, Align, Direction, Pair, pairs_of
+from steercap.lab.mechanism.patching.pairs import ROTATED, Align, Direction, Pair, decoded, pairs_of, texts_of
 from steercap.lab.mechanism.patching.points import Grid, PatchedPlace, ResolvedGrid, places_of, positions_of
-from steercap.lab.mechanism.patching.results import Effects
-from steercap.lab.mechanism.patching.running import CONCURRENT, PatchSource, Runs
+from steercap.lab.mechanism.patching.results import Effects, PatchEffect, effect_of
+from steercap.lab.mechanism.patching.running import CONCURRENT, PatchSource, Runs, replaced
+from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
+
+
+class Given(NamedTuple):
+    """Rows to put into the cells of one grid in one pair.
+
+    Args:
+        value: metric of the run that rows come from; None if they come from no run.
+        rows: function that returns a flat row for each position of a cell.
+    """
+
+    value: float | None
+    rows: Callable[[PatchedPlace], torch.Tensor]
+
+
+async def over_grids(
+    runs: Runs,
+    pairs: Sequence[Pair],
+    places: Sequence[ResolvedGrid],
+    positions: Callable[[Pair, Grid], Sequence[int]],
+    given: Callable[[Pair, ResolvedGrid, Sequence[int]], Awaitable[Given]],
+) -> Effects:
+    """Put rows into every cell, in a run of its own.
+
+    Args:
+        runs: runner of the experiment.
+        pairs: the prompts.
+        places: the grids.
+        positions: function that returns the positions of a grid's tokens in the changed prompt of a pair.
+        given: function that returns the rows to put there; called at the pair's turn, and held until its runs are done.
+
+    Raises:
+        InvalidSpec, InvalidSelection: a grid does not fit a prompt; raised before anything runs.
+    """
+    asked = [(pair, [(place, positions(pair, place.grid)) for place in places]) for pair in pairs]
+    runs.total = sum(place.count(len(at)) for _, each in asked for place, at in each)
+
+    async def one_grid(pair: Pair, place: ResolvedGrid, at: Sequence[int], base: float) -> list[PatchEffect]:
+        value, rows = await given(pair, place, at)
+
+        async def one_cell(cell: PatchedPlace) -> PatchEffect:
+            change = SteeringSpec([replaced(runs.model, cell, rows(cell))])
+            found = await runs.value(pair.number, pair.base, change)
+            return effect_of(pair, cell, value=found, base=base, source=value)
+
+        return await runs.each_change(place.cells(at), one_cell)
+
+    async def one_pair(asked: tuple[Pair, list[tuple[ResolvedGrid, Sequence[int]]]]) -> list[PatchEffect]:
+        pair, each = asked
+        base = await runs.value(pair.number, pair.base)
+        return [effect for place, at in each for effect in await one_grid(pair, place, at, base)]
+
+    found = await runs.each_pair(asked, one_pair)
+    return Effects([effect for effects in found for effect in effects], [pair.tokens for pair in pairs])
 
 
 async def patch(
@@ -95,3 +156,132 @@ def _positions(pair: Pair, grid: Grid) -> list[int]:
 def _beside(source: PatchSource, shift: int, cell: PatchedPlace) -> torch.Tensor:
     """Return the rows of the other prompt that correspond to a cell."""
     return source.at(cell.point, [position + shift for position in cell.positions])
+
+
+#: Replacement of rows: zeros, the mean row of a position, or the mean row of all positions.
+Ablation: TypeAlias = Literal["zero", "position_mean", "mean"]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Replacement rows of an ablation.
+
+    Args:
+        rows: flat float32 rows of each point, either one, or one for each position.
+        by_position: True if there is a row for each position.
+    """
+
+    rows: dict[Point, Float[torch.Tensor, "positions width"]]
+    by_position: bool
+
+    def at(self, cell: PatchedPlace) -> Float[torch.Tensor, "positions width"]:
+        """Return the rows for a cell."""
+        rows = self.rows[cell.point]
+        return rows[list(cell.positions)] if self.by_position else rows.expand(len(cell.positions), -1)
+
+
+async def ablate(
+    model: SteerModel,
+    prompts: Text | Sequence[Text],
+    points: Grid | Sequence[Grid],
+    *,
+    metric: Metric,
+    to: Ablation = "zero",
+    reference: Sequence[Text] | None = None,
+    reference_tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+    concurrent: int = CONCURRENT,
+    progress: Callable[[int, int], None] | None = None,
+) -> Effects:
+    """Ablate rows at each place of a grid, in a run of its own, and measure the effect.
+
+    Args:
+        model: an open model, with the grid's points armed.
+        prompts: one prompt or several: str, token ids, or `Exchange`.
+        points: a `Grid`, or several.
+        metric: metric of a run, as for `patch`.
+        to: replacement of rows: "zero"; "position_mean", the mean row of the reference texts at the same position, all
+            of them as long as the prompts; or "mean", the mean row of all their tokens.
+        reference: texts to take means over; the prompts themselves by default.
+        reference_tokens: tokens of them to average for "mean": by default all but the first, whose row in most models
+            is an attention sink, a hundred times as long as the others.
+        concurrent: maximum concurrent runs.
+        progress: function called with the number of finished changed runs, and of all.
+
+    Returns:
+        The effect of every place, for each prompt; `source` is None.
+
+    Raises:
+        InvalidPrompt: "position_mean" is given, and texts have different lengths.
+        InvalidSpec: a grid, metric or other argument is not valid.
+        PointNotArmed: the engine has no tap at a point.
+        The errors of `SteerModel.generate`, SteeringNotApplied among them.
+    """
+    if to not in get_args(Ablation):
+        raise InvalidSpec(f"to={shown(to)}; give one of {', '.join(map(repr, get_args(Ablation)))}")
+    if to == "zero" and reference is not None:
+        raise InvalidSpec("reference= is for means, and to='zero' takes none; leave it out, or give to='mean'")
+    ids = _ids(model, prompts, "prompts")
+    others = ids if reference is None else _ids(model, reference, "reference")
+    by_position = to == "position_mean"
+    if by_position:
+        _check_alike([*ids, *others])
+    selection = TokenSelection.parse("all" if by_position else reference_tokens)
+    pairs = [Pair(number, one, one, decoded(model.tokenizer, one)) for number, one in enumerate(ids)]
+    places = places_of(model, points)
+    runs = Runs(model, metric, len(pairs), concurrent, progress)
+    fills = {
+        id(place): _zeros(model, place)
+        if to == "zero"
+        else await _means(model, place, others, selection, by_position=by_position)
+        for place in places
+    }
+
+    async def given(_pair: Pair, place: ResolvedGrid, _positions: Sequence[int]) -> Given:
+        return Given(None, fills[id(place)].at)
+
+    return await over_grids(runs, pairs, places, _ablated_positions, given)
+
+
+def _ids(model: SteerModel, texts: Text | Sequence[Text], what: str) -> list[tuple[int, ...]]:
+    return [tuple(ids) for ids in ids_of(model.tokenizer, texts_of(texts, what))]
+
+
+def _ablated_positions(pair: Pair, grid: Grid) -> list[int]:
+    return positions_of(grid.selection, len(pair.base))
+
+
+def _check_alike(prompts: Sequence[Sequence[int]]) -> None:
+    lengths = sorted({len(one) for one in prompts})
+    if len(lengths) > 1:
+        raise InvalidPrompt(
+            f"to='position_mean': prompts and reference texts have {lengths} tokens, so that a position is "
+            "not the same place in each; make them alike, or give to='mean'"
+        )
+
+
+def _zeros(model: SteerModel, place: ResolvedGrid) -> Fill:
+    return Fill({point: torch.zeros(1, model.points[point].width) for point in place.points}, by_position=False)
+
+
+async def _means(
+    model: SteerModel,
+    place: ResolvedGrid,
+    texts: Sequence[Sequence[int]],
+    selection: TokenSelection,
+    *,
+    by_position: bool,
+) -> Fill:
+    """Compute mean rows of texts at the points of a grid, summed in float64."""
+    sums: dict[Point, Any] = {}
+    count = 0
+    for first in range(0, len(texts), CALL_TEXTS):
+        part = [{"prompt_token_ids": list(ids)} for ids in texts[first : first + CALL_TEXTS]]
+        handles = await model.read(part, capture=place.grid.capture(selection), steering=None)
+        await model.fetch_captures_batch(handles)
+        for handle in handles:
+            for point, rows in handle.captures.items():
+                wide = rows.flatten(1).double()
+                sums[point] = sums.get(point, 0) + (wide if by_position else wide.sum(0, keepdim=True))
+            count += 1 if by_position else len(handle.positions)
+            handle.release()
+    return Fill({point: (found / count).float() for point, found in sums.items()}, by_position=by_position)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.spec import Point
-from steercap.core.texts import texts_of
+from steercap.core.tokenizing import texts_of
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest
 from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from steercap.core.extras import extra
-from steercap.core.texts import FONT, drawn, lines_of, shortened, texts_of
+from steercap.core.tokenizing import FONT, drawn, lines_of, shortened, texts_of
 from steercap.errors import InvalidRequest, ModelNotLoaded
 from steercap.files.base import write_whole
 from steercap.lab.mechanism.views.colours import ABOVE, CENTRE, colour, ink

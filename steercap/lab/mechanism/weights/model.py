@@ -14,10 +14,16 @@ from steercap.architectures.families import family_of
 from steercap.core.extras import extra
 from steercap.core.values import index_of, shown
 from steercap.errors import LayerOutOfRange, ModelNotLoaded, UnsupportedModel
-from steercap.lab.mechanism.weights.blocks import AttentionWeights, Linear, NeuronWeights, reading, taken_apart
+from steercap.lab.mechanism.weights.blocks import (
+    AttentionWeights,
+    FrozenNorm,
+    Linear,
+    NeuronWeights,
+    reading,
+    taken_apart,
+)
 from steercap.lab.mechanism.weights.files import TensorFiles, configuration, skeleton
 from steercap.lab.mechanism.weights.layouts import layout_of
-from steercap.lab.mechanism.weights.norms import FrozenNorm
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 
 if TYPE_CHECKING:

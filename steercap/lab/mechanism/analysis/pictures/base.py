@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from steercap.core.extras import extra
-from steercap.core.texts import drawn
+from steercap.core.tokenizing import drawn
 from steercap.errors import InvalidSpec
 from steercap.files.base import write_whole
 

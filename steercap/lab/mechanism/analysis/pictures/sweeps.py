@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from steercap.core.texts import FONT
+from steercap.core.tokenizing import FONT
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.pictures.base import (
     CHANCE,

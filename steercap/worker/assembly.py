@@ -27,7 +27,7 @@ from steercap.errors import CaptureIncomplete
 from steercap.kernels.codecs import ENCODINGS, record_of
 from steercap.kernels.codecs.base import Codec, packed
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.worker.memory.reader import Readable
+from steercap.worker.memory import Readable
 
 #: Bytes gathered in one call: a millisecond or two of a core, and whole huge pages of the result.
 PART_BYTES: Final = 8 << 20

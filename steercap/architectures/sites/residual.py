@@ -1,0 +1,150 @@
+"""Sites of the residual stream: before, within and after a layer, at the model's start, and behind its final norm.
+
+`embed` and `resid_pre` of layer 0 equal transformers' `hidden_states[0]`; `resid_pre` is `hidden_states[layer]` and
+`resid_post` is `hidden_states[layer + 1]`, before any final norm. `embed` comes after any scale and position embedding;
+`resid_mid` after attention has been added; the model makes its logits from `final_norm`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from steercap.architectures.families.base import located
+from steercap.architectures.sites.base import (
+    RowShape,
+    Site,
+    Sizes,
+    Tap,
+    Terms,
+    Visit,
+    first_terms,
+    output_tap,
+    stream_tap,
+    visit_input,
+    visit_output,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from steercap.architectures.families.base import Family
+
+
+class ResidPre(Site):
+    """Tap on the layer's input, with the deferred residual added where the family has one and it is passed."""
+
+    name: ClassVar[str] = "resid_pre"
+    before_keys: ClassVar[bool] = True
+
+    def known(self, family: Family) -> bool:
+        return not family.mhc
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        return RowShape((sizes.hidden,))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return stream_tap(layer, self.name, tap, taken_by(layer, family))
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_input(layer, visit)
+
+
+def taken_by(layer: nn.Module, family: Family) -> Terms:
+    """Return a function from the arguments of one of vLLM's decoder layers to the stream and its deferred part."""
+    names = list(inspect.signature(layer.forward).parameters)
+    hidden_name, residual_name = family.hidden_input, family.residual_input
+    hidden_at = names.index(hidden_name)
+    residual_at = names.index(residual_name) if residual_name else len(names)
+
+    def terms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        hidden = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name]
+        return hidden, args[residual_at] if residual_at < len(args) else kwargs.get(residual_name)
+
+    return terms
+
+
+class Embed(ResidPre):
+    """Tap on the first layer's input, before that of `resid_pre`; on the first pipeline stage."""
+
+    name: ClassVar[str] = "embed"
+    of_model = 0
+    first: ClassVar[bool] = True
+
+
+class ResidMid(Site):
+    """Tap on the stream where the family's first module after the attention block takes it."""
+
+    first: ClassVar[bool] = True
+
+    def known(self, family: Family) -> bool:
+        return bool(family.resid_mid)
+
+    def exists(self, family: Family, config: Any, layer: int) -> bool:
+        # Layers that norm their sums have no such row: they continue with a norm's output.
+        return self.known(family) and (family.varied or family.factor(config) is not None)
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        located(layer, family.resid_mid)
+        return RowShape((sizes.hidden,))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        module = layer.get_submodule(located(layer, family.resid_mid))
+        return stream_tap(module, "resid_mid", tap, first_terms(module))
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        module = layer.get_submodule(located(layer, family.resid_mid))
+        terms = first_terms(module)
+
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            visit(terms(args, kwargs)[0])
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class ResidPost(Site):
+    """Tap on the layer's output, with the deferred residual added where the family has one."""
+
+    def known(self, family: Family) -> bool:
+        return not family.mhc
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        return RowShape((sizes.hidden,))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return output_tap(layer, "", "resid_post", tap, family.residual_output)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_output(layer, visit)
+
+
+class FinalNorm(Site):
+    """Tap on the output of the norm after the last layer; it exists once in a model, on the last pipeline stage."""
+
+    of_model = -1
+    within = "decoder"
+
+    def known(self, family: Family) -> bool:
+        return bool(family.norm) and not family.norms_embeddings
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        located(layer, family.norm)
+        return RowShape((sizes.hidden,))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return output_tap(layer, family.norm, "final_norm", tap)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_output(layer.get_submodule(located(layer, family.norm)), visit)
+
+
+#: By name.
+MEMBERS: Final[Mapping[str, Site]] = {
+    "embed": Embed(),
+    "final_norm": FinalNorm(),
+    "resid_mid": ResidMid(),
+    "resid_post": ResidPost(),
+    "resid_pre": ResidPre(),
+}

@@ -1,1 +1,0 @@
-"""Shared memory, and the assembly of rows from it."""
