@@ -1,4 +1,4 @@
-"""Protocols of an open model, such as a `SteerModel`, for functions that need not know its class."""
+"""Protocols of an open model and of fetched rows, for functions that need not know the class of either."""
 
 from __future__ import annotations
 
@@ -49,3 +49,51 @@ class SketchingModel(ReadingModel, Protocol):
 
     def sketch(self, kind: str, *, layers: Any, sites: Any, tokens: Any) -> AbstractAsyncContextManager[Any]:
         """See `SteerModel.sketch`."""
+
+
+class CheckpointedModel(Protocol):
+    """An open model whose weights lie in a checkpoint: a `SteerModel` of either call style."""
+
+    @property
+    def checkpoint(self) -> tuple[str, str | None]:
+        """See `SteerModel.checkpoint`."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of transformers."""
+
+
+class FetchedRows(Protocol):
+    """Fetched rows of a request and their labels: a `CaptureHandle` of either call style."""
+
+    @property
+    def captures(self) -> Any:
+        """Rows by point, `captures.rows.Captures`."""
+
+    @property
+    def receipt(self) -> Any:
+        """See `CaptureHandle.receipt`."""
+
+    @property
+    def directions(self) -> Any:
+        """See `CaptureHandle.directions`."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers of the model."""
+
+    @property
+    def positions(self) -> Any:
+        """Position of each row in the sequence, int64 [rows]."""
+
+    @property
+    def token_ids(self) -> Any:
+        """Token that the model read at each row, int64 [rows]."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Token ids of the prompt."""
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """Token ids that were generated."""

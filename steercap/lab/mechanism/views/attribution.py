@@ -23,8 +23,7 @@ from steercap.saes.features import Features
 from steercap.saes.sae import SAE
 
 if TYPE_CHECKING:
-    from steercap import sync
-    from steercap.captures.handle import CaptureHandle
+    from steercap.core.protocols import FetchedRows
     from steercap.lab.mechanism.views.lens import Source
 
 #: Sites of the stream itself, and sites of block outputs added to it.
@@ -104,7 +103,7 @@ class LogitAttribution:
 
 
 def logit_attribution(
-    handle: CaptureHandle | sync.CaptureHandle,
+    handle: FetchedRows,
     model: Source,
     sae: SAE,
     *,
@@ -173,12 +172,13 @@ def logit_attribution(
     )
 
 
-def _rows(handle: CaptureHandle | sync.CaptureHandle, point: Point) -> torch.Tensor:
+def _rows(handle: FetchedRows, point: Point) -> torch.Tensor:
     if handle.receipt.reduce or handle.directions or point not in handle.captures:
         raise InvalidRequest(
             f"logit_attribution: the handle has no rows of {point}; capture {point.site!r} at layer {point.layer} too"
         )
-    return handle.captures.elements(point)
+    rows: torch.Tensor = handle.captures.elements(point)
+    return rows
 
 
 def _factor(sae: SAE, unembedding: Unembedding) -> float:
@@ -192,7 +192,7 @@ def _factor(sae: SAE, unembedding: Unembedding) -> float:
 
 
 def _activations(
-    handle: CaptureHandle | sync.CaptureHandle, sae: SAE, features: Features | None
+    handle: FetchedRows, sae: SAE, features: Features | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return activations of all features, flags for rows whose active features are all known, and output scales."""
     count = len(handle.positions)
@@ -211,7 +211,7 @@ def _activations(
     return features.dense(), features.complete, torch.ones(count)
 
 
-def _targets(handle: CaptureHandle | sync.CaptureHandle, token: int | str | None, tokenizer: Any) -> torch.Tensor:
+def _targets(handle: FetchedRows, token: int | str | None, tokenizer: Any) -> torch.Tensor:
     """Return the token whose logit is attributed at each row: int64 [rows]."""
     if token is None:
         sequence = torch.tensor([*handle.prompt_token_ids, *handle.output_token_ids])

@@ -20,12 +20,10 @@ from steercap.lab.mechanism.weights.unembedding import Unembedding
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from steercap import sync
-    from steercap.captures.handle import CaptureHandle
-    from steercap.model import SteerModel
+    from steercap.core.protocols import CheckpointedModel, FetchedRows
 
     #: Source of weights and tokenizer: an open model, or its checkpoint.
-    Source: TypeAlias = SteerModel | sync.SteerModel | str | os.PathLike[str]
+    Source: TypeAlias = CheckpointedModel | str | os.PathLike[str]
 
 #: Sites whose rows are the residual stream, which is what the final norm and the unembedding take.
 SITES: Final = ("resid_pre", "resid_post")
@@ -164,7 +162,7 @@ class LogitLens:
 
 
 def logit_lens(
-    handle: CaptureHandle | sync.CaptureHandle,
+    handle: FetchedRows,
     model: Source,
     *,
     site: str = "resid_post",
@@ -208,7 +206,7 @@ def logit_lens(
     return LogitLens(layers, read, positions, token_ids, torch.stack([chances for _, chances in found]), words)
 
 
-def _layers(handle: CaptureHandle | sync.CaptureHandle, site: str) -> tuple[int, ...]:
+def _layers(handle: FetchedRows, site: str) -> tuple[int, ...]:
     """Return the captured layers that a lens can be applied to."""
     captures = handle.captures
     if handle.directions or handle.receipt.reduce:
