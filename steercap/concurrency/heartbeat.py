@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from steercap.core.extras import extra
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, Task
@@ -29,8 +27,6 @@ def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> I
         console: console to print to.
         seconds: time between two lines.
     """
-    with extra("cli"):
-        from rich.text import Text
     if console.is_terminal:
         yield
         return
@@ -39,7 +35,7 @@ def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> I
     def tell() -> None:
         while not ended.wait(seconds):
             if line := line_of(bar.tasks):
-                console.print(Text(line), soft_wrap=True)
+                console.print(line, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
     teller = threading.Thread(target=tell, name="steercap-heartbeat", daemon=True)
     teller.start()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from steercap.core.budget import Budget, Ticket
 from steercap.errors import CaptureMemoryFull, EngineFailure, ModelClosed
 
 if TYPE_CHECKING:
     from steercap.config import Settings
+    from steercap.engine.spilling import Spilling
 
 _REMEDY: Final = (
     "fetch or release handles as they come, capture fewer layers or tokens, lower max_tokens, use reduce=, "
@@ -22,17 +23,6 @@ _REMEDY: Final = (
 _SPILL: Final = "; with overflow='spill', rows of finished requests go to disk"
 _MORE: Final = ", or spill_bytes="
 _ENDED: Final = "; overflow='spill' moves rows of requests that have ended"
-
-
-class Relief(Protocol):
-    """An object that can make room in a full arena."""
-
-    def begin(self) -> None:
-        """Begin to make room, if that helps and is not under way."""
-
-    @property
-    def situation(self) -> str:
-        """Reason why there is no room yet, for messages."""
 
 
 class Admission:
@@ -53,7 +43,7 @@ class Admission:
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
         #: Object that makes room with overflow="spill", else None.
-        self.relief: Relief | None = None
+        self.relief: Spilling | None = None
 
     async def claim(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
         """Reserve pages, in order of arrival; the returned ticket names the engine.

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,28 +19,16 @@ from steercap.lab.datasets import DatasetFolder, storage_of
 from steercap.lab.datasets.collecting.collection import CollectArguments, definition_of
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.pipeline import blocks
-from steercap.lab.datasets.collecting.reading import CollectingModel
 from steercap.lab.datasets.collecting.shards import Sharder
 from steercap.lab.datasets.collecting.sources import DocumentSource
 from steercap.lab.datasets.definition import decode
 from steercap.lab.datasets.shards import RECEIPT, name_of
 
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
 #: A document's place, its contents, and the bytes of the corpus up to its end.
 Given = tuple[str, Any, int | None]
-
-
-class OpenedModel(CollectingModel, Protocol):
-    """Interface of a `SteerModel` that the actor starts and closes."""
-
-    async def start(self) -> Any:
-        """Start its engine."""
-
-    async def aclose(self) -> None:
-        """Close its engine."""
-
-    @property
-    def serving(self) -> Any:
-        """Object that holds its engine."""
 
 
 class CollectingActor:
@@ -52,10 +40,10 @@ class CollectingActor:
         asked: arguments of the collection.
     """
 
-    def __init__(self, opening: Callable[[], OpenedModel], where: str, asked: CollectArguments) -> None:
+    def __init__(self, opening: Callable[[], SteerModel], where: str, asked: CollectArguments) -> None:
         self._opening, self._asked = opening, asked
         self._storage = storage_of(where, **asked.storage_options)
-        self._model: OpenedModel | None = None
+        self._model: SteerModel | None = None
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
@@ -104,7 +92,7 @@ class CollectingActor:
                     await self.close()
             raise
 
-    async def _opened(self) -> OpenedModel:
+    async def _opened(self) -> SteerModel:
         async with self._turn:
             if self._model is None:
                 model = self._opening()
@@ -112,7 +100,7 @@ class CollectingActor:
                 self._model = model
             return self._model
 
-    async def _made(self, model: OpenedModel, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
+    async def _made(self, model: SteerModel, definition: bytes, number: int, documents: Sequence[Given]) -> bytes:
         folder = DatasetFolder(self._storage, decode(definition, str(self._storage)))
         each = folder.definition.documents_per_shard
         engine = model.serving.here()

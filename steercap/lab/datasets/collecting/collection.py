@@ -25,7 +25,7 @@ from steercap.lab.datasets import definition as definitions
 from steercap.lab.datasets.collecting.documents import Bos, Cutting, Long
 from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere, feed
 from steercap.lab.datasets.collecting.pipeline import Block, blocks
-from steercap.lab.datasets.collecting.reading import CollectingModel, Reading, most_context
+from steercap.lab.datasets.collecting.reading import Reading, most_context
 from steercap.lab.datasets.collecting.samples import TokenSample, sample_of
 from steercap.lab.datasets.collecting.shards import Sharder, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
@@ -33,6 +33,7 @@ from steercap.lab.datasets.storage import Storage, locked
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
+    from steercap.model import SteerModel
 
 Batches: TypeAlias = AsyncGenerator[list[Fed], None]
 Value = TypeVar("Value")
@@ -123,7 +124,7 @@ class CollectArguments:
                 raise InvalidSetting(f"{name}={shown(given)}; give a whole number of at least {least}")
             object.__setattr__(self, name, number)  # NumPy's are no JSON
 
-    def reading(self, model: CollectingModel, engine: Engine) -> Reading:
+    def reading(self, model: SteerModel, engine: Engine) -> Reading:
         """Compile the arguments for an open model.
 
         Raises:
@@ -137,7 +138,7 @@ class CollectArguments:
 
 
 async def run_collection(
-    model: CollectingModel, engine: Engine, corpus: Corpus, folder: str | Path, asked: CollectArguments
+    model: SteerModel, engine: Engine, corpus: Corpus, folder: str | Path, asked: CollectArguments
 ) -> Collected:
     """Read a corpus into a data set; see `steercap.lab.datasets.collecting.collect`."""
     require("datasets")
@@ -152,7 +153,7 @@ class _Collection:
     """State of one call of `run_collection`."""
 
     def __init__(
-        self, model: CollectingModel, reading: Reading, source: DocumentSource, storage: Any, asked: CollectArguments
+        self, model: SteerModel, reading: Reading, source: DocumentSource, storage: Any, asked: CollectArguments
     ) -> None:
         self._model, self._reading, self._source, self._asked = model, reading, source, asked
         self._storage = storage
@@ -279,7 +280,7 @@ async def _chained(first: list[list[Fed]], rest: Batches) -> Batches:
 
 
 async def definition_of(
-    model: CollectingModel, engine: Engine, source: DocumentSource, asked: CollectArguments
+    model: SteerModel, engine: Engine, source: DocumentSource, asked: CollectArguments
 ) -> Definition:
     """Return the definition that a data set of a source's documents would have."""
     collection = _Collection(model, asked.reading(model, engine), source, None, asked)

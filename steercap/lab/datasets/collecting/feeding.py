@@ -9,12 +9,15 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from steercap.concurrency.loops import on_thread
 from steercap.core.tokens import TokenSelection
-from steercap.lab.datasets.collecting.documents import CorpusDocument, Cutting, Window
+from steercap.lab.datasets.collecting.documents import CorpusDocument, Window
 from steercap.lab.datasets.collecting.sources import DocumentSource
+
+if TYPE_CHECKING:
+    from steercap.lab.datasets.collecting.reading import Reading
 
 #: Documents of a batch, and characters or tokens after which it has fewer: tokenizers take many at once.
 BATCH, BATCH_SIZE = 64, 1 << 18
@@ -48,25 +51,14 @@ class _End:
     error: BaseException | None = None
 
 
-class Asking(Protocol):
-    """Settings that determine what is read of documents: a `Reading`."""
-
-    @property
-    def cutting(self) -> Cutting:
-        """Settings for cutting documents into windows."""
-
-    def asked(self, window: Window) -> TokenSelection | None:
-        """Return the selection of a window's tokens whose rows are requested; callable from any thread."""
-
-
 async def feed(
-    source: DocumentSource, asking: Asking, wanted: Callable[[int], bool] = lambda _: True
+    source: DocumentSource, reading: Reading, wanted: Callable[[int], bool] = lambda _: True
 ) -> AsyncGenerator[list[Fed], None]:
     """Yield the documents of a source in batches, in order.
 
     Args:
         source: source of documents.
-        asking: settings for windows and token selections.
+        reading: settings for windows and token selections.
         wanted: predicate on document numbers; unwanted documents are only hashed.
 
     Raises:
@@ -75,9 +67,9 @@ async def feed(
     items = source.begin()
     if isinstance(items, AsyncIterator):
         async for batch in _batched_async(source, items):
-            yield await asyncio.to_thread(_fed, batch, asking, wanted)
+            yield await asyncio.to_thread(_fed, batch, reading, wanted)
         return
-    feeder = _Feeder(source, items, asking, wanted)
+    feeder = _Feeder(source, items, reading, wanted)
     on_thread(feeder.run, "steercap feeder")
     try:
         while (ready := await feeder.next()) is not None:
@@ -103,7 +95,7 @@ class _Feeder:
     """Thread that fills a queue with batches; created in the event loop that takes from it.
 
     Args:
-        source, asking, wanted: arguments as for `feed`.
+        source, reading, wanted: arguments as for `feed`.
         items: items of the source.
 
     Attributes:
@@ -111,9 +103,9 @@ class _Feeder:
     """
 
     def __init__(
-        self, source: DocumentSource, items: Iterator[Any], asking: Asking, wanted: Callable[[int], bool]
+        self, source: DocumentSource, items: Iterator[Any], reading: Reading, wanted: Callable[[int], bool]
     ) -> None:
-        self._source, self._items, self._asking, self._wanted = source, items, asking, wanted
+        self._source, self._items, self._reading, self._wanted = source, items, reading, wanted
         self._ready: queue.Queue[list[Fed] | _End] = queue.Queue(AHEAD)
         self._loop, self._came = asyncio.get_running_loop(), asyncio.Event()
         self.ended = threading.Event()
@@ -139,7 +131,7 @@ class _Feeder:
         end = _End()
         try:
             for documents in _batched(self._source, self._items):
-                if not self._put(_fed(documents, self._asking, self._wanted)):
+                if not self._put(_fed(documents, self._reading, self._wanted)):
                     break
         except BaseException as error:  # noqa: BLE001 -- it is theirs who wait
             end = _End(error)
@@ -180,10 +172,10 @@ async def _batched_async(source: DocumentSource, items: AsyncIterator[Any]) -> A
             yield [document]
 
 
-def _fed(documents: list[CorpusDocument], asking: Asking, wanted: Callable[[int], bool]) -> list[Fed]:
+def _fed(documents: list[CorpusDocument], reading: Reading, wanted: Callable[[int], bool]) -> list[Fed]:
     chosen = [document for document in documents if wanted(document.number)]
-    cut = zip(chosen, asking.cutting.windows(chosen), strict=True)
-    windows = {one.number: [(window, asking.asked(window)) for window in found] for one, found in cut}
+    cut = zip(chosen, reading.cutting.windows(chosen), strict=True)
+    windows = {one.number: [(window, reading.asked(window)) for window in found] for one, found in cut}
     return [Fed(one.number, _digest(one), windows.get(one.number), one.bytes) for one in documents]
 
 

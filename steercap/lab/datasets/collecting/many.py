@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ from steercap.core.extras import extra, require
 from steercap.core.values import index_of, shown
 from steercap.errors import CollectionStopped, EngineFailure, InvalidSetting, RunDiffers, SteercapError, first_error
 from steercap.lab.datasets import DatasetFolder, Receipt, storage_of
-from steercap.lab.datasets.collecting.actor import CollectingActor, OpenedModel
+from steercap.lab.datasets.collecting.actor import CollectingActor
 from steercap.lab.datasets.collecting.collection import (
     LOOKED_AT,
     CollectArguments,
@@ -39,6 +39,9 @@ from steercap.lab.datasets.collecting.shards import check_same, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
 from steercap.lab.datasets.definition import decode
 from steercap.lab.datasets.storage import locked
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
 
 Found = TypeVar("Found")
 
@@ -95,7 +98,7 @@ class RayActors:
 
 
 async def collect_on_actors(
-    opening: Callable[[], OpenedModel], corpus: Corpus, folder: str, asked: CollectArguments, spread: RayActors
+    opening: Callable[[], SteerModel], corpus: Corpus, folder: str, asked: CollectArguments, spread: RayActors
 ) -> Collected:
     """Read a corpus into a data set with many engines; see `steercap.lab.datasets.collecting.collect`.
 
@@ -124,7 +127,7 @@ def _absolute(folder: str) -> str:
 
 @asynccontextmanager
 async def _actors(
-    opening: Callable[[], OpenedModel], where: str, asked: CollectArguments, spread: RayActors
+    opening: Callable[[], SteerModel], where: str, asked: CollectArguments, spread: RayActors
 ) -> AsyncIterator[list[Any]]:
     """Yield actors whose engines run, and close them at the end."""
     with extra("ray"):

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,11 @@ from steercap.errors import InvalidRequest
 from steercap.kernels.codecs.coded import Whole
 from steercap.lab.datasets.collecting.documents import Window
 from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere
-from steercap.lab.datasets.collecting.reading import CollectingModel, Reading
+from steercap.lab.datasets.collecting.reading import Reading
 from steercap.lab.datasets.tables import Index
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
 
 #: Handles fetched together, and concurrent fetches: while one is in progress, handles gather for the next.
 TOGETHER, FETCHES = 64, 3
@@ -102,7 +105,7 @@ class _Place:
 
 
 async def blocks(
-    model: CollectingModel, reading: Reading, batches: AsyncGenerator[list[Fed], None]
+    model: SteerModel, reading: Reading, batches: AsyncGenerator[list[Fed], None]
 ) -> AsyncGenerator[Block, None]:
     """Yield blocks of rows in document order; close the generator to cancel its requests.
 
@@ -130,7 +133,7 @@ async def blocks(
 class _PipelineRun:
     """Run of one corpus through the pipeline."""
 
-    def __init__(self, model: CollectingModel, reading: Reading) -> None:
+    def __init__(self, model: SteerModel, reading: Reading) -> None:
         self._model, self._reading = model, reading
         self._places: deque[_Place] = deque()
         self._arrived: deque[tuple[_Place, Any]] = deque()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 from steercap.core.coding import Coding
-from steercap.core.protocols import OpenModel
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import index_of, shown
@@ -19,29 +18,13 @@ from steercap.lab.datasets.collecting.samples import Selected, TokenSample, seed
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
+    from steercap.model import SteerModel
 
 #: vLLM batches in flight at once: one runs, one is prepared, and rows of earlier ones are being transferred,
 #: which may wait for a disk.
 BATCHES: Final = 16
 #: Maximum bytes of rows in flight, unless a single window exceeds it.
 UNDER_WAY_BYTES: Final = 2 << 30
-
-
-class CollectingModel(OpenModel, Protocol):
-    """Interface of an open model whose rows are collected."""
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers of the model."""
-
-    def identity(self) -> dict[str, str]:
-        """Return the identity of the model; see `SteerModel.identity`."""
-
-    async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
-        """Read prompts; see `SteerModel.read`."""
-
-    async def generate(self, prompts: Any, sampling_params: Any, *, capture: Any, steering: Any) -> Any:
-        """Generate; see `SteerModel.generate`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +98,7 @@ class Reading:
             return prompt_len
         return self.engine.vllm.limit(prompt_len, self.engine.vllm.sampling(self.params))
 
-    async def run(self, model: CollectingModel, window: Window, tokens: TokenSelection) -> Any:
+    async def run(self, model: SteerModel, window: Window, tokens: TokenSelection) -> Any:
         """Run the request of a window, and return its handle.
 
         Raises:
