@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from steercap.captures.fetching import fetch_all
 from steercap.captures.handle import CaptureHandle, flat
 from steercap.captures.lens import MOST_BYTES, Lens, unembed
-from steercap.config import Overflow, Preset, Settings, Transport, with_preset
+from steercap.config import Overflow, Preset, Settings, Transport, environment, with_preset
 from steercap.core.ownership import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.engine import environment
-from steercap.engine.stats import Stats, stats_of
 from steercap.errors import UnsupportedModel
 from steercap.files.fingerprint import identity_of, tokenizer_of
 from steercap.requests.answers import LocalBackend
@@ -29,6 +27,7 @@ from steercap.requests.context import joining, steered
 from steercap.requests.equations import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun
+from steercap.requests.stats import Stats, stats_of
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
 from steercap.cli.terminal import Output, Terminal
-from steercap.engine.environment import from_environment
+from steercap.config.environment import from_environment
 from steercap.errors import SteercapError
 
 FAILED: Final = 1

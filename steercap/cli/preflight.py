@@ -120,8 +120,7 @@ def preflight(options: ModelOptions, **settings: Any) -> Preflight:
         ModelNotLoaded: the model can only be on this machine, and does not exist.
         InvalidSetting, UnknownName: settings that do not fit.
     """
-    from steercap.config import Settings
-    from steercap.engine import environment
+    from steercap.config import Settings, environment
 
     arguments = {**settings, **options.arguments()}
     names = {field.name for field in dataclasses.fields(Settings)}

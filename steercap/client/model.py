@@ -18,10 +18,10 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokenizing import given_ids, is_conversation
 from steercap.core.values import shown
-from steercap.engine.stats import Stats
 from steercap.errors import InvalidSpec
 from steercap.requests.calls import Calls
 from steercap.requests.context import steered
+from steercap.requests.stats import Stats
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

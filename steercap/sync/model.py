@@ -18,12 +18,12 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.guard import require_main_guard
-from steercap.engine.stats import Stats
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
 from steercap.requests.equations import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import begun
+from steercap.requests.stats import Stats
 from steercap.steering.spec import SteeringSpec
 from steercap.sync.bridge import Bridge
 from steercap.sync.handle import CaptureHandle

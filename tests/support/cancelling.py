@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from steercap.engine.stats import Stats
     from steercap.model import SteerModel
+    from steercap.requests.stats import Stats
 
 #: Seconds in which nothing of what was cancelled may be held any more, on a busy machine.
 PATIENCE: Final = 30.0

@@ -22,11 +22,11 @@ from steercap.core.receipt import check_edits
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.engine import Engine
-from steercap.engine.stats import stats_of
 from steercap.errors import InvalidRequest, SteeringNotApplied, WorkerFailure
 from steercap.requests.job import Job
 from steercap.requests.preparing import prepare
 from steercap.requests.running import run_all
+from steercap.requests.stats import stats_of
 from steercap.steering.edits.add import Add
 from steercap.steering.lowering import scopes_of
 from steercap.steering.spec import SteeringSpec

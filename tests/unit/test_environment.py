@@ -14,9 +14,8 @@ from steercap import CaptureSpec, SteerModel
 from steercap.adapters.reaper import MARK
 from steercap.cli.engines import ModelOptions
 from steercap.cli.preflight import preflight
-from steercap.config import Settings
-from steercap.engine import environment
-from steercap.engine.environment import (
+from steercap.config import Settings, environment
+from steercap.config.environment import (
     CACHE,
     OTHERS,
     OWN,

@@ -25,8 +25,8 @@ from steercap.architectures.sites import SITES
 from steercap.captures.handle import CaptureHandle
 from steercap.client.sampling import sampling_asked
 from steercap.config import CPU, Settings
+from steercap.config.environment import SETTINGS
 from steercap.core.spec import Point, check_armed
-from steercap.engine.environment import SETTINGS
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, UnknownName
 from steercap.kernels.codecs import ENCODINGS, codec_of
 from steercap.lab import (

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from steercap.config.environment import CACHE
 from steercap.core.extras import extra
-from steercap.engine.environment import CACHE
 from steercap.errors import ModelNotLoaded
 
 #: Marker file, written last: a folder without it is unfinished.
