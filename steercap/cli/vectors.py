@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from steercap.cli.command import command, group_of
-from steercap.cli.contents import directions_in, load
-from steercap.cli.convert import Target, write
+from steercap.cli.contents import Target, directions_in, load, write
 from steercap.cli.destinations import file_ready, may_replace, saved
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.preflight import preflight

@@ -30,7 +30,7 @@ from steercap.errors import (
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.lab.datasets import ActivationDataset, DatasetFolder
 from steercap.lab.datasets.batches import ActivationBatches, Blocks, Epoch, Order
-from steercap.lab.datasets.buffer import ShuffleBuffer
+from steercap.lab.datasets.rows import ShuffleBuffer
 from steercap.lab.datasets.shards import name_of
 
 POST, Z = Point(1, "resid_post"), Point(2, "z")

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
 import torch
 
@@ -21,16 +21,18 @@ from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSetting
 from steercap.kernels.codecs.coded import CodedRows, Whole
-from steercap.lab.datasets.buffer import ShuffleBuffer
 from steercap.lab.datasets.choosing import Join, check_alike
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.pipeline import Block, blocks
-from steercap.lab.datasets.collecting.reading import CollectingModel, Reading
+from steercap.lab.datasets.collecting.reading import Reading
 from steercap.lab.datasets.collecting.sources import DocumentSource
 from steercap.lab.datasets.definition import PointFormat
-from steercap.lab.datasets.rows import NORMALISE, Labelled, Normalisation, Normalise, Rows
+from steercap.lab.datasets.rows import NORMALISE, Labelled, Normalisation, Normalise, Rows, ShuffleBuffer
 from steercap.lab.datasets.statistics import PointStatistics, statistics_of
 from steercap.lab.datasets.tables import COLUMNS
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
 
 #: Maximum rows queued ahead of the buffer, as a fraction of its size.
 AHEAD: Final = 0.25
@@ -70,7 +72,7 @@ class ActivationStream:
     Use it as a context manager, or close it with `aclose`: that ends its requests and frees their rows.
     """
 
-    def __init__(self, model: CollectingModel, reading: Reading, source: DocumentSource, how: Streaming) -> None:
+    def __init__(self, model: SteerModel, reading: Reading, source: DocumentSource, how: Streaming) -> None:
         self._task: asyncio.Task[None] | None = None  # first: `__del__` looks at it
         self._model, self._reading, self._source, self._how = model, reading, source, how
         schemas = reading.engine.schemas

@@ -6,10 +6,9 @@ engine.
 
 from steercap.lab.mechanism.analysis.anatomy import PARTS, Anatomy, anatomy, draw_anatomy
 from steercap.lab.mechanism.analysis.components import ends, principal, scores, scree
-from steercap.lab.mechanism.analysis.features import nearest_features
 from steercap.lab.mechanism.analysis.geometry import chance_cosine, clusters, cosines, merges, method_similarity
 from steercap.lab.mechanism.analysis.heads import head_reads, ov_circuit, ov_tokens, qk_circuit
-from steercap.lab.mechanism.analysis.neurons import neuron_reads, neuron_writes
+from steercap.lab.mechanism.analysis.neurons import nearest_features, neuron_reads, neuron_writes
 from steercap.lab.mechanism.analysis.pictures.blocks import plot_heads, plot_neurons, plot_tokens
 from steercap.lab.mechanism.analysis.pictures.cosines import plot_cosines, plot_methods, plot_scores, plot_scree
 from steercap.lab.mechanism.analysis.pictures.sweeps import plot_layer_sweep, plot_position_sweep

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 from steercap.lab.mechanism.analysis.components import ends, scores, scree
-from steercap.lab.mechanism.analysis.features import nearest_features
 from steercap.lab.mechanism.analysis.geometry import cosines, merges
 from steercap.lab.mechanism.analysis.given import READ, Vectors, in_stream, named
 from steercap.lab.mechanism.analysis.heads import RANDOM, ov_circuit
-from steercap.lab.mechanism.analysis.neurons import neuron_reads, neuron_writes
+from steercap.lab.mechanism.analysis.neurons import nearest_features, neuron_reads, neuron_writes
 from steercap.lab.mechanism.analysis.pictures.blocks import plot_heads, plot_neurons, plot_tokens
 from steercap.lab.mechanism.analysis.pictures.cosines import plot_cosines, plot_scores, plot_scree
 from steercap.lab.mechanism.analysis.tokens import nearest_tokens, vector_lens
