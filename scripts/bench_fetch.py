@@ -14,11 +14,9 @@ import time
 import numpy as np
 import torch
 
-from steercap.core.coding import RAW
 from steercap.core.messages import Attached, CapturedRows, LineRange, Owner
-from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
-from steercap.core.schema import PointSchema
+from steercap.core.schema import LINE_BYTES, RAW, PointSchema
 from steercap.engine.fetching import Fetcher
 from steercap.engine.ranks import Rank
 from steercap.kernels.codecs import record_of

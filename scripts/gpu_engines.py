@@ -220,7 +220,7 @@ async def rows_readable(model: Any, handles: Sequence[Any]) -> list[list[Any]]:
 
 def _stored_bytes(found: Sequence[Sequence[Any]]) -> int:
     """What rows take in the arenas of all workers together."""
-    from steercap.core.records import LINE_BYTES
+    from steercap.core.schema import LINE_BYTES
 
     return LINE_BYTES * int(
         sum(lines.count for shares in found for captured_rows in shares for lines in captured_rows.lines)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from steercap import Add, SteeringSpec
-from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
@@ -32,9 +31,8 @@ from steercap.core.messages import (
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan
 from steercap.core.receipt import check_edits
-from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
-from steercap.core.schema import PointSchema
+from steercap.core.schema import LINE_BYTES, RAW, PointSchema
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
 from steercap.core.tokens import Range

@@ -10,9 +10,9 @@ import torch
 
 from steercap.captures.checks import Expected
 from steercap.captures.lifecycle import Lifecycle, Source
-from steercap.core.coding import RAW
 from steercap.core.messages import CapturedRows, Owner
 from steercap.core.plan import CapturePlan, Plan
+from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.fetching import Delivery

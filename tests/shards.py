@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from steercap.core.coding import RAW, Coding
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.kernels.codecs import ENCODINGS
 from steercap.kernels.codecs.coded import CodedRows

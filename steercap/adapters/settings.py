@@ -16,8 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from steercap.architectures.families import family_of, over_transformers
 from steercap.architectures.families.wrappers import architectures_within, generating
-from steercap.core.coding import REDUCED
-from steercap.core.records import LINE_BYTES
+from steercap.core.schema import LINE_BYTES, REDUCED
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 from steercap.kernels.codecs import record_of

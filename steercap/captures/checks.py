@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from steercap.captures.rows import Rows
-from steercap.core.coding import REDUCED
 from steercap.core.messages import CapturedRows
 from steercap.core.plan import Plan
 from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
 from steercap.core.rows import Ints, rows_selected
-from steercap.core.schema import PointSchema
+from steercap.core.schema import REDUCED, PointSchema
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, CaptureNotFinite
 from steercap.kernels.codecs.coded import CodedRows

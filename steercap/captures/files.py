@@ -21,16 +21,14 @@ import torch
 from steercap.captures.rows import Rows
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MediaSpan, MessageSpan
-from steercap.core.coding import RAW, Coding
 from steercap.core.receipt import SteeringReceipt
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Point, Reduction
 from steercap.core.values import FAR
 from steercap.errors import InvalidFile
 from steercap.files.base import blame, encode_tensors, read_tensors, write_tensors
 from steercap.files.native import READERS
-from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, parts_of
 
 VERSION: Final = 1

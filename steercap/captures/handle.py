@@ -22,10 +22,10 @@ from steercap.captures.lifecycle import Lifecycle, Source, Stage
 from steercap.captures.rows import Captures, Coded, Featured, Found
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MediaSpan, MessageSpan, types_at
-from steercap.core.coding import RAW
 from steercap.core.ownership import NonCopyable
 from steercap.core.placing import LEFT_OUT
 from steercap.core.receipt import Receipt
+from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.core.values import index_of, shown

@@ -23,8 +23,7 @@ from steercap.errors import InvalidRequest, InvalidSpec, LayerOutOfRange
 from steercap.files import native
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import FrozenMapping, LayerVectors
-from steercap.worker.sketches import SKETCHES
-from steercap.worker.sketches.base import Kind, SketchState
+from steercap.worker.sketches import SKETCHES, Kind, SketchState
 from steercap.worker.sketches.frequent_directions import FrequentDirections
 
 #: Fields that two sketches must have in common to be merged.

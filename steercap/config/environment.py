@@ -19,8 +19,6 @@ from steercap.core.values import choices, shown
 from steercap.errors import InvalidSetting, SteercapError
 
 PREFIX: Final = "STEERCAP_"
-#: Variable with the folder of checkpoints that steercap makes; by default in the user's cache folder.
-CACHE: Final = f"{PREFIX}CACHE"
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ SETTINGS: Final[Mapping[str, Variable]] = {
 }
 #: Variables that correspond to no field of `Settings`.
 OTHERS: Final[Mapping[str, Variable]] = {
-    CACHE: Variable("folder of the checkpoints that steercap makes", str, default="`~/.cache/steercap`"),
+    f"{PREFIX}CACHE": Variable("folder of the checkpoints that steercap makes", str, default="`~/.cache/steercap`"),
     f"{PREFIX}JUDGE_API_KEY": Variable("key of the endpoint that judges answers", str, "`Judge(api_key=)`"),
 }
 #: Variables that steercap sets itself: the mark of an engine's processes, and that of clients killed by tests.

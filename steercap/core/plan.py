@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
-from steercap.core.coding import Coding
 from steercap.core.framing import Digest, Label, Whole, framed, read
 from steercap.core.program import SteeringPlan
+from steercap.core.schema import Coding
 from steercap.core.spec import CaptureSpec, Reduction
 from steercap.core.tokens import Range
 

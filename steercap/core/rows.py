@@ -1,6 +1,6 @@
 """Arithmetic from the position of a row to its line of the arena.
 
-Shape legend: `rows` = selected positions in order, `record` = the stored rows of one token, laid out by `core.records`
+Shape legend: `rows` = selected positions in order, `record` = the stored rows of one token, laid out by `core.schema`
 in lines of the arena, `block` = consecutive pages of a request.
 
 The line of a row depends on its position alone, so a position computed twice (preemption, rejected
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.messages import LineRange
-from steercap.core.records import LINE_BYTES, PAGE_BYTES
+from steercap.core.schema import LINE_BYTES, PAGE_BYTES
 from steercap.core.tokens import Range, selected
 from steercap.errors import InvalidSpec
 

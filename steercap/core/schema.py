@@ -1,13 +1,20 @@
-"""Schema of a point's tensor: read where its tap is installed, and sent to the client."""
+"""Rows as they are stored: the schema of a point's tensor, their encoding, and the byte layout of a token's record.
+
+A schema is read where the point's tap is installed, and sent to the client. A record is the encoded rows of a token's
+points, one after another. Arenas are counted in lines of `LINE_BYTES`, so rows of any width and dtype share one. Pure
+arithmetic: workers write records by it, and clients read them by it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
-from typing import Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from steercap.core.framing import Label, Step, Whole
+from steercap.core.framing import Label, Numbers, Seed, Step, Whole
 
 
 class PointSchema(msgspec.Struct, frozen=True, array_like=True):
@@ -47,3 +54,57 @@ class PointSchema(msgspec.Struct, frozen=True, array_like=True):
     def __str__(self) -> str:
         split = f", split over {self.shards} ranks" if self.shards > 1 else ""
         return f"{'×'.join(map(str, self.shape))} of {self.dtype}{split}"
+
+
+class Coding(msgspec.Struct, frozen=True, array_like=True):
+    """An encoding with its parameters.
+
+    Args:
+        encoding: name in `ENCODINGS`.
+        k: number of values stored per row, for encodings with that parameter; 0 for others.
+        seed: seed of the projection matrix, for encodings that have one; 0 for others.
+    """
+
+    encoding: Label = "raw"
+    k: Numbers = 0
+    seed: Seed = 0
+
+    def __str__(self) -> str:
+        named = [f"{name}={value}" for name, value in (("k", self.k), ("seed", self.seed)) if value]
+        return f"{self.encoding}({', '.join(named)})" if named else self.encoding
+
+
+#: Encodings of rows, bit for bit, and of reductions, in float32.
+RAW: Final = Coding()
+REDUCED: Final = Coding("reduced")
+
+
+#: Bytes of a line of an arena: a cache line; no store on a GPU needs an address that is aligned to more.
+LINE_BYTES: Final = 64
+#: Target size of a page in bytes: small enough that short requests waste little, large enough that a request needs few.
+PAGE_BYTES: Final = 256 * 1024
+
+
+class RecordShape(NamedTuple):
+    """Layout of a token's record.
+
+    Args:
+        offsets: offset of the row of each point, in bytes.
+        sizes: size of each row, in bytes.
+        lines: number of arena lines of the record.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    lines: int
+
+
+def record_shape(sizes: Sequence[int], align: int = LINE_BYTES) -> RecordShape:
+    """Lay out rows one after another in a record.
+
+    Args:
+        sizes: size of each encoded row, in bytes.
+        align: alignment of each row's offset, in bytes.
+    """
+    ends = tuple(accumulate(-(-size // align) * align for size in sizes))
+    return RecordShape((0, *ends[:-1]) if ends else (), tuple(sizes), -(-ends[-1] // LINE_BYTES) if ends else 0)

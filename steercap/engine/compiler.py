@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 from steercap.architectures.sites import SITES, placed
 from steercap.config import Settings
-from steercap.core.coding import RAW, Coding
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed, existing
 from steercap.engine.ranks import Rank
 from steercap.errors import InvalidSpec

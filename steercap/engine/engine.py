@@ -17,10 +17,9 @@ from steercap.architectures.families.proved import verified
 from steercap.concurrency.loops import end_within, finished, on_thread
 from steercap.config import LAYER_END, Settings
 from steercap.core.budget import Ticket
-from steercap.core.coding import Coding
 from steercap.core.messages import CapturedRows, Chosen, Counted, Owner, Unembedded, Unknown, Wanted
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.schema import PointSchema
+from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.engine.admission import Admission
 from steercap.engine.compiler import Compiler
@@ -32,7 +31,7 @@ from steercap.engine.sketching import Sketching
 from steercap.engine.spilling import Spillable, Spilling, require_place
 from steercap.engine.workers import Records, Workers
 from steercap.errors import EngineDied, UnsupportedModel
-from steercap.kernels.codecs.base import dtype_of
+from steercap.kernels.codecs import dtype_of
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered

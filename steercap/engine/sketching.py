@@ -32,8 +32,7 @@ from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
 from steercap.engine.workers import Workers
 from steercap.errors import PointSplit, SketchClosed, SketchIncomplete, SketchMemoryFull
-from steercap.worker.sketches import SKETCHES
-from steercap.worker.sketches.base import Kind, SketchState
+from steercap.worker.sketches import SKETCHES, Kind, SketchState
 
 #: Maximum bytes of a sketch in one answer of a worker.
 PIECE_BYTES: Final = 256 << 20

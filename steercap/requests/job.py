@@ -15,11 +15,11 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle, Lost, Source
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
-from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import Plan
 from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.rows import rows_selected
+from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.errors import SteeringNotApplied

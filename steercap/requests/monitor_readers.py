@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 
 from steercap.captures.rows import Captures
-from steercap.core.coding import RAW, Coding
 from steercap.core.plan import Plan
+from steercap.core.schema import RAW, Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, selected
 from steercap.errors import InvalidSelection, InvalidSpec

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from steercap.core.chat import MessageSpan
-from steercap.core.coding import RAW, Coding
 from steercap.core.plan import Plan, compile_capture
+from steercap.core.schema import RAW, Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection, selected
 from steercap.errors import InvalidSpec

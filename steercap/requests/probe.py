@@ -18,10 +18,10 @@ from msgspec import structs
 from steercap.architectures.sites import SITES
 from steercap.captures.fetching import fetch_all
 from steercap.captures.pooled import probing
-from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.names import is_module
 from steercap.core.plan import CapturePlan, Plan
+from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from steercap.core.coding import Coding
-from steercap.core.schema import PointSchema
+from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointSplit

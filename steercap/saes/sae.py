@@ -152,8 +152,7 @@ class SAE:
         Raises:
             InvalidSpec: rows of another width, or more features than there are.
         """
-        from steercap.core.coding import Coding
-        from steercap.core.schema import PointSchema
+        from steercap.core.schema import Coding, PointSchema
         from steercap.kernels.codecs.coded import FEATURES, CodedRows
         from steercap.kernels.codecs.features import MEMBER
 

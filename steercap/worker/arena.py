@@ -2,7 +2,7 @@
 
 On CPU taps write into the shared memory itself, which the client reads: nothing is copied in between. On CUDA the
 memory is pinned, and each pass's rows are copied there from the device. A request's pages hold
-its records in the order of its rows; `core.records` lays a record out.
+its records in the order of its rows; `core.schema` lays a record out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints, PageAllocator, PageShape
+from steercap.core.schema import LINE_BYTES
 from steercap.errors import WorkerFailure
 from steercap.worker.memory import HEADER_BYTES, SharedSegment
 

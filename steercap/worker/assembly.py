@@ -20,12 +20,10 @@ import numpy as np
 import torch
 
 from steercap.core.messages import CapturedRows, LineRange
-from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
-from steercap.core.schema import PointSchema
+from steercap.core.schema import LINE_BYTES, PointSchema
 from steercap.errors import CaptureIncomplete
-from steercap.kernels.codecs import ENCODINGS, record_of
-from steercap.kernels.codecs.base import Codec, packed
+from steercap.kernels.codecs import ENCODINGS, Codec, packed, record_of
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.worker.memory import Readable
 

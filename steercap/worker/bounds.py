@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
-from steercap.core.coding import RAW, REDUCED, Coding
 from steercap.core.messages import Configure, Placed, Vectors
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, Configuration
+from steercap.core.schema import RAW, REDUCED, Coding
 from steercap.core.tokens import Range
 from steercap.errors import WorkerFailure
 from steercap.kernels.codecs import ENCODINGS

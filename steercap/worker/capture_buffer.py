@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.core.coding import REDUCED
 from steercap.core.messages import CapturedRows, LineRange, Owner
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, RecordLines, ranks, rows_selected, runs
+from steercap.core.schema import REDUCED
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import record_of
 from steercap.worker.arena import Arena

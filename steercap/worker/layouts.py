@@ -12,10 +12,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from steercap.core.coding import RAW, Coding
 from steercap.core.program import NONE
-from steercap.core.records import LINE_BYTES, RecordShape
-from steercap.core.schema import PointSchema
+from steercap.core.schema import LINE_BYTES, RAW, Coding, PointSchema, RecordShape
 from steercap.kernels.bits import weight
 from steercap.kernels.codecs import record_of
 from steercap.saes.encoder import Encoder

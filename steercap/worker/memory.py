@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from steercap.core.messages import Attached, LineRange
-from steercap.core.records import LINE_BYTES
+from steercap.core.schema import LINE_BYTES
 from steercap.errors import MemoryNotShared, ModelClosed, WorkerFailure
 
 #: The first page holds the nonce; rows begin behind it.

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from jaxtyping import Float
 
-from steercap.core.coding import RAW, REDUCED
 from steercap.core.messages import LineRange
-from steercap.core.records import LINE_BYTES
-from steercap.core.schema import PointSchema
+from steercap.core.schema import LINE_BYTES, RAW, REDUCED, PointSchema
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import ENCODINGS
 from steercap.worker.layouts import RecordLayout

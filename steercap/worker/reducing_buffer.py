@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from steercap.core.coding import REDUCED
 from steercap.core.messages import Owner
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, rows_selected
+from steercap.core.schema import REDUCED
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import ENCODINGS
 from steercap.kernels.codecs.reduced import accumulator_records

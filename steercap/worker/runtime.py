@@ -16,7 +16,6 @@ import torch
 
 from steercap.architectures.decoder import Unembedding, unembedded
 from steercap.core.attention import AttentionRule
-from steercap.core.coding import RAW
 from steercap.core.messages import (
     Answer,
     Attach,
@@ -56,11 +55,10 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
-from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints, page_shape
+from steercap.core.schema import LINE_BYTES, RAW
 from steercap.errors import InvalidFrame, SteercapError, WorkerFailure
-from steercap.kernels.codecs import record_of
-from steercap.kernels.codecs.base import dtype_of
+from steercap.kernels.codecs import dtype_of, record_of
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
 from steercap.worker.biasing import Biasing

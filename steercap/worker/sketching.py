@@ -27,8 +27,7 @@ from steercap.core.messages import (
 from steercap.errors import WorkerFailure
 from steercap.worker.capture_buffer import ArenaBuffer
 from steercap.worker.layouts import Layouts
-from steercap.worker.sketches import SKETCHES
-from steercap.worker.sketches.base import Kind, SketchState, squares_of
+from steercap.worker.sketches import SKETCHES, Kind, SketchState, squares_of
 
 
 @dataclass(frozen=True)

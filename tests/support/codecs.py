@@ -8,10 +8,9 @@ import torch
 from msgspec import structs
 
 from steercap.captures.handle import CaptureHandle, flat
-from steercap.core.coding import Coding
+from steercap.core.schema import Coding
 from steercap.core.spec import CaptureSpec, Point
-from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.calibrated8 import CALIBRATED
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.lab.directions.calibrating import calibrate

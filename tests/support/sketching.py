@@ -10,7 +10,7 @@ import torch
 from steercap.captures.handle import CaptureHandle, flat
 from steercap.captures.sketch import Sketch
 from steercap.core.spec import CaptureSpec, Point
-from steercap.worker.sketches.base import BLOCK
+from steercap.worker.sketches import BLOCK
 from support.rows import GREEDY, random_prompt
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ import torch
 from msgspec.structs import replace
 
 from steercap.captures.checks import Expected, received
-from steercap.core.coding import RAW
 from steercap.core.messages import (
     Answer,
     Attach,
@@ -46,7 +45,7 @@ from steercap.core.messages import (
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.receipt import check_edits
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.fetching import Fetcher

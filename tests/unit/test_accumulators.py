@@ -8,7 +8,6 @@ import torch
 from workers import CUDA, KINDS, batch, device_of, known_schemas, rows_of, some_runtime, tap
 
 from steercap import Add, SteeringSpec
-from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
@@ -26,8 +25,8 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan
-from steercap.core.records import LINE_BYTES
 from steercap.core.rows import rows_selected
+from steercap.core.schema import LINE_BYTES, RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.kernels.bits import SUM

@@ -16,8 +16,7 @@ from shards import POINTS, definition_of, folder_of, shard_of
 from torch.utils.data import DataLoader
 
 from steercap import SAE
-from steercap.core.coding import RAW, Coding
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.errors import (
     InvalidFile,

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from steercap.config import Settings
 from steercap.core.budget import Budget, Ticket
-from steercap.core.coding import RAW
+from steercap.core.schema import RAW
 from steercap.engine.admission import Admission
 from steercap.errors import CaptureMemoryFull
 

@@ -14,11 +14,11 @@ from workers import batch, some_runtime, tap
 
 from steercap import CaptureSpec
 from steercap.config import Settings
-from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Read, Wanted, decode_call
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import check_edits
+from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.engine import Engine

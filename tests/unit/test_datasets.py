@@ -29,8 +29,7 @@ from safetensors.torch import load, load_file
 from shards import MODEL, POINTS, definition_of, folder_of, shard_of
 
 from steercap.cli.datasets import inspected_dataset
-from steercap.core.coding import RAW, Coding
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers
 from steercap.kernels.codecs.coded import CodedRows, end_of, parts_of

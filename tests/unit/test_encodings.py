@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers import CUDA, DEVICE
 
-from steercap.core.coding import RAW, REDUCED, Coding
-from steercap.core.records import LINE_BYTES
-from steercap.core.schema import PointSchema
+from steercap.core.schema import LINE_BYTES, RAW, REDUCED, Coding, PointSchema
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.kernels.bits import GROUP
-from steercap.kernels.codecs import ENCODINGS, codec_of, record_of
-from steercap.kernels.codecs.base import Alike, Codec
+from steercap.kernels.codecs import ENCODINGS, Alike, Codec, codec_of, record_of
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.kernels.codecs.matrices import Matrices
 from steercap.kernels.codecs.random_projection import signs

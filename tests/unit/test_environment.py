@@ -16,7 +16,6 @@ from steercap.cli.engines import ModelOptions
 from steercap.cli.preflight import preflight
 from steercap.config import Settings, environment
 from steercap.config.environment import (
-    CACHE,
     OTHERS,
     OWN,
     SETTINGS,
@@ -27,6 +26,7 @@ from steercap.config.environment import (
     variable_of,
 )
 from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.lab.demo.checkpoint import CACHE as CHECKPOINTS
 from steercap.lab.demo.checkpoint import cache_root
 
 ROOT = Path(steercap.__file__).parent.parent
@@ -163,7 +163,7 @@ def test_every_variable_that_is_read_is_known() -> None:
 def test_the_table_of_the_documentation_is_that_of_the_code() -> None:
     """Line by line; and each setting has a value in these tests."""
     assert table() in (ROOT / "docs" / "settings.md").read_text()
-    assert CACHE in OTHERS
+    assert CHECKPOINTS in OTHERS
     assert VALUES.keys() == SETTINGS.keys()
 
 

@@ -19,7 +19,7 @@ from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
-from steercap.lab.measures.base import Measure
+from steercap.lab.measures import Measure
 from steercap.lab.measures.length import Length
 from steercap.lab.measures.perplexity import Perplexity, _perplexity
 from steercap.lab.measures.repetition import Repetition

@@ -12,10 +12,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from steercap.core.coding import RAW, REDUCED, Coding
 from steercap.core.messages import Attached, CapturedRows, LineRange, Owner, Unknown
-from steercap.core.records import LINE_BYTES
-from steercap.core.schema import PointSchema
+from steercap.core.schema import LINE_BYTES, RAW, REDUCED, Coding, PointSchema
 from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank
 from steercap.errors import ModelClosed

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers import KINDS, batch, device_of, some_runtime, tap
 
-from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
@@ -29,7 +28,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, PointSchema
 from steercap.core.tokens import Range
 from steercap.kernels.bits import STRAY, told_apart, weight
 from steercap.kernels.finite import EDITED_MOST, edited_most, stray_rows

@@ -13,7 +13,6 @@ from support.specs import vector
 from workers import CUDA, DEVICE, batch, known_schemas, rows_of, some_runtime, tap
 
 from steercap import Ablate, Add, SteeringSpec
-from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Attached,
@@ -30,6 +29,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan
+from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.steering.lowering import lower, scopes_of

@@ -26,14 +26,12 @@ from steercap.captures.manifest import JOURNAL, TensorLayout, versions
 from steercap.captures.npz import FORMULAS
 from steercap.captures.rows import Captures, Found
 from steercap.captures.saving import forget_run
-from steercap.core.coding import Coding
 from steercap.core.receipt import Receipt, SteeringReceipt
-from steercap.core.schema import PointSchema
+from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.errors import CaptureNotFetched, InvalidFile, InvalidRequest, InvalidSpec, RunDiffers
 from steercap.files.base import sweep
-from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.lab.mechanism.views import heatmap_of_layers
 from steercap.steering import DirectionSet, LayerVectors

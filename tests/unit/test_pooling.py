@@ -18,8 +18,8 @@ from steercap.adapters.pooling import read_pooling, tasks_of, token_head
 from steercap.architectures.decoder import decoder_of
 from steercap.architectures.families import FAMILIES, family_of
 from steercap.architectures.families.wrappers import generating
-from steercap.core.coding import RAW
 from steercap.core.plan import EXTRA_ARGS_KEY, CapturePlan, Plan
+from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.requests.equations import equations, norm_of

@@ -11,7 +11,6 @@ from workers import CUDA, DEVICE, KINDS, batch, device_of, known_schemas, rows_o
 
 from steercap import Add, CaptureSpec, SteeringSpec
 from steercap.config import Settings
-from steercap.core.coding import RAW, Coding
 from steercap.core.messages import (
     Attach,
     Call,
@@ -29,8 +28,8 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, InSlot, Plan
 from steercap.core.program import Blob, Configuration, SteeringPlan, blob_digest
-from steercap.core.records import LINE_BYTES
 from steercap.core.rows import rows_selected
+from steercap.core.schema import LINE_BYTES, RAW, Coding
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.configurations import Configurations

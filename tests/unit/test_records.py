@@ -7,13 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steercap.core.coding import REDUCED, Coding
 from steercap.core.messages import CapturedRows, LineRange, Owner
-from steercap.core.records import LINE_BYTES, record_shape
 from steercap.core.rows import page_shape
-from steercap.core.schema import PointSchema
-from steercap.kernels.codecs import ENCODINGS, record_of
-from steercap.kernels.codecs.base import Codec
+from steercap.core.schema import LINE_BYTES, REDUCED, Coding, PointSchema, record_shape
+from steercap.kernels.codecs import ENCODINGS, Codec, record_of
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.worker import assembly
 from steercap.worker.memory import Readable

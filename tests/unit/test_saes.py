@@ -15,7 +15,6 @@ from support.sae_features import check_features
 from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 
 from steercap import SAE, CaptureSpec, Point
-from steercap.core.coding import Coding
 from steercap.core.messages import (
     Attach,
     Call,
@@ -30,7 +29,7 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.schema import PointSchema
+from steercap.core.schema import Coding, PointSchema
 from steercap.core.tokens import Range
 from steercap.errors import InvalidFile, InvalidSpec, PointSplit
 from steercap.kernels.codecs.coded import CodedRows

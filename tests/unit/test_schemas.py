@@ -10,7 +10,6 @@ import pytest
 import torch
 from workers import CUDA, KINDS, batch, device_of, kept_of, rows_of, some_runtime, tap
 
-from steercap.core.coding import RAW, Coding
 from steercap.core.messages import (
     Attach,
     Attached,
@@ -30,10 +29,9 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, InSlot, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.tokens import Range
-from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows
 
 #: Triton's interpreter cuts bfloat16 off where a device rounds.

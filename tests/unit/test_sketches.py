@@ -15,7 +15,6 @@ from support.sketching import ROUNDING
 from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
 from steercap.captures.sketch import Sketch, versions
-from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
@@ -39,7 +38,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, TokenSelection
 from steercap.engine import sketching
@@ -53,11 +52,10 @@ from steercap.errors import (
     SketchMemoryFull,
     UnknownName,
 )
-from steercap.kernels.codecs.base import dtype_of
+from steercap.kernels.codecs import dtype_of
 from steercap.kernels.exact import exact_products
 from steercap.requests.context import joining, sketches_in_force
-from steercap.worker.sketches import SKETCHES
-from steercap.worker.sketches.base import BLOCK, SketchState
+from steercap.worker.sketches import BLOCK, SKETCHES, SketchState
 from steercap.worker.sketches.frequent_directions import shrink
 from steercap.worker.sketches.moments import add_compensated
 

@@ -30,10 +30,9 @@ from steercap.captures.rows import Captures, Found
 from steercap.captures.spilled import Spilled
 from steercap.config import Settings
 from steercap.core.budget import Budget, Ticket
-from steercap.core.coding import Coding
 from steercap.core.extents import Extents
 from steercap.core.receipt import Receipt
-from steercap.core.schema import PointSchema
+from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.engine.admission import Admission
 from steercap.engine.spilling import Spilling, require_place

@@ -53,7 +53,6 @@ from steercap.captures.quantisation import _kind as _quantiser_kind
 from steercap.cli.captured import asked_before
 from steercap.client.connection import ERROR_HEADER
 from steercap.core.biases import Bias
-from steercap.core.coding import Coding
 from steercap.core.framing import HEADER
 from steercap.core.messages import (
     Answer,
@@ -74,7 +73,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import EXTRA_ARGS_KEY, InSlot, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response
-from steercap.core.schema import PointSchema
+from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.files import native

@@ -10,7 +10,6 @@ import pytest
 import torch
 from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
-from steercap.core.coding import RAW, REDUCED
 from steercap.core.messages import (
     Attach,
     Attached,
@@ -39,10 +38,10 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
-from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
+from steercap.core.schema import LINE_BYTES, RAW, REDUCED
 from steercap.core.tokens import Range
-from steercap.kernels.codecs.base import dtype_of
+from steercap.kernels.codecs import dtype_of
 from steercap.worker.assembly import assemble
 from steercap.worker.memory import open_reader
 from steercap.worker.step import Step

@@ -7,10 +7,9 @@ from typing import TypeAlias
 import msgspec
 
 from steercap.core.attention import AttentionRule
-from steercap.core.coding import Coding
 from steercap.core.framing import Data, Digest, Large, Told, Whole, WholeOrNone
 from steercap.core.messages.base import LineRange, Loaded, Message, Owner, TableBytes
-from steercap.core.schema import PointSchema
+from steercap.core.schema import Coding, PointSchema
 
 
 class NotCapturing(Message, frozen=True, tag="NotCapturing"):
@@ -221,7 +220,7 @@ class Folded(Message, frozen=True, tag="Folded"):
 
 
 class SketchPart(Message, frozen=True, tag="SketchPart"):
-    """Answer to ReadSketch; see `sketches.base.SketchState`. A rank without the point has no rows and no data.
+    """Answer to ReadSketch; see `worker.sketches.SketchState`. A rank without the point has no rows and no data.
 
     Args:
         kept: True if this rank has the point.

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from steercap.kernels.bits import FULL8_STEPS
-from steercap.kernels.codecs.base import Alike, dtype_of
+from steercap.kernels.codecs import Alike, dtype_of
 from steercap.kernels.codecs.full8 import Full8
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 #: Name of the encoding, which `codec=` does not accept.
 CALIBRATED: Final = "calibrated8"

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
-from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.base import Codec
+from steercap.kernels.codecs import ENCODINGS, Codec
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
     from steercap.core.spec import Point
 
 #: Whole rows of one point: a tensor, or codes.

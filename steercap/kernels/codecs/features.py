@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from steercap.core.records import LINE_BYTES
-from steercap.kernels.codecs.base import Alike, Codec, Reading, dtype_of
+from steercap.core.schema import LINE_BYTES
+from steercap.kernels.codecs import Alike, Codec, Reading, dtype_of
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 #: Bytes before the values of a row: the number of elements that are not 0, int32, and `rest`, float32.
 HEAD: Final = 8

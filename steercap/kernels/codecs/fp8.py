@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from steercap.kernels.bits import FP8_HEAD, FP8_MOST
-from steercap.kernels.codecs.base import Alike, Codec, dtype_of, packed
+from steercap.kernels.codecs import Alike, Codec, dtype_of, packed
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 #: Half a unit in the last place of normal numbers, as a share of the number; and half of the least number.
 _HALF_ULP: Final = 2.0**-4

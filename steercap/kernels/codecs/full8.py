@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from steercap.core.records import LINE_BYTES
+from steercap.core.schema import LINE_BYTES
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
-from steercap.kernels.codecs.base import Alike, Codec, dtype_of, packed
+from steercap.kernels.codecs import Alike, Codec, dtype_of, packed
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 
 class Full8(Codec):

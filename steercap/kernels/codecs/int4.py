@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from steercap.kernels.bits import GROUP, INT4_STEPS
-from steercap.kernels.codecs.base import Alike, Codec, dtype_of, packed
+from steercap.kernels.codecs import Alike, Codec, dtype_of, packed
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 
 class Int4(Codec):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from steercap.kernels.codecs.base import Alike, Encoding, added, dtype_of
+from steercap.kernels.codecs import Alike, Encoding, added, dtype_of
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 #: Bytes of a float32.
 _FLOAT = 4

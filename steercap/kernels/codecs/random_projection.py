@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import numpy as np
 
 from steercap.kernels.bits import GROUP
-from steercap.kernels.codecs.base import Alike, Codec, added, dtype_of, packed
+from steercap.kernels.codecs import Alike, Codec, added, dtype_of, packed
 from steercap.kernels.codecs.matrices import Matrices
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 #: Name of the matrix's construction, for files.
 FAMILY: Final = "rademacher-philox4x64"

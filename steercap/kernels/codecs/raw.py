@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from steercap.kernels.codecs.base import Encoding, dtype_of
+from steercap.kernels.codecs import Encoding, dtype_of
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 
 class Raw(Encoding):

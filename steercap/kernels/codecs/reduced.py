@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from steercap.core.coding import RAW, REDUCED
-from steercap.kernels.codecs.base import Encoding
+from steercap.core.schema import RAW, REDUCED
+from steercap.kernels.codecs import Encoding
 from steercap.kernels.codecs.raw import Raw
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 #: Bytes of a float32.
 _FLOAT = 4

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from steercap.kernels.bits import FULL8_STEPS, TOPK8_HEAD
-from steercap.kernels.codecs.base import Alike, Codec, dtype_of, packed
+from steercap.kernels.codecs import Alike, Codec, dtype_of, packed
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.core.coding import Coding
-    from steercap.core.schema import PointSchema
+    from steercap.core.schema import Coding, PointSchema
 
 
 class TopK8(Codec):

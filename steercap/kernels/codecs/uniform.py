@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from steercap.kernels.codecs.base import packed
+from steercap.kernels.codecs import packed
 
 #: Elements decoded at a time, in float64, so that each is rounded only once.
 PART_ELEMENTS: Final = 1 << 20

@@ -11,14 +11,12 @@ from typing import Any, Final, Literal
 import msgspec
 import torch
 
-from steercap.core.coding import RAW, Coding
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 from steercap.files.folder import FolderKind
-from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.base import Codec, dtype_of
+from steercap.kernels.codecs import ENCODINGS, Codec, dtype_of
 from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, named_parameters, parts_of
 
 VERSION: Final = 1

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from steercap.config.environment import CACHE
 from steercap.core.extras import extra
 from steercap.errors import ModelNotLoaded
 
+#: Variable with the folder of checkpoints that steercap makes.
+CACHE: Final = "STEERCAP_CACHE"
 #: Marker file, written last: a folder without it is unfinished.
 DONE = ".complete"
 

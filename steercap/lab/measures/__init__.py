@@ -1,8 +1,58 @@
-"""Registry of measures of answers, one file each. To add one, add a file whose `MEMBER` is its class."""
+"""Measures of answers, one file each: base class and registry. To add one, add a file whose `MEMBER` is its class."""
+
+from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
 
 from steercap.core.registry import Registry
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt with the model's answer.
+
+    Args:
+        prompt: text of the prompt; for a conversation, the last message.
+        prompt_token_ids: token ids of the prompt.
+        text: text of the answer.
+        output_token_ids: token ids of the answer, the one that ended it included.
+    """
+
+    prompt: str
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    output_token_ids: tuple[int, ...]
+
+
+class Measure(ABC):
+    """Measure of an answer. Its `repr` contains everything the value depends on: stored values are recognised by it."""
+
+    #: True if it is a factor, with a geometric mean and a logarithmic axis.
+    log: ClassVar[bool] = False
+    #: Axis label, with its unit.
+    axis: ClassVar[str] = ""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Column name in tables."""
+
+    @abstractmethod
+    async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:
+        """Return one number for each answer, in order; NaN if there is nothing to measure.
+
+        Args:
+            model: open model that gave the answers, for measures that use it.
+            records: the answers.
+        """
+
 
 #: Every measure by the name of its file; members are subclasses of `Measure`.
 MEASURES: Registry[type] = Registry("measure", sys.modules[__name__], type)

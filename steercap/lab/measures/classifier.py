@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from steercap.core.values import parts_of, shown
 from steercap.errors import InvalidSpec
-from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.measures import Answered, Measure
 from steercap.lab.measures.scores.minilm import chances, fitted
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.measures import Answered, Measure
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.errors import WorkerFailure
-from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.measures import Answered, Measure
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
-from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.measures import Answered, Measure
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

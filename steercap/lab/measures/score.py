@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec, UnknownName
-from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.measures import Answered, Measure
 from steercap.lab.measures.scores import Scored, Scorer, make_scorer
 from steercap.lab.measures.trait import Trait, traits
 

@@ -2,8 +2,7 @@
 
 from steercap.lab.training.examples import Example, Preference, Prompted
 from steercap.lab.training.hooked import HookedModel
-from steercap.lab.training.objectives import OBJECTIVES
-from steercap.lab.training.objectives.base import Objective
+from steercap.lab.training.objectives import OBJECTIVES, Objective
 from steercap.lab.training.results import Trained, Validation
 from steercap.lab.training.settings import TrainingSettings
 from steercap.lab.training.trainable import TrainableAdd, TrainableLowRank

@@ -18,7 +18,7 @@ from steercap.errors import InvalidVector
 from steercap.lab.training.batches import Batch, Padded
 from steercap.lab.training.formula import Doses, Part, changed, stacked
 from steercap.lab.training.hooked import HookedModel, firsts
-from steercap.lab.training.objectives.base import Objective
+from steercap.lab.training.objectives import Objective
 from steercap.lab.training.settings import Penalties
 from steercap.lab.training.trainable import TrainableSpec
 

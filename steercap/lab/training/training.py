@@ -24,8 +24,7 @@ from steercap.lab.training.examples import Example, ExampleTokens, Preference, P
 from steercap.lab.training.folder import FOLDER, Definition, check_name, write_history
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import Loop, TraitInTraining, rank, world
-from steercap.lab.training.objectives import OBJECTIVES
-from steercap.lab.training.objectives.base import Objective
+from steercap.lab.training.objectives import OBJECTIVES, Objective
 from steercap.lab.training.results import Trained
 from steercap.lab.training.settings import Penalties, TrainingSettings, described, settings_of
 from steercap.lab.training.steered import SteeredTraits

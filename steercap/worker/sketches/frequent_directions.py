@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 
-from steercap.worker.sketches.base import Kind, SketchState, move_mean, signed
+from steercap.worker.sketches import Kind, SketchState, move_mean, signed
 
 
 class FrequentDirections(Kind):

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 
-from steercap.worker.sketches.base import Kind, SketchState, move_mean
+from steercap.worker.sketches import Kind, SketchState, move_mean
 
 
 class Variances(Kind):

@@ -22,8 +22,8 @@ from jaxtyping import Float, Int
 
 from steercap.core.messages import TableBytes
 from steercap.core.program import MAX_REPLACEMENTS, Configuration
-from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
+from steercap.core.schema import LINE_BYTES
 from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import told_apart
 from steercap.kernels.codecs import record_of

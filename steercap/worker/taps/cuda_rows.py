@@ -14,14 +14,11 @@ from weakref import ref
 import numpy as np
 import torch
 
-from steercap.core.coding import REDUCED, Coding
 from steercap.core.program import NONE
-from steercap.core.records import LINE_BYTES, RecordShape
 from steercap.core.rows import Ints
-from steercap.core.schema import PointSchema
+from steercap.core.schema import LINE_BYTES, REDUCED, Coding, PointSchema, RecordShape
 from steercap.kernels import triton_accumulate as kernel
-from steercap.kernels.codecs import ENCODINGS, record_of
-from steercap.kernels.codecs.base import Alike, dtype_of
+from steercap.kernels.codecs import ENCODINGS, Alike, dtype_of, record_of
 from steercap.kernels.codecs.matrices import Matrices
 from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.layouts import RecordLayout

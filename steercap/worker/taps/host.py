@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from steercap.core.coding import RAW
 from steercap.core.messages import TableBytes
 from steercap.core.program import NONE, Configuration
 from steercap.core.rows import Ints
+from steercap.core.schema import RAW
 from steercap.kernels.codecs import ENCODINGS
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena

@@ -14,13 +14,11 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Float
 
-from steercap.core.coding import RAW
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, ends_of_runs
-from steercap.core.schema import PointSchema
+from steercap.core.schema import RAW, PointSchema
 from steercap.kernels.bits import LAST, MAX, SUM
-from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.base import dtype_of
+from steercap.kernels.codecs import ENCODINGS, dtype_of
 from steercap.kernels.codecs.features import read, rows_at_once
 from steercap.kernels.finite import stray_rows
 from steercap.kernels.reference import rows_at

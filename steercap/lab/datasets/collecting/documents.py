@@ -15,7 +15,7 @@ import numpy.typing as npt
 from steercap.core.prompts import templated
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSetting
-from steercap.lab.datasets.collecting.readers.base import KEYS, Bad, half_of_pair
+from steercap.lab.datasets.collecting.readers import KEYS, Bad, half_of_pair
 
 #: Contents of a document: text, token ids (int64 [tokens]), or {"role", "content"} messages.
 Content: TypeAlias = "str | npt.NDArray[np.int64] | list[dict[str, Any]]"

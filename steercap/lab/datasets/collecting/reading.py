@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
-from steercap.core.coding import Coding
+from steercap.core.schema import Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import index_of, shown

@@ -15,8 +15,7 @@ import msgspec
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 from steercap.lab.datasets.collecting.documents import CorpusDocument, NotDocument, content_of
-from steercap.lab.datasets.collecting.readers import READERS
-from steercap.lab.datasets.collecting.readers.base import Reader, ReaderSettings, Unit
+from steercap.lab.datasets.collecting.readers import READERS, Reader, ReaderSettings, Unit
 
 #: Accepted forms of a corpus: a path or a pattern, several paths, or documents.
 Corpus: TypeAlias = (

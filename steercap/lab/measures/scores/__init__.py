@@ -1,14 +1,46 @@
-"""Registry of scorers of traits, one file each. To add one, add a file whose `MEMBER` is its class."""
+"""Scorers of traits, one file each: base class and registry. To add one, add a file whose `MEMBER` is its class."""
+
+from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from steercap.core.registry import Registry
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSetting
-from steercap.lab.measures.scores.base import Scored, Scorer
+from steercap.lab.measures.trait import Trait
+
+
+class Scored(NamedTuple):
+    """Question and answer to score.
+
+    Args:
+        question: text of the question; "" for none.
+        answer: text of the answer.
+    """
+
+    question: str
+    answer: str
+
+
+class Scorer(ABC):
+    """Scorer of a trait; frozen, made from its settings."""
+
+    @abstractmethod
+    async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
+        """Score how strongly each answer shows the trait.
+
+        Args:
+            trait: the trait.
+            exchanges: answers to score, in any number.
+
+        Returns:
+            One number each, 0 (not at all) to 100 (wholly); None if it cannot be scored, such as for an empty answer.
+        """
+
 
 __all__ = ["SCORERS", "Scored", "Scorer", "make_scorer"]
 

@@ -15,7 +15,7 @@ from steercap.concurrency.bounded import each_of
 from steercap.core.extras import extra
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed
-from steercap.lab.measures.scores.base import Scored, Scorer
+from steercap.lab.measures.scores import Scored, Scorer
 from steercap.lab.measures.trait import Trait
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from steercap.concurrency.bounded import each_of
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSpec
 from steercap.lab.directions import Exchange
-from steercap.lab.measures.base import Answered
+from steercap.lab.measures import Answered
 from steercap.lab.measures.perplexity import Perplexity
 from steercap.lab.measures.scores import Scored, make_scorer
 from steercap.lab.personas.records import seed_of

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from steercap.core.values import choices
 from steercap.errors import InvalidSpec
-from steercap.lab.measures.base import Measure
+from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import Floats, cluster_means
 from steercap.lab.studies.evaluation.definition import Condition, Evaluation
 from steercap.lab.studies.evaluation.matching import Place, path, place_of

@@ -15,7 +15,7 @@ import numpy as np
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import write_whole
-from steercap.lab.measures.base import Measure
+from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import Difference, Estimate, Floats, difference, estimate, slope
 from steercap.lab.studies.evaluation import tables
 from steercap.lab.studies.evaluation.columns import Columns

@@ -12,7 +12,7 @@ from steercap.concurrency.bounded import each_of
 from steercap.core.extras import require
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
-from steercap.lab.measures.base import Measure
+from steercap.lab.measures import Measure
 from steercap.lab.studies.evaluation.definition import Conversation, Evaluation
 from steercap.lab.studies.evaluation.reading import PromptAndText, logprobs_of, parts_of
 from steercap.lab.studies.evaluation.results import EvaluationResults

@@ -18,7 +18,7 @@ import msgspec
 from steercap.core.values import shown
 from steercap.errors import InvalidFile
 from steercap.files.folder import FolderKind
-from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.measures import Answered, Measure
 from steercap.lab.studies.evaluation.definition import Condition, Definition, Evaluation
 from steercap.lab.studies.evaluation.tasks.base import Task
 from steercap.lab.studies.sweeps.store import Row, Table, Value, folder_of

@@ -1,7 +1,6 @@
 """Sweeps: many ways of steering in one engine, with controls."""
 
-from steercap.lab.measures import MEASURES
-from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.measures import MEASURES, Answered, Measure
 from steercap.lab.studies.sweeps.grid import Condition, Sweep
 from steercap.lab.studies.sweeps.operations import OPERATIONS
 from steercap.lab.studies.sweeps.results import SweepResults

@@ -11,7 +11,7 @@ import numpy as np
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import write_whole
-from steercap.lab.measures.base import Measure
+from steercap.lab.measures import Measure
 from steercap.lab.studies.sweeps.grid import Condition, Sweep
 from steercap.lab.studies.sweeps.operations import OPERATIONS
 from steercap.lab.studies.sweeps.summaries import Mean, Summary

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import write_whole
-from steercap.lab.measures.base import Measure
+from steercap.lab.measures import Measure
 from steercap.lab.studies.sweeps.grid import Condition, Sweep
 from steercap.lab.studies.sweeps.plots import plot_doses
 from steercap.lab.studies.sweeps.store import Record

@@ -13,8 +13,7 @@ from steercap.core.extras import require
 from steercap.core.spec import Point
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
-from steercap.lab.measures import MEASURES
-from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.measures import MEASURES, Answered, Measure
 from steercap.lab.studies.sweeps.grid import Request, Sweep
 from steercap.lab.studies.sweeps.results import SweepResults
 from steercap.lab.studies.sweeps.store import NUMBER, Folder, Record, Table, Value

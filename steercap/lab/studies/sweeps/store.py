@@ -19,7 +19,7 @@ import msgspec
 from steercap.core.values import shown
 from steercap.files.folder import FolderKind
 from steercap.files.tables import TableWriter
-from steercap.lab.measures.base import Answered, Measure
+from steercap.lab.measures import Answered, Measure
 from steercap.lab.studies.sweeps.grid import Condition, Definition, Request, Sweep
 
 #: Seconds between parts, the most that a killed process loses. A part takes some milliseconds to write.

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from steercap.lab.training.batches import Batch
 from steercap.lab.training.examples import ExampleTokens, Preference, tokens_of
 from steercap.lab.training.formula import Doses
-from steercap.lab.training.objectives.base import Objective, Steered, unedited
+from steercap.lab.training.objectives import Objective, Steered, unedited
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.nn.functional import log_softmax
 
 from steercap.lab.training.batches import Batch
 from steercap.lab.training.examples import ExampleTokens, Prompted, conversation, tokens_of
-from steercap.lab.training.objectives.base import Objective, Steered, mean_of, unedited
+from steercap.lab.training.objectives import Objective, Steered, mean_of, unedited
 
 
 @dataclass(frozen=True)

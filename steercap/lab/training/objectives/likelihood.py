@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from steercap.lab.training.batches import Batch
 from steercap.lab.training.examples import Example, ExampleTokens, tokens_of
-from steercap.lab.training.objectives.base import Objective, Steered, lengths
+from steercap.lab.training.objectives import Objective, Steered, lengths
 
 
 @dataclass(frozen=True)

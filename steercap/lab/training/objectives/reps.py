@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from steercap.lab.training.batches import Batch, Padded
 from steercap.lab.training.examples import ExampleTokens, Preference
 from steercap.lab.training.formula import Doses
-from steercap.lab.training.objectives.base import Objective, Steered, lengths, unedited
+from steercap.lab.training.objectives import Objective, Steered, lengths, unedited
 from steercap.lab.training.objectives.bipo import pair
 
 

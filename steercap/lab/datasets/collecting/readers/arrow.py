@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
-from steercap.lab.datasets.collecting.readers.base import RECORDS, FileItem, Reader, ReaderSettings, values_of
+from steercap.lab.datasets.collecting.readers import RECORDS, FileItem, Reader, ReaderSettings, values_of
 from steercap.lab.datasets.collecting.readers.parquet import column_in
 
 #: First bytes of files in the IPC file format, with batches listed at the end; others are streams.

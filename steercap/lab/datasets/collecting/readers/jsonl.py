@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from steercap.lab.datasets.collecting.readers.base import Bad, FileItem, Reader, ReaderSettings, half_of_pair, lines
+from steercap.lab.datasets.collecting.readers import Bad, FileItem, Reader, ReaderSettings, half_of_pair, lines
 
 
 class JsonLines(Reader):

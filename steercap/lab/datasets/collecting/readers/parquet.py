@@ -8,7 +8,7 @@ from typing import Any
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
-from steercap.lab.datasets.collecting.readers.base import KEYS, RECORDS, FileItem, Reader, ReaderSettings, values_of
+from steercap.lab.datasets.collecting.readers import KEYS, RECORDS, FileItem, Reader, ReaderSettings, values_of
 
 
 class Parquet(Reader):

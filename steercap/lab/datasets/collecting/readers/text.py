@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from steercap.errors import InvalidFile
-from steercap.lab.datasets.collecting.readers.base import MOST_BYTES, FileItem, Reader, ReaderSettings, unpacked, utf8
-from steercap.lab.datasets.collecting.readers.base import lines as lines_of
+from steercap.lab.datasets.collecting.readers import MOST_BYTES, FileItem, Reader, ReaderSettings, unpacked, utf8
+from steercap.lab.datasets.collecting.readers import lines as lines_of
 
 
 class Texts(Reader):
