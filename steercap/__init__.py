@@ -5,7 +5,7 @@ Importing it loads neither vLLM nor torch; the public names load what they need 
 
 from typing import TYPE_CHECKING
 
-from steercap.core.lazy import lazy_names
+from steercap.core.extras import lazy_names
 
 if TYPE_CHECKING:
     # The packages of _PACKAGES, for type checkers.

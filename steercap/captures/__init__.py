@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from steercap.core.lazy import lazy_names
+from steercap.core.extras import lazy_names
 
 if TYPE_CHECKING:
     from steercap.captures.tuned_lens import TunedLens

@@ -11,6 +11,7 @@ from steercap.cli import (
     capture,
     collect,
     demo,
+    doctor,
     evaluate,
     explore,
     generate,
@@ -23,7 +24,6 @@ from steercap.cli import (
     vectors,
 )
 from steercap.cli.command import group_of
-from steercap.cli.doctor import command as doctor
 
 app = group_of(
     "Read and steer what a language model computes while vLLM serves it. Every command has examples: "

@@ -17,7 +17,7 @@ In a notebook `await` works at the top level, and `steercap.SteerModel` is the b
 
 from typing import TYPE_CHECKING
 
-from steercap.core.lazy import lazy_names
+from steercap.core.extras import lazy_names
 
 if TYPE_CHECKING:
     from steercap.sync import analysis, collecting, directions, evaluation, patching, personas, roles, sweeps

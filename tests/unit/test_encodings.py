@@ -16,8 +16,7 @@ from steercap.errors import InvalidSpec, UnknownName
 from steercap.kernels.bits import GROUP
 from steercap.kernels.codecs import ENCODINGS, Alike, Codec, codec_of, record_of
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.kernels.codecs.matrices import Matrices
-from steercap.kernels.codecs.random_projection import signs
+from steercap.kernels.codecs.random_projection import Matrices, signs
 
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = 3

@@ -10,19 +10,47 @@ so that rounding adds no bias.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
 from steercap.kernels.bits import GROUP
 from steercap.kernels.codecs import Alike, Codec, added, dtype_of, packed
-from steercap.kernels.codecs.matrices import Matrices
 
 if TYPE_CHECKING:
     import torch
 
     from steercap.core.schema import Coding, PointSchema
+
+#: Maximum bytes of one `Matrices` cache.
+MATRIX_BYTES: Final = 256 << 20
+
+
+class Matrices:
+    """Cache of tensors by key; the one used last is always kept. Thread-safe.
+
+    Args:
+        most_bytes: maximum bytes of all tensors.
+    """
+
+    def __init__(self, most_bytes: int = MATRIX_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._known: dict[Hashable, torch.Tensor] = {}
+        self._lock = Lock()
+
+    def get(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of a key; make it if it is not cached."""
+        with self._lock:
+            known = self._known.pop(key, None)
+            if known is None:
+                known = make()
+            self._known[key] = known
+            while len(self._known) > 1 and sum(one.nbytes for one in self._known.values()) > self._most_bytes:
+                del self._known[next(iter(self._known))]
+            return known
+
 
 #: Name of the matrix's construction, for files.
 FAMILY: Final = "rademacher-philox4x64"

@@ -2,12 +2,13 @@
 
 Each block of rows is centred on its own mean, in float64, before its products are taken; the blocks are combined by
 Chan's formula. So no two large numbers are ever subtracted, whatever the mean is, and the terms of the sum are
-products of the size of the result.
+products of the size of the result. For rows too wide for a covariance, or split over ranks, there are variances: mean
+and variance of each element, exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Final
 
 import torch
@@ -82,4 +83,30 @@ def _parts(width: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, width, step))
 
 
-MEMBER = Moments()
+class Variances(Kind):
+    """Mean and sum of squared deviations from it: float64 [width] each."""
+
+    whole: ClassVar[bool] = False
+
+    def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"mean": ((width,), torch.float64), "scatter": ((width,), torch.float64)}
+
+    def add(self, state: SketchState, block: Float[torch.Tensor, "rows width"]) -> None:
+        wide = block.double()
+        mean = wide.mean(0)
+        shift = move_mean(state, mean, len(block))
+        state.tensors["scatter"].add_(wide.sub_(mean).square_().sum(0)).add_(shift.square_())
+
+    def combine(self, state: SketchState, other: SketchState) -> None:
+        shift = move_mean(state, other.tensors["mean"], other.rows)
+        state.tensors["scatter"].add_(other.tensors["scatter"]).add_(shift.square_())
+
+    def variance(self, state: SketchState) -> Float[torch.Tensor, " width"]:
+        return state.tensors["scatter"] / (state.rows - 1)
+
+
+#: By name.
+MEMBERS: Final[Mapping[str, Kind]] = {
+    "moments": Moments(),
+    "variances": Variances(),
+}

@@ -19,7 +19,7 @@ from steercap.core.rows import Ints
 from steercap.core.schema import LINE_BYTES, REDUCED, Coding, PointSchema, RecordShape
 from steercap.kernels import triton_accumulate as kernel
 from steercap.kernels.codecs import ENCODINGS, Alike, dtype_of, record_of
-from steercap.kernels.codecs.matrices import Matrices
+from steercap.kernels.codecs.random_projection import Matrices
 from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.layouts import RecordLayout
 from steercap.worker.programs import Programs

@@ -1,1 +1,155 @@
-"""Pictures of the analysis tables, in print sizes; the file name's suffix sets the format, such as PDF or SVG."""
+"""Pictures of the analysis tables, in print sizes, and the drawing code that they share.
+
+The file name's suffix sets the format, such as PDF or SVG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from steercap.core.extras import extra
+from steercap.core.tokenizing import drawn
+from steercap.errors import InvalidSpec
+from steercap.files.base import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Width of a column and of a page of text in inches; dots per inch of pictures that have dots.
+COLUMN, PAGE, DPI = 3.4, 6.9, 160
+#: Colours of the colour-blind-safe Okabe-Ito palette; grey is chance.
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+CHANCE: Final = "#999999"
+INK: Final = "#222222"
+#: Diverging colour map: blue is negative, red is positive.
+DIVERGING: Final = "RdBu_r"
+#: Candidate places of a name: offset in points to the right of its dot and above it, and the anchor of the text.
+SIDES: Final = (
+    (4, 0, "left", "center"),
+    (-4, 0, "right", "center"),
+    (0, 4, "center", "bottom"),
+    (0, -4, "center", "top"),
+    (4, 6, "left", "bottom"),
+    (-4, 6, "right", "bottom"),
+    (4, -6, "left", "top"),
+    (-4, -6, "right", "top"),
+)
+#: matplotlib settings.
+STYLE: Final[Mapping[str, Any]] = {
+    "font.size": 8,
+    "axes.titlesize": 8.5,
+    "axes.labelsize": 8,
+    "axes.linewidth": 0.6,
+    "axes.edgecolor": INK,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+}
+
+
+class Picture:
+    """Figure that is written to a file when its block ends: `with Picture(path, width, height) as figure:`.
+
+    After an error in the block, no file is written.
+
+    Args:
+        path: file to write, atomically; its suffix sets the format.
+        width, height: size in inches.
+    """
+
+    def __init__(self, path: str | Path, width: float, height: float) -> None:
+        with extra("analysis"):
+            from matplotlib import rc_context
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+
+        self._path, self._style = Path(path), rc_context(dict(STYLE))
+        self._style.__enter__()
+        self._figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(self._figure)  # which knows how large texts come out
+
+    def __enter__(self) -> Figure:
+        return self._figure
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                with write_whole(self._path) as scratch:
+                    self._figure.savefig(scratch, dpi=DPI, format=self._path.suffix[1:] or "png")
+        finally:
+            self._style.__exit__(None, None, None)
+
+
+def bare(axes: Any) -> None:
+    """Hide the upper and right line of the frame."""
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5) -> None:
+    """Draw names beside points, each on the first side where it fits.
+
+    A name fits if it covers no other name and no point, and stays in the axes; if no side fits, the last one is used.
+
+    Args:
+        axes: axes to draw in, with final limits.
+        names: names as drawn.
+        points: coordinates, [names, 2].
+        size: font size.
+    """
+    axes.figure.draw_without_rendering()  # so that places in the axes are known
+    renderer: Any = axes.figure.canvas.get_renderer()
+    taken: list[Any] = []
+    dots, frame = axes.transData.transform(np.asarray(points, dtype=float)), axes.get_window_extent()
+    for name, point in zip(names, points, strict=True):
+        for number, (across, up, beside, over) in enumerate(SIDES, 1):
+            style = {"ha": beside, "va": over, "fontsize": size, "color": INK}
+            text = axes.annotate(name, point, (across, up), textcoords="offset points", **style)
+            box = text.get_window_extent(renderer)
+            covers = any(map(box.overlaps, taken)) or any(box.contains(*dot) for dot in dots)
+            if number == len(SIDES) or (not covers and frame.x0 <= box.x0 and box.x1 <= frame.x1 + 12):
+                taken.append(box)
+                break
+            text.remove()
+
+
+def written(name: str) -> str:
+    """Return a name as drawn: escaped for matplotlib, undrawable characters replaced, spaces kept."""
+    return drawn(name).replace("·", " ")
+
+
+def token(text: str, width: int = 14) -> str:
+    """Return a token as drawn, with visible spaces."""
+    return drawn(text if len(text) <= width else f"{text[: width - 1]}…")
+
+
+def only(rows: Sequence[Mapping[str, Any]], column: str, asked: Any) -> Any:
+    """Return the single value of a column, or the requested one.
+
+    Args:
+        rows: rows of a table.
+        column: name of the column, such as `layer`.
+        asked: value requested by the user; None for the only one.
+
+    Raises:
+        InvalidSpec: there are several values and none was requested, or the requested one is missing.
+    """
+    found = sorted({row[column] for row in rows})
+    if asked is None and len(found) == 1:
+        return found[0]
+    if asked not in found:
+        raise InvalidSpec(f"{column}={asked!r}; the table has {column}s {found}, and this picture is of one")
+    return asked
+
+
+def limit(values: Any, least: float = 1e-12) -> float:
+    """Return the greatest magnitude of some numbers, at least `least`, for a symmetric scale."""
+    return max(float(np.nanmax(np.abs(values))), least)

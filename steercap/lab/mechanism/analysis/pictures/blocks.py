@@ -12,7 +12,7 @@ from steercap.core.extras import extra
 from steercap.core.tokenizing import FONT
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
-from steercap.lab.mechanism.analysis.pictures.base import (
+from steercap.lab.mechanism.analysis.pictures import (
     CHANCE,
     COLOURS,
     DIVERGING,

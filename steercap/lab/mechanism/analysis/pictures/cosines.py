@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from steercap.errors import InvalidSpec
-from steercap.lab.mechanism.analysis.pictures.base import (
+from steercap.lab.mechanism.analysis.pictures import (
     CHANCE,
     COLOURS,
     COLUMN,

@@ -10,7 +10,7 @@ import numpy as np
 
 from steercap.core.tokenizing import FONT
 from steercap.errors import InvalidSpec
-from steercap.lab.mechanism.analysis.pictures.base import (
+from steercap.lab.mechanism.analysis.pictures import (
     CHANCE,
     COLOURS,
     COLUMN,
