@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from steercap.adapters.types import AsyncLLM
     from steercap.client import RemoteModel
-    from steercap.steering.edits.base import Edit
+    from steercap.steering.edits import Edit
     from steercap.steering.logit_bias import LogitBias
 
 

@@ -17,8 +17,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import Mask, shown
 from steercap.errors import InvalidRequest, InvalidSpec
-from steercap.steering.edits import EDITS
-from steercap.steering.edits.base import Edit
+from steercap.steering.edits import EDITS, Edit
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from steercap.steering.directions import DirectionSet
-    from steercap.steering.edits.base import Edit
+    from steercap.steering.edits import Edit
     from steercap.steering.layers import LayerVectors
     from steercap.steering.logit_bias import LogitBias
 

@@ -30,7 +30,7 @@ from steercap.steering.spec import SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     from steercap.steering.calibration import Calibration
-    from steercap.steering.edits.base import Edit
+    from steercap.steering.edits import Edit
     from steercap.steering.logit_bias import LogitBias
 
 #: Maximum number of elements that 16-bit indices can address.

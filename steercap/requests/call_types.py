@@ -11,7 +11,7 @@ from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.adapters.types import PoolingParams, SamplingParams
-    from steercap.steering.edits.base import Edit
+    from steercap.steering.edits import Edit
     from steercap.steering.logit_bias import LogitBias
     from steercap.steering.monitor import Monitor
 

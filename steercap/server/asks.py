@@ -21,8 +21,7 @@ from steercap.errors import InvalidSpec
 from steercap.server.call import Delivery, SteercapField
 from steercap.server.library import Library
 from steercap.steering.directions import DirectionSet
-from steercap.steering.edits import EDITS
-from steercap.steering.edits.base import Edit
+from steercap.steering.edits import EDITS, Edit
 from steercap.steering.edits.inputs import model_of
 from steercap.steering.layers import LayerVectors
 from steercap.steering.logit_bias import LogitBias

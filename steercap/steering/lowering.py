@@ -20,7 +20,7 @@ from steercap.core.spec import Point, check_armed, existing
 from steercap.core.tokens import Range, TokenSelection, selected
 from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
 from steercap.kernels.bits import HOLE
-from steercap.steering.edits.base import Edit, RankOne
+from steercap.steering.edits import Edit, RankOne
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 

@@ -11,8 +11,7 @@ from steercap.core.values import flag_of, parts_of, shown, warn
 from steercap.errors import InvalidSpec
 from steercap.files import native
 from steercap.files.native import FileKind
-from steercap.steering.edits import EDITS
-from steercap.steering.edits.base import Edit
+from steercap.steering.edits import EDITS, Edit
 from steercap.steering.edits.inputs import models_of
 from steercap.steering.logit_bias import LogitBias
 

@@ -33,7 +33,7 @@ from steercap.sync.twins import Bridged, as_there, blocking, calling, iterating
 
 if TYPE_CHECKING:
     from steercap.adapters.types import AsyncLLM
-    from steercap.steering.edits.base import Edit
+    from steercap.steering.edits import Edit
     from steercap.steering.logit_bias import LogitBias
 
 Value = TypeVar("Value")

@@ -22,7 +22,7 @@ from steercap.sync.twins import Bridged, as_there, blocking, calling, iterating
 if TYPE_CHECKING:
     from openai import OpenAI
 
-    from steercap.steering.edits.base import Edit
+    from steercap.steering.edits import Edit
     from steercap.steering.logit_bias import LogitBias
 
 

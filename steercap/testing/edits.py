@@ -12,10 +12,10 @@ from jaxtyping import Float
 
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
+from steercap.steering.edits import Edit
 from steercap.steering.edits.ablate import Ablate
 from steercap.steering.edits.add import Add
 from steercap.steering.edits.add_if import AddIf
-from steercap.steering.edits.base import Edit
 from steercap.steering.edits.cap import Cap
 from steercap.steering.edits.low_rank import LowRank
 from steercap.steering.edits.replace import Replace

@@ -12,9 +12,9 @@ from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.spec import CaptureSpec
 from steercap.errors import SteeringNotApplied
 from steercap.model import SteerModel
+from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add
 from steercap.steering.edits.add_if import AddIf
-from steercap.steering.edits.base import Edit
 from steercap.steering.edits.replace import Replace
 from steercap.steering.edits.sae_feature import SAEFeature
 from steercap.steering.edits.set_projection import SetProjection

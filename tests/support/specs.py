@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from steercap.steering.edits import Edit
 from steercap.steering.edits.ablate import Ablate
 from steercap.steering.edits.add import Add
 from steercap.steering.edits.add_if import AddIf
-from steercap.steering.edits.base import Edit
 from steercap.steering.edits.cap import Cap
 from steercap.steering.edits.low_rank import LowRank
 from steercap.steering.edits.replace import Replace

@@ -39,9 +39,8 @@ from steercap.lab.personas.roles.rows_file import read_rows_header
 from steercap.lab.personas.stages.capture import load_rows
 from steercap.saes.sae import SAE
 from steercap.steering import DirectionSet, LayerVectors
-from steercap.steering.edits import EDITS
+from steercap.steering.edits import EDITS, Edit
 from steercap.steering.edits.add import Add
-from steercap.steering.edits.base import Edit
 from steercap.steering.edits.cap import Cap
 from steercap.steering.edits.replace import Replace
 from steercap.steering.formats import (

@@ -59,7 +59,7 @@ from steercap.lab.training.settings import Penalties
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
 from steercap.steering import DirectionSet
-from steercap.steering.edits.base import Edit
+from steercap.steering.edits import Edit
 from steercap.testing import tiny_checkpoint
 from steercap.testing.edits import edited
 from steercap.testing.reference import Reference

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from steercap.core.program import Response
-from steercap.steering.edits.base import RankOne
+from steercap.steering.edits import RankOne
 
 Rows = Float[torch.Tensor, "n t width"]
 

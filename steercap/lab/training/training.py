@@ -29,7 +29,7 @@ from steercap.lab.training.results import Trained
 from steercap.lab.training.settings import Penalties, TrainingSettings, described, settings_of
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import Start, TrainableSpec
-from steercap.steering.edits.base import Edit
+from steercap.steering.edits import Edit
 from steercap.steering.spec import SteeringSpec, spec_of
 
 #: Kinds of examples; the objective determines which.

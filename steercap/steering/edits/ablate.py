@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from steercap.core.program import Response
-from steercap.steering.edits.base import Edit, RankOne, Vector, unit
+from steercap.steering.edits import Edit, RankOne, Vector, unit
 
 
 @dataclass(frozen=True, eq=False, repr=False)

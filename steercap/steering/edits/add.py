@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from steercap.core.program import Response
-from steercap.steering.edits.base import Edit, RankOne, Vector, unit
+from steercap.steering.edits import Edit, RankOne, Vector, unit
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,7 +8,7 @@ import torch
 
 from steercap.core.program import Response
 from steercap.errors import InvalidVector
-from steercap.steering.edits.base import Edit, RankOne, Vector, unit
+from steercap.steering.edits import Edit, RankOne, Vector, unit
 
 
 @dataclass(frozen=True, eq=False, repr=False)

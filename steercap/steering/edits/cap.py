@@ -7,7 +7,7 @@ from math import inf
 
 from steercap.core.program import Response
 from steercap.errors import InvalidEdit
-from steercap.steering.edits.base import Edit, RankOne, Vector, unit
+from steercap.steering.edits import Edit, RankOne, Vector, unit
 
 
 @dataclass(frozen=True, eq=False, repr=False)

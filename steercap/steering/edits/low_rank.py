@@ -9,7 +9,7 @@ import torch
 
 from steercap.core.program import Response
 from steercap.errors import InvalidEdit, InvalidVector
-from steercap.steering.edits.base import Edit, RankOne, Vector, number_in
+from steercap.steering.edits import Edit, RankOne, Vector, number_in
 
 MAX_RANK: Final = 16
 

@@ -14,7 +14,7 @@ from steercap.core.tokens import TokenSelection
 from steercap.core.values import Mask, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import InvalidEdit, InvalidVector
 from steercap.kernels.bits import HOLE
-from steercap.steering.edits.base import Edit, RankOne, Vector
+from steercap.steering.edits import Edit, RankOne, Vector
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,7 +8,7 @@ import torch
 
 from steercap.core.program import Response
 from steercap.errors import InvalidEdit, InvalidVector
-from steercap.steering.edits.base import Edit, RankOne, Vector, number_in
+from steercap.steering.edits import Edit, RankOne, Vector, number_in
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -31,7 +31,7 @@ from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
-    from steercap.steering.edits.base import Edit
+    from steercap.steering.edits import Edit
     from steercap.steering.logit_bias import LogitBias
 
 

@@ -18,7 +18,7 @@ from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
-    from steercap.steering.edits.base import Edit
+    from steercap.steering.edits import Edit
 
 #: A head: its layer, and its number there.
 Head: TypeAlias = tuple[int, int]

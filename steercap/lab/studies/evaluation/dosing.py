@@ -11,8 +11,8 @@ import torch
 from steercap.core.tokens import TokenSelection
 from steercap.errors import InvalidSpec
 from steercap.lab.studies.sweeps.controls import derived_seed
+from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add
-from steercap.steering.edits.base import Edit
 from steercap.steering.edits.low_rank import LowRank
 from steercap.steering.spec import SteeringSpec
 

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.registry import Registry
+from steercap.steering.edits import Edit
 from steercap.steering.edits.ablate import Ablate
 from steercap.steering.edits.add import Add
-from steercap.steering.edits.base import Edit
 from steercap.steering.edits.cap import Cap
 from steercap.steering.edits.set_projection import SetProjection
 
