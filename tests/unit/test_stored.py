@@ -780,7 +780,7 @@ def test_a_folder_says_what_it_said(name, tmp_path) -> None:
         (records.Kept, "id trait sign question score"),
         (AnswerRowsHeader, "version layers ids prompts"),
         (
-            roles_records.RoleResponse,
+            records.RoleResponse,
             "id role prompt question sample seed system_prompt question_text answer token_ids finish",
         ),
         (roles_records.RoleOutcome, "responses kept unscored mean_score left_out"),

@@ -13,8 +13,8 @@ from steercap.concurrency.bounded import each_of
 from steercap.files.base import write_tensors
 from steercap.lab.directions import Exchange, mean_rows
 from steercap.lab.personas.progress import Count
+from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles.folder import RoleFolder
-from steercap.lab.personas.roles.records import RoleResponse
 from steercap.lab.personas.roles.rows_file import VERSION, RoleRowsHeader, load_part, rows_path
 from steercap.lab.personas.roles.settings import RoleSettings
 from steercap.lab.personas.stages.capture import prompt_of, room_of

@@ -15,10 +15,11 @@ from steercap.core.extras import require
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidFile, RunUnfinished, TooFewKept
 from steercap.lab.personas.progress import Count, Report
+from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles.answering import answer, answers_of
 from steercap.lab.personas.roles.capturing import read, room_in
 from steercap.lab.personas.roles.folder import RoleFolder, RolesFolder, open_folder, read_folder
-from steercap.lab.personas.roles.records import RoleOutcome, RoleResponse, outcome_of, share_of
+from steercap.lab.personas.roles.records import RoleOutcome, outcome_of, share_of
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import LEAST, RoleRows
 from steercap.lab.personas.roles.rows_file import RoleRowsHeader, load_layer, read_rows_header, rows_path

@@ -1,10 +1,11 @@
-"""Stage "generate": the model answers every question under every system prompt."""
+"""Stage "generate": the model answers every question under every system prompt of a trait or role."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol
 
 import msgspec
 
@@ -12,7 +13,7 @@ from steercap.concurrency.bounded import each_of
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.personas.folder import RunFolder
 from steercap.lab.personas.progress import Count, Report
-from steercap.lab.personas.records import Request, Response, all_requests
+from steercap.lab.personas.records import AnyResponse, Request, Response, RoleRequest, all_requests
 from steercap.lab.personas.settings import PersonaSettings
 from steercap.steering.spec import SteeringSpec
 
@@ -63,6 +64,25 @@ class Sampling(Protocol):
     def top_p(self) -> float:
         """Share of the probability mass to sample from."""
 
+    @property
+    def max_in_flight(self) -> int:
+        """Maximum concurrent requests."""
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerGroup(Generic[AnyResponse]):
+    """Requests whose answers are stored together: those of one trait or role.
+
+    Args:
+        requests: all requests, in the order of the answers.
+        parts: writer of the answers; those in its folder are not generated again.
+        finish: function called once, with all answers in order.
+    """
+
+    requests: Sequence[Request | RoleRequest]
+    parts: TableWriter[AnyResponse]
+    finish: Callable[[list[AnyResponse]], None]
+
 
 async def generate(
     model: SteerModel, settings: PersonaSettings, folder: RunFolder, report: Report | None
@@ -78,25 +98,87 @@ async def generate(
     kept, ready = folder.traits_of("generate"), folder.is_done("generate")
     before = [response for response in read_table(path, Response) if response.trait in kept] if kept else []
     found = {response.id: response for response in before}
-    with contextlib.ExitStack() as stack:
-        todo = {trait: folder.parts("generate", trait) for trait in folder.traits if trait not in kept}
-        parts = {trait: stack.enter_context(TableWriter(place, Response)) for trait, place in todo.items()}
-        found |= {response.id: response for part in parts.values() for response in part.read()}
-        left = [request for request in wanted if request.id not in found]
-        count = Count("generate", len(wanted), len(wanted) - len(left), report)
-        ends = ends_in(model) if left else Ends(frozenset(), frozenset())
 
-        async def answer(request: Request) -> None:
-            found[request.id] = await _answer(model, settings, request, ends)
-            parts[request.trait].add(found[request.id])
-            count.add()
+    def take(responses: list[Response]) -> None:
+        found.update((response.id, response) for response in responses)
 
-        await each_of(left, answer, settings.max_in_flight)
+    groups = [
+        AnswerGroup(
+            [request for request in wanted if request.trait == trait],
+            TableWriter(folder.parts("generate", trait), Response),
+            take,
+        )
+        for trait in folder.traits
+        if trait not in kept
+    ]
+    count = Count("generate", len(wanted), sum(request.trait in kept for request in wanted), report)
+    await answer_groups(model, settings, groups, Response, count)
     responses = [found[request.id] for request in wanted]
     if not ready:
         write_table(path, [*responses, *(one for one in before if one.trait not in folder.traits)])
         folder.finish("generate")
     return responses
+
+
+async def answer_groups(
+    model: SteerModel,
+    settings: Sampling,
+    groups: Iterable[AnswerGroup[AnyResponse]],
+    kind: type[AnyResponse],
+    count: Count,
+) -> None:
+    """Generate the missing answers of some groups, and finish each group once all of its answers are there.
+
+    Requests of all groups run concurrently. A group is taken when its first request is due, so only answers of
+    unfinished groups are in memory.
+
+    Args:
+        model: an open model.
+        settings: settings of sampling.
+        groups: groups that are not finished.
+        kind: type of a request with its answer.
+        count: counter of answers.
+
+    Raises:
+        The errors of `SteerModel.chat`.
+    """
+    ends = functools.cache(lambda: ends_in(model))
+    lacking = dict[AnswerGroup[AnyResponse], int]()
+
+    def requests() -> Iterator[tuple[AnswerGroup[AnyResponse], Request | RoleRequest]]:
+        for group in groups:
+            known = {response.id for response in group.parts.read()}
+            count.add(len(known))
+            left = [request for request in group.requests if request.id not in known]
+            if not left:  # killed after its last answer
+                _finish(group)
+                continue
+            lacking[group] = len(left)
+            yield from ((group, request) for request in left)
+
+    async def ask(asked: tuple[AnswerGroup[AnyResponse], Request | RoleRequest]) -> None:
+        group, request = asked
+        messages = messages_of(request.system_prompt, request.question_text)
+        found = await sampled(model, messages, sampling_of(settings, request.seed), ends())
+        told = msgspec.structs.asdict(request)
+        group.parts.add(kind(**told, answer=found.answer, token_ids=found.token_ids, finish=found.finish))
+        lacking[group] -= 1
+        if not lacking[group]:
+            del lacking[group]
+            _finish(group)
+        count.add()
+
+    try:
+        await each_of(requests(), ask, settings.max_in_flight)
+    finally:
+        for group in lacking:
+            group.parts.flush()
+
+
+def _finish(group: AnswerGroup[AnyResponse]) -> None:
+    group.parts.flush()
+    found = {response.id: response for response in group.parts.read()}
+    group.finish([found[request.id] for request in group.requests])
 
 
 def said(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: object) -> tuple[int, ...]:
@@ -170,14 +252,6 @@ async def sampled(
         said(sample.token_ids, ends, finish, sample.stop_reason),
         finish,
         tuple(raw.output.prompt_token_ids),
-    )
-
-
-async def _answer(model: SteerModel, settings: PersonaSettings, request: Request, ends: Ends) -> Response:
-    messages = messages_of(request.system_prompt, request.question_text)
-    found = await sampled(model, messages, sampling_of(settings, request.seed), ends)
-    return Response(
-        **msgspec.structs.asdict(request), answer=found.answer, token_ids=found.token_ids, finish=found.finish
     )
 
 
