@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from steercap.files.tables import PART_RECORDS, TableWriter, read_table, write_table
-from steercap.lab.measures.scores import Scored, make_scorer
-from steercap.lab.personas.records import Score
+from steercap.files.tables import TableWriter, read_table, write_table
+from steercap.lab.measures.scores import make_scorer
+from steercap.lab.personas.progress import Count
+from steercap.lab.personas.records import RoleResponse, Score
 from steercap.lab.personas.roles.folder import RoleFolder
-from steercap.lab.personas.roles.records import RoleResponse
 from steercap.lab.personas.roles.role import ASSISTANT, trait_of
 from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.lab.personas.stages.score import scored
 
 
 async def score(
@@ -31,18 +32,8 @@ async def score(
     found = {one.id: one for one in parts.read()}
     scorer = make_scorer(settings.scorer, settings.scorer_args)
     trait = trait_of(settings.roles.role(role.name), settings.roles, settings.scorer)
-    # In chunks that do not depend on what was scored before: a batch decides rounding.
-    for first in range(0, len(responses), PART_RECORDS):
-        chunk = responses[first : first + PART_RECORDS]
-        if all(response.id in found for response in chunk):
-            continue
-        asked = [response for response in chunk if response.token_ids and response.answer.strip()]
-        told = await scorer.score(trait, [Scored(response.question_text, response.answer) for response in asked])
-        said = {response.id: value for response, value in zip(asked, told, strict=True)}
-        for response in chunk:
-            found[response.id] = Score(response.id, said.get(response.id))
-            parts.add(found[response.id])
-        parts.flush()
+    count = Count("score", len(responses), len(found), None)
+    found |= await scored(scorer, trait, responses, parts, known=found, count=count)
     scores = [found[response.id] for response in responses]
     write_table(path, scores)
     role.finish("score")
