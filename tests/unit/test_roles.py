@@ -59,8 +59,8 @@ from steercap.lab.personas.roles.directions import axes, directions
 from steercap.lab.personas.roles.folder import check_same, open_folder
 from steercap.lab.personas.roles.records import requests_of, share_of
 from steercap.lab.personas.roles.role import trait_of
-from steercap.lab.personas.roles.scoring import kept_of
 from steercap.lab.personas.roles.settings import described, digests_of
+from steercap.lab.personas.roles.stages import kept_of
 from steercap.steering.formats import load_capping
 
 QUESTIONS = ("Who are you?", "What is the sea?", "Why?")
