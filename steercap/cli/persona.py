@@ -291,12 +291,11 @@ def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Preflig
     """
     from steercap.core.spec import CaptureSpec
     from steercap.lab.personas.folder import check_same
-    from steercap.lab.personas.settings import described
 
     require("personas")
     check_sampling(temperature=settings.temperature, seed=settings.seed)
     planned.check_capture(CaptureSpec(layers=layers, sites=settings.site))
-    check_same(out, described(settings))
+    check_same(out, settings)
 
 
 def report(

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from steercap.core.extras import require
 from steercap.core.spec import CaptureSpec
 from steercap.files.tables import write_table
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.folder import open_folder
 from steercap.lab.personas.outcomes import Outcome, outcomes
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import Records
 from steercap.lab.personas.report import write_report
-from steercap.lab.personas.settings import PersonaSettings, described
+from steercap.lab.personas.settings import PersonaSettings
 from steercap.lab.personas.stages.capture import capture, room_of
 from steercap.lab.personas.stages.generate import generate
 from steercap.lab.personas.stages.keep import keep
@@ -73,7 +73,7 @@ async def run(
     """
     require("personas")
     check(model, settings)
-    folder = RunFolder(out, model.identity(), described(settings))
+    folder = open_folder(out, model.identity(), settings)
     responses = await generate(model, settings, folder, progress)
     scores = await score(settings, folder, responses, progress)
     count = Count("filter", 1, 0, progress)

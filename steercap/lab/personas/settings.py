@@ -193,9 +193,9 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 def described(settings: PersonaSettings) -> dict[str, Any]:
     """Return the settings as plain values, traits in full, by name."""
-    plain: dict[str, Any] = msgspec.to_builtins(settings)
-    plain["traits"] = {trait.name: msgspec.to_builtins(trait) for trait in settings.resolved()}
-    return plain
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
+    traits = {trait.name: trait for trait in settings.resolved()}
+    return {**plain, "traits": msgspec.json.decode(msgspec.json.encode(traits))}
 
 
 def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:

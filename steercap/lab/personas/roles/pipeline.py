@@ -146,7 +146,7 @@ def check(model: SteerModel, settings: RoleSettings) -> None:
 
 async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, count: Count) -> None:
     """Score and read the answers of a role."""
-    if role.holds("read"):
+    if role.is_done("read"):
         count.add(settings.answers_of(role.name))
         return
     responses = answers_of(role)
@@ -162,7 +162,7 @@ async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, c
         count.add(len(kept))
     else:
         await read(model, settings, role, kept, room=room, count=count)
-    role.finish("read", outcome_of(responses, scores, len(kept), why))
+    role.finish("read", outcome=outcome_of(responses, scores, len(kept), why))
 
 
 def _lack(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) -> str:

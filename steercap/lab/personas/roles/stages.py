@@ -40,7 +40,7 @@ async def answer(model: SteerModel, settings: RoleSettings, roles: Sequence[Role
     Raises:
         The errors of `SteerModel.chat`.
     """
-    todo = [role for role in roles if not role.holds("generate")]
+    todo = [role for role in roles if not role.is_done("generate")]
     total = sum(settings.answers_of(role.name) for role in roles)
     count = Count("generate", total, total - sum(settings.answers_of(role.name) for role in todo), report)
     await answer_groups(model, settings, (_group(settings, role) for role in todo), RoleResponse, count)
@@ -78,7 +78,7 @@ async def score(
     if settings.scorer is None or role.name == ASSISTANT:
         return None
     path = role.path / "scores.parquet"
-    if role.holds("score"):
+    if role.is_done("score"):
         return [one.score for one in read_table(path, Score)]
     role.begin("score")
     parts = TableWriter(role.parts("score"), Score)

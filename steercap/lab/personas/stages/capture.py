@@ -16,7 +16,7 @@ from steercap.errors import InvalidFile
 from steercap.files.base import read_tensors, write_tensors
 from steercap.files.tables import PART_RECORDS
 from steercap.lab.directions import Exchange, Rows, mean_rows
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import Records, Response, RoleResponse
 from steercap.lab.personas.settings import PersonaSettings
@@ -55,7 +55,7 @@ class AnswerRowsHeader(RowsHeader, frozen=True):
 async def capture(
     model: SteerModel,
     settings: PersonaSettings,
-    folder: RunFolder,
+    folder: StageFolder,
     records: Records,
     *,
     room: Mapping[str, int],
@@ -191,7 +191,7 @@ def load_rows(path: str | Path) -> tuple[AnswerRowsHeader, torch.Tensor]:
     return known, rows
 
 
-def rows_file(folder: RunFolder, trait: str) -> Path:
+def rows_file(folder: StageFolder, trait: str) -> Path:
     """Return the path of a trait's rows; one file for each trait, since all of them may not fit in memory."""
     return folder.path / "rows" / f"{trait}.safetensors"
 
@@ -199,7 +199,7 @@ def rows_file(folder: RunFolder, trait: str) -> Path:
 async def _read(
     model: SteerModel,
     settings: PersonaSettings,
-    folder: RunFolder,
+    folder: StageFolder,
     todo: Sequence[Response],
     *,
     room: Mapping[str, int],
@@ -226,7 +226,7 @@ async def _read(
     await each_of(chunks, read, max(1, settings.max_in_flight // PART_RECORDS))
 
 
-def _join(folder: RunFolder, order: Sequence[str]) -> None:
+def _join(folder: StageFolder, order: Sequence[str]) -> None:
     """Write the rows of each trait as one file, in the order of the answers."""
     ranks = {name: rank for rank, name in enumerate(order)}
     for trait in folder.traits:
@@ -243,7 +243,7 @@ def _join(folder: RunFolder, order: Sequence[str]) -> None:
         write_tensors(path, header, {"rows": torch.stack([found[name][1] for name in ids])})
 
 
-def _parts(folder: RunFolder, trait: str) -> list[Path]:
+def _parts(folder: StageFolder, trait: str) -> list[Path]:
     return sorted(folder.parts("capture", trait).glob("*.safetensors"))
 
 

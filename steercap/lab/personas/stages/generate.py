@@ -11,7 +11,7 @@ import msgspec
 
 from steercap.concurrency.bounded import each_of
 from steercap.files.tables import TableWriter, read_table, write_table
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import AnyResponse, Request, Response, RoleRequest, all_requests
 from steercap.lab.personas.settings import PersonaSettings
@@ -85,7 +85,7 @@ class AnswerGroup(Generic[AnyResponse]):
 
 
 async def generate(
-    model: SteerModel, settings: PersonaSettings, folder: RunFolder, report: Report | None
+    model: SteerModel, settings: PersonaSettings, folder: StageFolder, report: Report | None
 ) -> list[Response]:
     """Return the answers to all requests, in order; those in the folder are not generated again.
 

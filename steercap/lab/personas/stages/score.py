@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from steercap.files.tables import PART_RECORDS, TableWriter, read_table, write_table
 from steercap.lab.measures.scores import Scored, Scorer, make_scorer
 from steercap.lab.measures.trait import Trait
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import Response, RoleResponse, Score
 from steercap.lab.personas.settings import PersonaSettings
 
 
 async def score(
-    settings: PersonaSettings, folder: RunFolder, responses: Sequence[Response], report: Report | None
+    settings: PersonaSettings, folder: StageFolder, responses: Sequence[Response], report: Report | None
 ) -> list[Score]:
     """Return the scores of all answers, in order; None for those without a token or a word.
 
