@@ -271,7 +271,7 @@ def test_requests_are_questions_by_prompts_each_with_a_seed_of_its_own() -> None
         ({"read_system": 1}, "read_system=1"),
         ({"scorer_args": {"api_key": "x"}}, "put it into an environment variable"),
         ({"layers": "some"}, "layers='some'"),
-        ({"scorer": 3}, "give names"),
+        ({"scorer": 3}, "scorer=3; give a name"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, said) -> None:

@@ -17,10 +17,10 @@ from jaxtyping import Float
 
 from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec, LayerOutOfRange, UnknownName
-from steercap.files.base import read_tensors, read_tensors_at
+from steercap.files.base import read_tensors_at
 from steercap.lab.personas.roles.folder import RoleFolder
 from steercap.lab.personas.roles.role import ASSISTANT
-from steercap.lab.personas.stages.capture import RowsHeader, decode_header
+from steercap.lab.personas.stages.capture import RowsHeader, read_rows
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import LayerVectors
 
@@ -161,7 +161,7 @@ def read_rows_header(path: Path) -> RoleRowsHeader:
     Raises:
         InvalidFile: the file is missing, holds no rows, or is of another version.
     """
-    return decode_header(path, read_tensors(path, tensors=False)[0], RoleRowsHeader)
+    return read_rows(path, RoleRowsHeader, tensors=False)[0]
 
 
 def load_part(path: Path) -> tuple[RoleRowsHeader, torch.Tensor, torch.Tensor]:
@@ -170,8 +170,7 @@ def load_part(path: Path) -> tuple[RoleRowsHeader, torch.Tensor, torch.Tensor]:
     Raises:
         InvalidFile: as for `read_rows_header`.
     """
-    text, tensors = read_tensors(path)
-    header = decode_header(path, text, RoleRowsHeader)
+    header, tensors = read_rows(path, RoleRowsHeader)
     _check(path, header, tuple(tensors["means"].shape[:2]) if {"means", "norms"} <= tensors.keys() else ())
     return header, tensors["means"], tensors["norms"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from steercap.lab.personas.settings import PersonaSettings
 from steercap.lab.personas.stages.generate import messages_of
 
 if TYPE_CHECKING:
-    from steercap.core.spec import Layers
+    from steercap.lab.personas.roles.settings import RoleSettings
     from steercap.model import SteerModel
 
 VERSION: Final = 1
@@ -91,24 +91,11 @@ async def capture(
         folder.finish("capture")
 
 
-class Reading(Protocol):
-    """Settings for reading answers."""
-
-    @property
-    def layers(self) -> Layers:
-        """Layers of the rows."""
-
-    @property
-    def site(self) -> str:
-        """Site of the rows."""
-
-    @property
-    def read_system(self) -> bool:
-        """True if the system prompt comes before an answer."""
-
-
 def room_of(
-    tokenizer: Any, max_model_len: int, settings: Reading, responses: Sequence[Response | RoleResponse]
+    tokenizer: Any,
+    max_model_len: int,
+    settings: PersonaSettings | RoleSettings,
+    responses: Sequence[Response | RoleResponse],
 ) -> dict[str, int]:
     """Return the number of tokens of each answer that can be read after its prompt, by id; 0 for none.
 
@@ -131,13 +118,16 @@ def room_of(
     return found
 
 
-def prompt_of(settings: Reading, response: Response | RoleResponse) -> list[dict[str, str]]:
+def prompt_of(settings: PersonaSettings | RoleSettings, response: Response | RoleResponse) -> list[dict[str, str]]:
     """Return the conversation before an answer when it is read again."""
     return messages_of(response.system_prompt if settings.read_system else "", response.question_text)
 
 
 async def answer_rows(
-    model: SteerModel, settings: Reading, responses: Sequence[Response | RoleResponse], room: Mapping[str, int]
+    model: SteerModel,
+    settings: PersonaSettings | RoleSettings,
+    responses: Sequence[Response | RoleResponse],
+    room: Mapping[str, int],
 ) -> Rows:
     """Read answers with the model, in one batch, and return one row per answer and layer.
 
@@ -154,41 +144,36 @@ async def answer_rows(
     return await mean_rows(model, exchanges, layers=settings.layers, site=settings.site)
 
 
-def decode_header(path: Path, text: str, kind: type[AnyHeader]) -> AnyHeader:
-    """Decode the header of a file of rows.
-
-    Args:
-        path: the file, for messages.
-        text: header, in JSON.
-        kind: type of the header.
+def read_rows(path: Path, kind: type[AnyHeader], *, tensors: bool = True) -> tuple[AnyHeader, dict[str, torch.Tensor]]:
+    """Read the header of a file of rows, and its tensors if they are wanted.
 
     Raises:
-        InvalidFile: the header is of another kind or version.
+        InvalidFile: the file is missing, its header is of another kind, or it is of another version.
     """
+    text, found = read_tensors(path, tensors=tensors)
     try:
         header = msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
         raise InvalidFile(f"{path} holds no rows of answers: {error}") from error
     if header.version != VERSION:
         raise InvalidFile(f"{path} holds rows in version {header.version}; this steercap reads {VERSION}")
-    return header
+    return header, found
 
 
 def load_rows(path: str | Path) -> tuple[AnswerRowsHeader, torch.Tensor]:
-    """Read a file of rows.
+    """Read a file of rows of a trait's answers.
 
     Returns:
         Its header, and the rows, float32 [answers, layers, hidden].
 
     Raises:
-        InvalidFile: the file is missing, holds no rows, or is of a newer version.
+        InvalidFile: as for `read_rows`.
     """
-    header, tensors = read_tensors(Path(path))
+    header, tensors = read_rows(Path(path), AnswerRowsHeader)
     rows = tensors.get("rows")
-    known = decode_header(Path(path), header, AnswerRowsHeader)
-    if rows is None or rows.dim() != 3 or rows.shape[:2] != (len(known.ids), len(known.layers)):
+    if rows is None or rows.dim() != 3 or rows.shape[:2] != (len(header.ids), len(header.layers)):
         raise InvalidFile(f"{path} does not hold the rows that its header names; capture them again")
-    return known, rows
+    return header, rows
 
 
 def rows_file(folder: StageFolder, trait: str) -> Path:
@@ -248,8 +233,4 @@ def _parts(folder: StageFolder, trait: str) -> list[Path]:
 
 
 def _ids(paths: Sequence[Path]) -> set[str]:
-    return {name for path in paths for name in _ids_of(path)}
-
-
-def _ids_of(path: Path) -> tuple[str, ...]:
-    return decode_header(path, read_tensors(path, tensors=False)[0], AnswerRowsHeader).ids
+    return {name for path in paths for name in read_rows(path, AnswerRowsHeader, tensors=False)[0].ids}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import msgspec
 
@@ -15,9 +15,9 @@ from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import AnyResponse, Request, Response, RoleRequest, all_requests
 from steercap.lab.personas.settings import PersonaSettings
-from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
+    from steercap.lab.personas.roles.settings import RoleSettings
     from steercap.model import SteerModel
 
 
@@ -31,42 +31,6 @@ class Ends(NamedTuple):
 
     turn: frozenset[int]
     special: frozenset[int]
-
-
-class Sampled(NamedTuple):
-    """Sampled answer.
-
-    Args:
-        answer: the text.
-        token_ids: generated tokens, without special tokens at the end.
-        finish: reason for its end: "stop" or "length".
-        prompt_token_ids: tokens of the prompt.
-    """
-
-    answer: str
-    token_ids: tuple[int, ...]
-    finish: str
-    prompt_token_ids: tuple[int, ...]
-
-
-class Sampling(Protocol):
-    """Settings of sampling."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum tokens of an answer."""
-
-    @property
-    def temperature(self) -> float:
-        """Sampling temperature; 0 is greedy."""
-
-    @property
-    def top_p(self) -> float:
-        """Share of the probability mass to sample from."""
-
-    @property
-    def max_in_flight(self) -> int:
-        """Maximum concurrent requests."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +86,7 @@ async def generate(
 
 async def answer_groups(
     model: SteerModel,
-    settings: Sampling,
+    settings: PersonaSettings | RoleSettings,
     groups: Iterable[AnswerGroup[AnyResponse]],
     kind: type[AnyResponse],
     count: Count,
@@ -134,7 +98,7 @@ async def answer_groups(
 
     Args:
         model: an open model.
-        settings: settings of sampling.
+        settings: settings of the run.
         groups: groups that are not finished.
         kind: type of a request with its answer.
         count: counter of answers.
@@ -159,9 +123,11 @@ async def answer_groups(
     async def ask(asked: tuple[AnswerGroup[AnyResponse], Request | RoleRequest]) -> None:
         group, request = asked
         messages = messages_of(request.system_prompt, request.question_text)
-        found = await sampled(model, messages, sampling_of(settings, request.seed), ends())
-        told = msgspec.structs.asdict(request)
-        group.parts.add(kind(**told, answer=found.answer, token_ids=found.token_ids, finish=found.finish))
+        raw = await model.chat(messages, sampling_of(settings, request.seed), raw_output=True)
+        (sample,) = raw.output.outputs
+        finish, told = str(sample.finish_reason), msgspec.structs.asdict(request)
+        token_ids = said(sample.token_ids, ends(), finish, sample.stop_reason)
+        group.parts.add(kind(**told, answer=sample.text, token_ids=token_ids, finish=finish))
         lacking[group] -= 1
         if not lacking[group]:
             del lacking[group]
@@ -225,37 +191,7 @@ def messages_of(system_prompt: str, question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system_prompt}, asked] if system_prompt else [asked]
 
 
-async def sampled(
-    model: SteerModel,
-    messages: Sequence[Mapping[str, str]],
-    params: Mapping[str, Any],
-    ends: Ends,
-    steering: SteeringSpec | None = None,
-) -> Sampled:
-    """Sample one answer.
-
-    Args:
-        model: an open model.
-        messages: the conversation.
-        params: sampling parameters, as for `SteerModel.chat`.
-        ends: tokens that end a turn of the model.
-        steering: edits applied during the run.
-
-    Raises:
-        The errors of `SteerModel.chat`.
-    """
-    raw = await model.chat(list(messages), dict(params), steering=steering, raw_output=True)
-    (sample,) = raw.output.outputs
-    finish = str(sample.finish_reason)
-    return Sampled(
-        sample.text,
-        said(sample.token_ids, ends, finish, sample.stop_reason),
-        finish,
-        tuple(raw.output.prompt_token_ids),
-    )
-
-
-def sampling_of(settings: Sampling, seed: int) -> dict[str, Any]:
+def sampling_of(settings: PersonaSettings | RoleSettings, seed: int) -> dict[str, Any]:
     """Return sampling parameters for `SteerModel.chat`."""
     return {
         "max_tokens": settings.max_tokens,
