@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
-from rich.progress import Progress as Bars
-from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
@@ -28,8 +26,7 @@ from steercap.core.values import choices
 
 if TYPE_CHECKING:
     from steercap.core.spec import Layers
-    from steercap.lab.personas import PersonaResult, PersonaSettings, Progress, Trait
-    from steercap.model import SteerModel
+    from steercap.lab.personas import PersonaResult, PersonaSettings, Trait
 
 SIZES: Final = "Sizes"
 SCORING: Final = "Scoring"
@@ -121,37 +118,6 @@ def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **f
         said["scorer_args"] = arguments
     found = tuple(trait_of(text) for text in traits)
     return PersonaSettings.small(*found, **said) if small else PersonaSettings(traits=found, **said)
-
-
-async def ran(model: SteerModel, settings: PersonaSettings, out: Path, terminal: Terminal) -> PersonaResult:
-    """Run the pipeline with a progress bar for every stage.
-
-    Args:
-        model: an open model.
-        settings: settings of the run.
-        out: folder of the run.
-        terminal: terminal for the bars.
-
-    Raises:
-        The errors of `steercap.lab.personas.run`.
-    """
-    from steercap.lab.personas import run
-
-    with terminal.progress() as bars:
-        return await run(model, settings, out, progress=_Stages(bars))
-
-
-class _Stages:
-    """Progress callback with one bar per stage."""
-
-    def __init__(self, bars: Bars) -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.stage not in self._tasks:
-            self._tasks[progress.stage] = self._bars.add_task(progress.stage)
-        self._bars.update(self._tasks[progress.stage], completed=progress.done, total=progress.total)
 
 
 def table_of(result: PersonaResult) -> Table:
@@ -259,6 +225,7 @@ def _register_run(app: typer.Typer) -> None:
         interrupted goes on when it is called again with the same --out.
         """
         from steercap.core.spec import resolve_layers
+        from steercap.lab.personas import run as pipeline
 
         model.require_there()
         folder_ready(out)
@@ -268,7 +235,8 @@ def _register_run(app: typer.Typer) -> None:
         async with opened(model, terminal, sites=site) as open_model:
             if wanted != "all":
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
-            result = await ran(open_model, asked, out, terminal)
+            with terminal.stages() as shown:
+                result = await pipeline(open_model, asked, out, progress=lambda at: shown(at.stage, at.done, at.total))
             report(
                 result, asked, dict(zip((one.name for one in asked.resolved()), traits, strict=True)), model, terminal
             )

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
-from rich.progress import Progress as Bars
-from rich.progress import TaskID
 
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, folder_ready, may_replace, saved
@@ -21,7 +19,6 @@ from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 
 if TYPE_CHECKING:
-    from steercap.lab.personas import Progress
     from steercap.lab.personas.roles import RoleSet, RoleSettings
 
 SIZES: Final = "Sizes"
@@ -116,19 +113,6 @@ def shard_of(text: str) -> tuple[int, int]:
     return int(which), int(count)
 
 
-class _Stages:
-    """Progress callback with one bar per stage."""
-
-    def __init__(self, bars: Bars) -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.stage not in self._tasks:
-            self._tasks[progress.stage] = self._bars.add_task(progress.stage)
-        self._bars.update(self._tasks[progress.stage], completed=progress.done, total=progress.total)
-
-
 def register(persona: typer.Typer) -> None:
     """Add the commands."""
     _register_roles(persona)
@@ -183,8 +167,10 @@ def _register_roles(app: typer.Typer) -> None:
                 import msgspec
 
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
-            with terminal.progress() as bars:
-                await run_share(open_model, asked, out, shard=share, progress=_Stages(bars))
+            with terminal.stages() as shown:
+                await run_share(
+                    open_model, asked, out, shard=share, progress=lambda at: shown(at.stage, at.done, at.total)
+                )
         missing = read_folder(out).missing
         next_step = f"steercap persona axis {out}" if not missing else "the other shares"
         terminal.show(

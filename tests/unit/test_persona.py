@@ -48,7 +48,7 @@ from steercap.lab.personas.outcomes import outcomes
 from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
 from steercap.lab.personas.report import write_report
-from steercap.lab.personas.settings import STAGES, depends, described, stage_hashes
+from steercap.lab.personas.settings import DEPENDS, STAGES, described, stage_hashes
 from steercap.lab.personas.stages.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
 from steercap.lab.personas.stages.generate import ends_of, generate, said
 from steercap.lab.personas.stages.keep import keep
@@ -438,9 +438,9 @@ def test_a_setting_changes_the_stages_that_depend_on_it(changes, stage) -> None:
 
 def test_every_setting_belongs_to_a_stage() -> None:
     """None but the number in flight may change without a stage being done again."""
-    known = {name.split(".")[0] for stage in STAGES for name in depends(stage)}
+    known = {name.split(".")[0] for stage in STAGES for name in DEPENDS[stage]}
     assert known == set(PersonaSettings.__struct_fields__) - {"max_in_flight"}
-    parts = {name.split(".")[1] for stage in STAGES for name in depends(stage) if "." in name}
+    parts = {name.split(".")[1] for stage in STAGES for name in DEPENDS[stage] if "." in name}
     assert parts == set(type(traits()["formal"]).__struct_fields__)
 
 

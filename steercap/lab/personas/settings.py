@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from steercap.lab.personas.roles.settings import RoleSettings
 
 #: Settings that each stage depends on, besides earlier stages; "filter" selects rows and does not change them.
-_DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
+DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
     "generate": (
         "traits.name",
         "traits.positive",
@@ -49,7 +49,7 @@ _AFTER: Final[Mapping[str, tuple[str, ...]]] = {
 #: Stages whose results are of all traits together; those of the others are of one trait each.
 JOINT: Final = ("filter", "vectors")
 #: The stages, in their order.
-STAGES: Final = tuple(_DEPENDS)
+STAGES: Final = tuple(DEPENDS)
 
 
 class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -232,7 +232,7 @@ def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str
         plain, model: arguments as for `stage_hashes`.
     """
     found: dict[str, dict[str, str]] = {}
-    for stage in _DEPENDS:
+    for stage in DEPENDS:
         common, own = _parts(plain, stage)
         found[stage] = {
             name: digest_of([dict(model), [found[before][name] for before in _AFTER[stage]], common, trait])
@@ -270,15 +270,10 @@ def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
     return [] if mine == theirs else [f"{at}: {shown(theirs)}, not {shown(mine)}"]
 
 
-def depends(stage: str) -> Sequence[str]:
-    """Return the settings that a stage itself depends on."""
-    return _DEPENDS[stage]
-
-
 def _parts(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the settings a stage itself depends on: those for all traits, and those of each trait."""
-    fields = [name.removeprefix("traits.") for name in _DEPENDS[stage] if name.startswith("traits.")]
-    common = {name: plain[name] for name in _DEPENDS[stage] if not name.startswith("traits.")}
+    fields = [name.removeprefix("traits.") for name in DEPENDS[stage] if name.startswith("traits.")]
+    common = {name: plain[name] for name in DEPENDS[stage] if not name.startswith("traits.")}
     return common, {name: {field: trait[field] for field in fields} for name, trait in plain["traits"].items()}
 
 
