@@ -55,7 +55,7 @@ from steercap.lab.personas.roles import (
 from steercap.lab.personas.roles import (
     split_half as halves,
 )
-from steercap.lab.personas.roles.directions import axes, directions
+from steercap.lab.personas.roles.axis import axes, directions
 from steercap.lab.personas.roles.folder import check_same, open_folder
 from steercap.lab.personas.roles.records import requests_of, share_of
 from steercap.lab.personas.roles.role import trait_of

@@ -100,13 +100,13 @@ from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.personas import folder as persona_folder
 from steercap.lab.personas import records, traits
 from steercap.lab.personas import settings as persona_settings
+from steercap.lab.personas.capture import AnswerRowsHeader, load_rows
 from steercap.lab.personas.roles import AssistantAxis, load_run
 from steercap.lab.personas.roles import axis as roles_axis
 from steercap.lab.personas.roles import folder as roles_folder
 from steercap.lab.personas.roles import records as roles_records
 from steercap.lab.personas.roles import rows as roles_rows
 from steercap.lab.personas.roles import settings as roles_settings
-from steercap.lab.personas.stages.capture import AnswerRowsHeader, load_rows
 from steercap.lab.studies.evaluation import TASKS as KNOWN_TASKS
 from steercap.lab.studies.evaluation import Choices, Passages, read_results
 from steercap.lab.studies.evaluation.store import FOLDER as EVALUATION

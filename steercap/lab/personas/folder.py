@@ -23,8 +23,9 @@ from steercap.lab.personas.settings import (
     STAGES,
     PersonaSettings,
     described,
-    other_answers,
+    differences,
     stage_hashes,
+    stage_settings,
     trait_hashes,
 )
 
@@ -183,7 +184,12 @@ def check_same(path: str | Path, settings: PersonaSettings) -> None:
 
 def _differing(found: _State, wanted: _State) -> list[str]:
     """Return the differences that affect answers; where only later settings differ, later stages are repeated."""
-    return other_answers(wanted.settings, found.settings, (wanted.model, found.model))
+    (common, mine), (others, theirs) = (stage_settings(one.settings, "generate") for one in (wanted, found))
+    shared = [name for name in mine if name in theirs]
+    return differences(
+        {**common, "traits": {name: mine[name] for name in shared}, "model": wanted.model},
+        {**others, "traits": {name: theirs[name] for name in shared}, "model": found.model},
+    )
 
 
 #: Folders of runs of personas.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -14,6 +14,38 @@ from steercap.lab.personas.settings import PersonaSettings
 #: Kind of the system prompt of an answer.
 Sign: TypeAlias = Literal["positive", "negative"]
 SIGNS: Final[tuple[Sign, Sign]] = ("positive", "negative")
+
+
+class RunSettings(Protocol):
+    """Settings that runs over traits and over roles share; `PersonaSettings` and `RoleSettings` say what they are."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of an answer."""
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature; 0 is greedy."""
+
+    @property
+    def top_p(self) -> float:
+        """Share of the probability mass to sample from."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Maximum concurrent requests."""
+
+    @property
+    def layers(self) -> int | tuple[int, ...] | Literal["all"]:
+        """Layers of the rows."""
+
+    @property
+    def site(self) -> str:
+        """Site of the rows."""
+
+    @property
+    def read_system(self) -> bool:
+        """True if the system prompt comes before an answer when it is read again."""
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -15,9 +15,6 @@ from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.lab.directions import METHODS
 from steercap.lab.measures.scores import make_scorer
 from steercap.lab.measures.trait import Trait, traits
-
-if TYPE_CHECKING:
-    from steercap.lab.personas.roles.settings import RoleSettings
 
 #: Settings that each stage depends on, besides earlier stages; "filter" selects rows and does not change them.
 DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -163,7 +160,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def check_fields(
-    settings: PersonaSettings | RoleSettings,
+    settings: Any,
     least: Mapping[str, int],
     numbers: Sequence[str],
     flags: Sequence[str],
@@ -233,32 +230,12 @@ def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str
     """
     found: dict[str, dict[str, str]] = {}
     for stage in DEPENDS:
-        common, own = _parts(plain, stage)
+        common, own = stage_settings(plain, stage)
         found[stage] = {
             name: digest_of([dict(model), [found[before][name] for before in _AFTER[stage]], common, trait])
             for name, trait in own.items()
         }
     return found
-
-
-def other_answers(
-    mine: Mapping[str, Any], theirs: Mapping[str, Any], models: tuple[Mapping[str, str], Mapping[str, str]]
-) -> list[str]:
-    """Return the differences between two runs that affect answers, for traits that both have.
-
-    Args:
-        mine, theirs: settings as returned by `described`.
-        models: identity of the model of each.
-
-    Raises:
-        KeyError: one of them lacks a setting.
-    """
-    (common, own), (others, traits) = _parts(mine, "generate"), _parts(theirs, "generate")
-    shared = {name: trait for name, trait in own.items() if name in traits}
-    return differences(
-        {**common, "traits": shared, "model": models[0]},
-        {**others, "traits": {name: traits[name] for name in shared}, "model": models[1]},
-    )
 
 
 def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
@@ -270,7 +247,7 @@ def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
     return [] if mine == theirs else [f"{at}: {shown(theirs)}, not {shown(mine)}"]
 
 
-def _parts(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def stage_settings(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the settings a stage itself depends on: those for all traits, and those of each trait."""
     fields = [name.removeprefix("traits.") for name in DEPENDS[stage] if name.startswith("traits.")]
     common = {name: plain[name] for name in DEPENDS[stage] if not name.startswith("traits.")}

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from steercap.core.extras import require
-from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidFile, RunUnfinished, TooFewKept
+from steercap.lab.personas.capture import room_of
+from steercap.lab.personas.pipeline import check
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles.folder import RoleFolder, RolesFolder, open_folder, read_folder
@@ -29,7 +30,6 @@ from steercap.lab.personas.roles.rows import (
 )
 from steercap.lab.personas.roles.settings import RoleSettings
 from steercap.lab.personas.roles.stages import answer, answers_of, kept_of, read, score
-from steercap.lab.personas.stages.capture import room_of
 from steercap.steering.directions import Provenance
 
 if TYPE_CHECKING:
@@ -133,15 +133,6 @@ def load_run(out: str | Path) -> RoleRun:
         told = "; ".join(f"{name}: {one.left_out}" for name, one in outcomes.items() if one.left_out)
         raise TooFewKept(f"{out} has rows of {used}; those of the assistant and of two roles are needed. {told}")
     return RoleRun(_rows(folder, settings, used), outcomes, settings, Path(out))
-
-
-def check(model: SteerModel, settings: RoleSettings) -> None:
-    """Check that rows can be read at the requested points.
-
-    Raises:
-        PointNotArmed, LayerOutOfRange: a point has no tap.
-    """
-    model.check_capture(CaptureSpec(layers=settings.layers, sites=settings.site))
 
 
 async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, count: Count) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 
 from steercap.errors import InvalidSpec
 from steercap.lab.personas.pictures import canvas
-from steercap.lab.personas.roles.axis import AssistantAxis
-from steercap.lab.personas.roles.directions import How, directions
+from steercap.lab.personas.roles.axis import AssistantAxis, How, directions
 from steercap.lab.personas.roles.effects import PLAIN, CapRecord
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import RoleRows

@@ -18,9 +18,9 @@ from jaxtyping import Float
 from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec, LayerOutOfRange, UnknownName
 from steercap.files.base import read_tensors_at
+from steercap.lab.personas.capture import RowsHeader, read_rows
 from steercap.lab.personas.roles.folder import RoleFolder
 from steercap.lab.personas.roles.role import ASSISTANT
-from steercap.lab.personas.stages.capture import RowsHeader, read_rows
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import LayerVectors
 

@@ -19,6 +19,8 @@ from steercap.concurrency.bounded import each_of
 from steercap.files.base import write_tensors
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.measures.scores import make_scorer
+from steercap.lab.personas.capture import VERSION, answer_rows
+from steercap.lab.personas.generate import AnswerGroup, answer_groups
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import RoleResponse, Score
 from steercap.lab.personas.roles.folder import RoleFolder
@@ -26,9 +28,7 @@ from steercap.lab.personas.roles.records import requests_of
 from steercap.lab.personas.roles.role import ASSISTANT, trait_of
 from steercap.lab.personas.roles.rows import RoleRowsHeader, load_part, rows_path
 from steercap.lab.personas.roles.settings import RoleSettings
-from steercap.lab.personas.stages.capture import VERSION, answer_rows
-from steercap.lab.personas.stages.generate import AnswerGroup, answer_groups
-from steercap.lab.personas.stages.score import scored
+from steercap.lab.personas.score import scored
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

@@ -17,13 +17,12 @@ from steercap.files.base import read_tensors, write_tensors
 from steercap.files.tables import PART_RECORDS
 from steercap.lab.directions import Exchange, Rows, mean_rows
 from steercap.lab.personas.folder import StageFolder
+from steercap.lab.personas.generate import messages_of
 from steercap.lab.personas.progress import Count, Report
-from steercap.lab.personas.records import Records, Response, RoleResponse
+from steercap.lab.personas.records import Records, Response, RoleResponse, RunSettings
 from steercap.lab.personas.settings import PersonaSettings
-from steercap.lab.personas.stages.generate import messages_of
 
 if TYPE_CHECKING:
-    from steercap.lab.personas.roles.settings import RoleSettings
     from steercap.model import SteerModel
 
 VERSION: Final = 1
@@ -94,7 +93,7 @@ async def capture(
 def room_of(
     tokenizer: Any,
     max_model_len: int,
-    settings: PersonaSettings | RoleSettings,
+    settings: RunSettings,
     responses: Sequence[Response | RoleResponse],
 ) -> dict[str, int]:
     """Return the number of tokens of each answer that can be read after its prompt, by id; 0 for none.
@@ -118,14 +117,14 @@ def room_of(
     return found
 
 
-def prompt_of(settings: PersonaSettings | RoleSettings, response: Response | RoleResponse) -> list[dict[str, str]]:
+def prompt_of(settings: RunSettings, response: Response | RoleResponse) -> list[dict[str, str]]:
     """Return the conversation before an answer when it is read again."""
     return messages_of(response.system_prompt if settings.read_system else "", response.question_text)
 
 
 async def answer_rows(
     model: SteerModel,
-    settings: PersonaSettings | RoleSettings,
+    settings: RunSettings,
     responses: Sequence[Response | RoleResponse],
     room: Mapping[str, int],
 ) -> Rows:

@@ -13,11 +13,10 @@ from steercap.concurrency.bounded import each_of
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.progress import Count, Report
-from steercap.lab.personas.records import AnyResponse, Request, Response, RoleRequest, all_requests
+from steercap.lab.personas.records import AnyResponse, Request, Response, RoleRequest, RunSettings, all_requests
 from steercap.lab.personas.settings import PersonaSettings
 
 if TYPE_CHECKING:
-    from steercap.lab.personas.roles.settings import RoleSettings
     from steercap.model import SteerModel
 
 
@@ -86,7 +85,7 @@ async def generate(
 
 async def answer_groups(
     model: SteerModel,
-    settings: PersonaSettings | RoleSettings,
+    settings: RunSettings,
     groups: Iterable[AnswerGroup[AnyResponse]],
     kind: type[AnyResponse],
     count: Count,
@@ -191,7 +190,7 @@ def messages_of(system_prompt: str, question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system_prompt}, asked] if system_prompt else [asked]
 
 
-def sampling_of(settings: PersonaSettings | RoleSettings, seed: int) -> dict[str, Any]:
+def sampling_of(settings: RunSettings, seed: int) -> dict[str, Any]:
     """Return sampling parameters for `SteerModel.chat`."""
     return {
         "max_tokens": settings.max_tokens,

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from steercap.lab.directions import Contrast
 from steercap.lab.directions.contrast import directions_of
 from steercap.lab.directions.extraction import digest_of, labelled
+from steercap.lab.personas.capture import load_rows, rows_file
 from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import SIGNS, Kept, Records, Sign
 from steercap.lab.personas.settings import PersonaSettings
-from steercap.lab.personas.stages.capture import load_rows, rows_file
 from steercap.steering.directions import DirectionSet
 
 if TYPE_CHECKING:
