@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -28,21 +28,13 @@ if TYPE_CHECKING:
     from steercap.core.spec import Layers
     from steercap.lab.personas import PersonaResult, PersonaSettings, Trait
 
-SIZES: Final = "Sizes"
-SCORING: Final = "Scoring"
+SIZES, SCORING = roles.SIZES, roles.SCORING
 
 
 @dataclass(frozen=True)
-class SizeOptions:
-    """Options for sizes; those left out are the paper's, or with --small suitable for a laptop."""
+class SizeOptions(roles.AnswerOptions):
+    """Options for sizes."""
 
-    small: Annotated[
-        bool,
-        typer.Option("--small", help="Sizes for a small model on a CPU: minutes, not hours.", rich_help_panel=SIZES),
-    ] = False
-    n_samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Answers to each question.", rich_help_panel=SIZES)
-    ] = None
     n_questions: Annotated[
         int | None, typer.Option("--questions", min=2, help="How many of a trait's questions.", rich_help_panel=SIZES)
     ] = None
@@ -50,11 +42,6 @@ class SizeOptions:
         int | None,
         typer.Option("--system-prompts", min=1, help="How many of its pairs of system prompts.", rich_help_panel=SIZES),
     ] = None
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SIZES)] = (
-        None
-    )
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=SIZES)] = None
-    seed: Annotated[int | None, typer.Option(help="Of everything that is drawn.", rich_help_panel=SIZES)] = None
 
 
 @dataclass(frozen=True)
@@ -64,14 +51,7 @@ class ScoreOptions:
     scorer: Annotated[
         str | None, typer.Option(help="minilm, keywords or judge; minilm if left out.", rich_help_panel=SCORING)
     ] = None
-    scorer_arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Argument of the scorer, its value in JSON; may be repeated.",
-            rich_help_panel=SCORING,
-        ),
-    ] = None
+    scorer_arg: roles.ScorerArguments = None
     threshold_high: Annotated[
         float | None, typer.Option(min=0, max=100, help="Least score that shows the trait.", rich_help_panel=SCORING)
     ] = None

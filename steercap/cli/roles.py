@@ -25,14 +25,19 @@ SIZES: Final = "Sizes"
 SCORING: Final = "Scoring"
 
 
-@dataclass(frozen=True)
-class RoleOptions:
-    """Options for the roles, the amount of answers, and which answers are kept."""
+#: Arguments of a scorer, of traits and of roles.
+ScorerArguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE", help="Argument of the scorer, its value in JSON; may be repeated.", rich_help_panel=SCORING
+    ),
+]
 
-    questions: Annotated[
-        Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
-    ] = None
-    role: Annotated[list[str] | None, typer.Option(help="One of the roles; may be repeated. All by default.")] = None
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Options for answers of traits and of roles; those left out are the paper's, or with --small fit for a laptop."""
+
     small: Annotated[
         bool,
         typer.Option("--small", help="Sizes for a small model on a CPU: minutes, not hours.", rich_help_panel=SIZES),
@@ -40,6 +45,21 @@ class RoleOptions:
     n_samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="Answers to each question.", rich_help_panel=SIZES)
     ] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SIZES)] = (
+        None
+    )
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=SIZES)] = None
+    seed: Annotated[int | None, typer.Option(help="Of everything that is drawn.", rich_help_panel=SIZES)] = None
+
+
+@dataclass(frozen=True)
+class RoleOptions(AnswerOptions):
+    """Options for the roles, the amount of answers, and which answers are kept."""
+
+    questions: Annotated[
+        Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
+    ] = None
+    role: Annotated[list[str] | None, typer.Option(help="One of the roles; may be repeated. All by default.")] = None
     n_questions: Annotated[
         int | None, typer.Option("--n-questions", min=2, help="How many of the questions.", rich_help_panel=SIZES)
     ] = None
@@ -47,11 +67,6 @@ class RoleOptions:
         int | None,
         typer.Option("--system-prompts", min=1, help="How many of each role's prompts.", rich_help_panel=SIZES),
     ] = None
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SIZES)] = (
-        None
-    )
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=SIZES)] = None
-    seed: Annotated[int | None, typer.Option(help="Of everything that is drawn.", rich_help_panel=SIZES)] = None
     scorer: Annotated[
         str | None,
         typer.Option(
@@ -59,14 +74,7 @@ class RoleOptions:
             rich_help_panel=SCORING,
         ),
     ] = None
-    scorer_arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Argument of the scorer, its value in JSON; may be repeated.",
-            rich_help_panel=SCORING,
-        ),
-    ] = None
+    scorer_arg: ScorerArguments = None
     threshold: Annotated[
         float | None, typer.Option(min=0, max=100, help="Least score of an answer kept.", rich_help_panel=SCORING)
     ] = None
