@@ -47,14 +47,7 @@ async def evaluated(
     """
     from steercap.lab.studies.evaluation import evaluate
 
-    with terminal.progress() as bar:
-        bars: dict[str, Any] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = bar.add_task(what, total=None)
-            bar.update(bars[what], completed=done, total=total)
-
+    with terminal.stages() as progress:
         return await evaluate(
             model, evaluation, out=out, measures=settings.all_measures(), tasks=settings.tasks, progress=progress
         )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.progress import Progress as Bars
-from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
@@ -28,24 +26,15 @@ from steercap.core.values import choices
 
 if TYPE_CHECKING:
     from steercap.core.spec import Layers
-    from steercap.lab.personas import PersonaResult, PersonaSettings, Progress, Trait
-    from steercap.model import SteerModel
+    from steercap.lab.personas import PersonaResult, PersonaSettings, Trait
 
-SIZES: Final = "Sizes"
-SCORING: Final = "Scoring"
+SIZES, SCORING = roles.SIZES, roles.SCORING
 
 
 @dataclass(frozen=True)
-class SizeOptions:
-    """Options for sizes; those left out are the paper's, or with --small suitable for a laptop."""
+class SizeOptions(roles.AnswerOptions):
+    """Options for sizes."""
 
-    small: Annotated[
-        bool,
-        typer.Option("--small", help="Sizes for a small model on a CPU: minutes, not hours.", rich_help_panel=SIZES),
-    ] = False
-    n_samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Answers to each question.", rich_help_panel=SIZES)
-    ] = None
     n_questions: Annotated[
         int | None, typer.Option("--questions", min=2, help="How many of a trait's questions.", rich_help_panel=SIZES)
     ] = None
@@ -53,11 +42,6 @@ class SizeOptions:
         int | None,
         typer.Option("--system-prompts", min=1, help="How many of its pairs of system prompts.", rich_help_panel=SIZES),
     ] = None
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SIZES)] = (
-        None
-    )
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=SIZES)] = None
-    seed: Annotated[int | None, typer.Option(help="Of everything that is drawn.", rich_help_panel=SIZES)] = None
 
 
 @dataclass(frozen=True)
@@ -67,14 +51,7 @@ class ScoreOptions:
     scorer: Annotated[
         str | None, typer.Option(help="minilm, keywords or judge; minilm if left out.", rich_help_panel=SCORING)
     ] = None
-    scorer_arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Argument of the scorer, its value in JSON; may be repeated.",
-            rich_help_panel=SCORING,
-        ),
-    ] = None
+    scorer_arg: roles.ScorerArguments = None
     threshold_high: Annotated[
         float | None, typer.Option(min=0, max=100, help="Least score that shows the trait.", rich_help_panel=SCORING)
     ] = None
@@ -121,37 +98,6 @@ def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **f
         said["scorer_args"] = arguments
     found = tuple(trait_of(text) for text in traits)
     return PersonaSettings.small(*found, **said) if small else PersonaSettings(traits=found, **said)
-
-
-async def ran(model: SteerModel, settings: PersonaSettings, out: Path, terminal: Terminal) -> PersonaResult:
-    """Run the pipeline with a progress bar for every stage.
-
-    Args:
-        model: an open model.
-        settings: settings of the run.
-        out: folder of the run.
-        terminal: terminal for the bars.
-
-    Raises:
-        The errors of `steercap.lab.personas.run`.
-    """
-    from steercap.lab.personas import run
-
-    with terminal.progress() as bars:
-        return await run(model, settings, out, progress=_Stages(bars))
-
-
-class _Stages:
-    """Progress callback with one bar per stage."""
-
-    def __init__(self, bars: Bars) -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.stage not in self._tasks:
-            self._tasks[progress.stage] = self._bars.add_task(progress.stage)
-        self._bars.update(self._tasks[progress.stage], completed=progress.done, total=progress.total)
 
 
 def table_of(result: PersonaResult) -> Table:
@@ -259,6 +205,7 @@ def _register_run(app: typer.Typer) -> None:
         interrupted goes on when it is called again with the same --out.
         """
         from steercap.core.spec import resolve_layers
+        from steercap.lab.personas import run as pipeline
 
         model.require_there()
         folder_ready(out)
@@ -268,7 +215,8 @@ def _register_run(app: typer.Typer) -> None:
         async with opened(model, terminal, sites=site) as open_model:
             if wanted != "all":
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
-            result = await ran(open_model, asked, out, terminal)
+            with terminal.stages() as shown:
+                result = await pipeline(open_model, asked, out, progress=lambda at: shown(at.stage, at.done, at.total))
             report(
                 result, asked, dict(zip((one.name for one in asked.resolved()), traits, strict=True)), model, terminal
             )
@@ -291,12 +239,11 @@ def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Preflig
     """
     from steercap.core.spec import CaptureSpec
     from steercap.lab.personas.folder import check_same
-    from steercap.lab.personas.settings import described
 
     require("personas")
     check_sampling(temperature=settings.temperature, seed=settings.seed)
     planned.check_capture(CaptureSpec(layers=layers, sites=settings.site))
-    check_same(out, described(settings))
+    check_same(out, settings)
 
 
 def report(

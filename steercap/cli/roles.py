@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
-from rich.progress import Progress as Bars
-from rich.progress import TaskID
 
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, folder_ready, may_replace, saved
@@ -21,21 +19,25 @@ from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 
 if TYPE_CHECKING:
-    from steercap.lab.personas import Progress
     from steercap.lab.personas.roles import RoleSet, RoleSettings
 
 SIZES: Final = "Sizes"
 SCORING: Final = "Scoring"
 
 
-@dataclass(frozen=True)
-class RoleOptions:
-    """Options for the roles, the amount of answers, and which answers are kept."""
+#: Arguments of a scorer, of traits and of roles.
+ScorerArguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE", help="Argument of the scorer, its value in JSON; may be repeated.", rich_help_panel=SCORING
+    ),
+]
 
-    questions: Annotated[
-        Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
-    ] = None
-    role: Annotated[list[str] | None, typer.Option(help="One of the roles; may be repeated. All by default.")] = None
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Options for answers of traits and of roles; those left out are the paper's, or with --small fit for a laptop."""
+
     small: Annotated[
         bool,
         typer.Option("--small", help="Sizes for a small model on a CPU: minutes, not hours.", rich_help_panel=SIZES),
@@ -43,6 +45,21 @@ class RoleOptions:
     n_samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="Answers to each question.", rich_help_panel=SIZES)
     ] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SIZES)] = (
+        None
+    )
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=SIZES)] = None
+    seed: Annotated[int | None, typer.Option(help="Of everything that is drawn.", rich_help_panel=SIZES)] = None
+
+
+@dataclass(frozen=True)
+class RoleOptions(AnswerOptions):
+    """Options for the roles, the amount of answers, and which answers are kept."""
+
+    questions: Annotated[
+        Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
+    ] = None
+    role: Annotated[list[str] | None, typer.Option(help="One of the roles; may be repeated. All by default.")] = None
     n_questions: Annotated[
         int | None, typer.Option("--n-questions", min=2, help="How many of the questions.", rich_help_panel=SIZES)
     ] = None
@@ -50,11 +67,6 @@ class RoleOptions:
         int | None,
         typer.Option("--system-prompts", min=1, help="How many of each role's prompts.", rich_help_panel=SIZES),
     ] = None
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SIZES)] = (
-        None
-    )
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=SIZES)] = None
-    seed: Annotated[int | None, typer.Option(help="Of everything that is drawn.", rich_help_panel=SIZES)] = None
     scorer: Annotated[
         str | None,
         typer.Option(
@@ -62,14 +74,7 @@ class RoleOptions:
             rich_help_panel=SCORING,
         ),
     ] = None
-    scorer_arg: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Argument of the scorer, its value in JSON; may be repeated.",
-            rich_help_panel=SCORING,
-        ),
-    ] = None
+    scorer_arg: ScorerArguments = None
     threshold: Annotated[
         float | None, typer.Option(min=0, max=100, help="Least score of an answer kept.", rich_help_panel=SCORING)
     ] = None
@@ -114,19 +119,6 @@ def shard_of(text: str) -> tuple[int, int]:
     if not slash or not which.isdecimal() or not count.isdecimal() or not int(which) < int(count):
         raise typer.BadParameter(f"{text!r}: give WHICH/OF, such as 0/4, 1/4, 2/4 and 3/4", param_hint="--shard")
     return int(which), int(count)
-
-
-class _Stages:
-    """Progress callback with one bar per stage."""
-
-    def __init__(self, bars: Bars) -> None:
-        self._bars = bars
-        self._tasks: dict[str, TaskID] = {}
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.stage not in self._tasks:
-            self._tasks[progress.stage] = self._bars.add_task(progress.stage)
-        self._bars.update(self._tasks[progress.stage], completed=progress.done, total=progress.total)
 
 
 def register(persona: typer.Typer) -> None:
@@ -183,8 +175,10 @@ def _register_roles(app: typer.Typer) -> None:
                 import msgspec
 
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
-            with terminal.progress() as bars:
-                await run_share(open_model, asked, out, shard=share, progress=_Stages(bars))
+            with terminal.stages() as shown:
+                await run_share(
+                    open_model, asked, out, shard=share, progress=lambda at: shown(at.stage, at.done, at.total)
+                )
         missing = read_folder(out).missing
         next_step = f"steercap persona axis {out}" if not missing else "the other shares"
         terminal.show(

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -140,6 +141,19 @@ class Terminal:
         )
         with bar, heartbeat(bar, self.err):
             yield bar
+
+    @contextmanager
+    def stages(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Show a progress bar for each stage; yield a function of a stage, the number of items done, and of all."""
+        tasks = dict[str, TaskID]()
+        with self.progress() as bars:
+
+            def report(stage: str, done: int, total: int) -> None:
+                if stage not in tasks:
+                    tasks[stage] = bars.add_task(stage, total=None)
+                bars.update(tasks[stage], completed=done, total=total)
+
+            yield report
 
     @contextmanager
     def status(self, message: str) -> Iterator[None]:

@@ -24,8 +24,8 @@ from steercap.lab.demo import smollm2
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.measures.scores import Scored, make_scorer
 from steercap.lab.personas import PersonaResult, Progress, run, traits
+from steercap.lab.personas.capture import load_rows
 from steercap.lab.personas.records import SIGNS, Kept, Response, Score
-from steercap.lab.personas.stages.capture import load_rows
 from steercap.steering import DirectionSet
 
 SCRIPT = Path(__file__).parents[1] / "persona_run.py"

@@ -23,6 +23,8 @@ from steercap.errors import RunDiffers, RunUnfinished
 from steercap.files.tables import read_table
 from steercap.lab.directions import Exchange, mean_rows
 from steercap.lab.personas import Progress
+from steercap.lab.personas.capture import prompt_of
+from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles import (
     ASSISTANT,
     RoleRun,
@@ -38,8 +40,6 @@ from steercap.lab.personas.roles import (
     run_share,
     token_projections,
 )
-from steercap.lab.personas.roles.records import RoleResponse
-from steercap.lab.personas.stages.capture import prompt_of
 
 SCRIPT = Path(__file__).parents[1] / "roles_run.py"
 

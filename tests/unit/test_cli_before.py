@@ -37,9 +37,8 @@ from steercap.engine.checkpoint import is_path, require_reachable, require_there
 from steercap.errors import InvalidFile, ModelNotLoaded
 from steercap.files.base import write_whole
 from steercap.lab.personas import PersonaResult, PersonaSettings, traits
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.folder import open_folder
 from steercap.lab.personas.outcomes import Outcome
-from steercap.lab.personas.settings import described
 from steercap.lab.studies.sweeps.grid import Definition
 from steercap.steering import DirectionSet
 
@@ -213,7 +212,7 @@ def test_a_folder_that_holds_another_run_is_refused_first(here) -> None:
     (here / "s" / "sweep.json").write_bytes(msgspec.json.encode(other))
     done = call(*shlex.split(f"{SWEEP} deep.safetensors --layers 2"))
     assert (done.exit_code, "RunDiffers" in done.stderr) == (1, True), done.output
-    RunFolder(here / "p", {"model": "m"}, described(PersonaSettings.small("poetic", seed=5)))
+    open_folder(here / "p", {"model": "m"}, PersonaSettings.small("poetic", seed=5))
     done = call("persona", "run", "poetic", "--small", "-m", "model", "--out", "p")
     assert (done.exit_code, "RunDiffers" in done.stderr, "seed: 5, not 0" in done.stderr) == (1, True, True), (
         done.output
@@ -520,7 +519,7 @@ def test_a_table_shows_its_columns_at_80_columns(tmp_path, monkeypatch) -> None:
 
 def test_inspect_says_what_a_folder_is(here) -> None:
     """Runs of personas, sweeps, captures, models and other files; one with nothing known is an error."""
-    RunFolder(here / "p", {"model": "m"}, described(PersonaSettings.small("poetic", "evil")))
+    open_folder(here / "p", {"model": "m"}, PersonaSettings.small("poetic", "evil"))
     definition = Definition(
         model={"model": "m"},
         vectors={"praise": "0"},

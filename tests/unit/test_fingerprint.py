@@ -28,8 +28,7 @@ from steercap.files.fingerprint import (
 )
 from steercap.lab.demo import smollm2
 from steercap.lab.personas import PersonaSettings
-from steercap.lab.personas.folder import RunFolder
-from steercap.lab.personas.settings import described
+from steercap.lab.personas.folder import open_folder
 from steercap.lab.studies.sweeps import Sweep
 from steercap.lab.studies.sweeps.store import Folder
 from steercap.steering import LayerVectors
@@ -140,11 +139,11 @@ def test_two_final_folders_of_other_weights_are_two_models(config, tmp_path) -> 
         for at, name in enumerate("ab")
     )
     assert one["name"] == other["name"] == "final"
-    settings = described(PersonaSettings.small("formal"))
-    RunFolder(tmp_path / "run", one, settings)
-    RunFolder(tmp_path / "run", one, settings)
+    settings = PersonaSettings.small("formal")
+    open_folder(tmp_path / "run", one, settings)
+    open_folder(tmp_path / "run", one, settings)
     with pytest.raises(RunDiffers, match=r"model\.weights: '"):
-        RunFolder(tmp_path / "run", other, settings)
+        open_folder(tmp_path / "run", other, settings)
     sweep = Sweep(vectors={"warm": LayerVectors({1: torch.ones(4)})}, layers=(1,), scales=(1,), prompts=["a"])
     Folder(tmp_path / "sweep", sweep.definition(one))
     with pytest.raises(RunDiffers, match=r"sweep: model\.weights was '\w+', is '\w+'; give"):

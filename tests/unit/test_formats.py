@@ -34,9 +34,9 @@ from steercap.files.native import NativeHeader, _signed
 from steercap.files.tables import read_table
 from steercap.lab.datasets.dataset import ActivationDataset
 from steercap.lab.personas import load_trait
+from steercap.lab.personas.capture import load_rows
 from steercap.lab.personas.roles import AssistantAxis, load_roles, load_run
-from steercap.lab.personas.roles.rows_file import read_rows_header
-from steercap.lab.personas.stages.capture import load_rows
+from steercap.lab.personas.roles.rows import read_rows_header
 from steercap.saes.sae import SAE
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits import EDITS, Edit

@@ -43,16 +43,16 @@ from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
 from steercap.lab.measures.scores.judge import asked, number
 from steercap.lab.measures.scores.minilm import cross_validated, split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
+from steercap.lab.personas.folder import open_folder
+from steercap.lab.personas.generate import ends_of, generate, said
+from steercap.lab.personas.keep import keep
 from steercap.lab.personas.outcomes import outcomes
 from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
 from steercap.lab.personas.report import write_report
-from steercap.lab.personas.settings import STAGES, depends, described, stage_hashes
-from steercap.lab.personas.stages.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
-from steercap.lab.personas.stages.generate import ends_of, generate, said
-from steercap.lab.personas.stages.keep import keep
-from steercap.lab.personas.stages.score import score
+from steercap.lab.personas.score import score
+from steercap.lab.personas.settings import DEPENDS, STAGES, described, stage_hashes
 
 SHIPPED = list(traits())
 
@@ -438,9 +438,9 @@ def test_a_setting_changes_the_stages_that_depend_on_it(changes, stage) -> None:
 
 def test_every_setting_belongs_to_a_stage() -> None:
     """None but the number in flight may change without a stage being done again."""
-    known = {name.split(".")[0] for stage in STAGES for name in depends(stage)}
+    known = {name.split(".")[0] for stage in STAGES for name in DEPENDS[stage]}
     assert known == set(PersonaSettings.__struct_fields__) - {"max_in_flight"}
-    parts = {name.split(".")[1] for stage in STAGES for name in depends(stage) if "." in name}
+    parts = {name.split(".")[1] for stage in STAGES for name in DEPENDS[stage] if "." in name}
     assert parts == set(type(traits()["formal"]).__struct_fields__)
 
 
@@ -449,46 +449,46 @@ def test_every_setting_belongs_to_a_stage() -> None:
 
 def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
     """With the differences named; a change of later stages is none."""
-    RunFolder(tmp_path, MODEL, described(made()))
-    RunFolder(tmp_path, MODEL, described(made(method="probe", scorer="keywords")))
+    open_folder(tmp_path, MODEL, made())
+    open_folder(tmp_path, MODEL, made(method="probe", scorer="keywords"))
     with pytest.raises(RunDiffers, match=r"seed: 0, not 1"):
-        RunFolder(tmp_path, MODEL, described(made(seed=1, method="pca")))
+        open_folder(tmp_path, MODEL, made(seed=1, method="pca"))
     with pytest.raises(RunDiffers, match=r"model\.name: 'm', not 'other'"):
-        RunFolder(tmp_path, MODEL | {"name": "other"}, described(made()))
+        open_folder(tmp_path, MODEL | {"name": "other"}, made())
     changed = msgspec.structs.replace(traits()["formal"], questions=("What?", "Why?"))
     with pytest.raises(RunDiffers, match=r"traits\.formal\.questions: \['How do I cook rice"):
-        RunFolder(tmp_path, MODEL, described(made(traits=(changed, "poetic"))))
+        open_folder(tmp_path, MODEL, made(traits=(changed, "poetic")))
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path) -> None:
     """Broken or newer settings are InvalidFile."""
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(InvalidFile, match=r"settings\.json"):
-        RunFolder(tmp_path, MODEL, described(made()))
+        open_folder(tmp_path, MODEL, made())
     state = {"version": 1, "model": MODEL, "settings": json.loads(msgspec.json.encode(described(made())))}
     del state["settings"]["top_p"]
     (tmp_path / "settings.json").write_text(json.dumps(state))
     with pytest.raises(InvalidFile, match=r"settings\.json lacks .*'top_p'.*choose another folder"):
-        RunFolder(tmp_path, MODEL, described(made()))
+        open_folder(tmp_path, MODEL, made())
     state = {"version": 2, "model": MODEL, "settings": json.loads(msgspec.json.encode(described(made())))}
     (tmp_path / "settings.json").write_text(json.dumps(state))
     with pytest.raises(InvalidFile, match="version 2"):
-        RunFolder(tmp_path, MODEL, described(made()))
+        open_folder(tmp_path, MODEL, made())
 
 
 def test_results_are_used_only_while_what_they_depend_on_holds(tmp_path) -> None:
     """Changed and changed back, a stage whose results were begun again is not taken for done."""
-    first = RunFolder(tmp_path, MODEL, described(made()))
+    first = open_folder(tmp_path, MODEL, made())
     for stage in STAGES:
         first.begin(stage)
         first.finish(stage)
-    assert all(RunFolder(tmp_path, MODEL, described(made())).is_done(stage) for stage in STAGES)
-    other = RunFolder(tmp_path, MODEL, described(made(threshold_high=70.0)))
+    assert all(open_folder(tmp_path, MODEL, made()).is_done(stage) for stage in STAGES)
+    other = open_folder(tmp_path, MODEL, made(threshold_high=70.0))
     assert [stage for stage in STAGES if other.is_done(stage)] == ["generate", "score", "capture"]
     other.begin("vectors")
-    again = RunFolder(tmp_path, MODEL, described(made()))
+    again = open_folder(tmp_path, MODEL, made())
     assert [stage for stage in STAGES if again.is_done(stage)] == ["generate", "score", "filter", "capture"]
-    assert not RunFolder(tmp_path, MODEL, described(made(threshold_high=70.0))).is_done("vectors")
+    assert not open_folder(tmp_path, MODEL, made(threshold_high=70.0)).is_done("vectors")
 
 
 def test_what_a_killed_process_left_half_written_goes(tmp_path) -> None:
@@ -498,7 +498,7 @@ def test_what_a_killed_process_left_half_written_goes(tmp_path) -> None:
     scratch.parent.mkdir()
     scratch.touch()
     kept.touch()
-    RunFolder(tmp_path, MODEL, described(made()))
+    open_folder(tmp_path, MODEL, made())
     assert not scratch.exists()
     assert kept.exists()
 
@@ -623,7 +623,7 @@ async def test_traits_come_and_go_without_the_others_being_asked_again(tmp_path)
     async def through(*names: str, fresh: tuple[str, ...] = (), **changes) -> list[list[int]]:
         """Run two stages without a model, answers of fresh traits lying in parts; how many were there at first."""
         settings = made(traits=names, scorer="keywords", **changes)
-        folder = RunFolder(tmp_path, MODEL, described(settings))
+        folder = open_folder(tmp_path, MODEL, settings)
         for name in fresh:
             with TableWriter(folder.parts("generate", name), Response) as parts:
                 for one in answered(settings, lambda request: f"answer {request.id}"):
@@ -656,7 +656,7 @@ async def test_rows_of_a_trait_stay_when_others_come_and_go(tmp_path) -> None:
 
     async def through(*names: str, fresh: tuple[str, ...] = (), value: float = 0.0, **changes) -> dict[str, float]:
         settings = made(traits=names, **changes)
-        folder, responses = RunFolder(tmp_path, MODEL, described(settings)), answered(settings)
+        folder, responses = open_folder(tmp_path, MODEL, settings), answered(settings)
         for name in fresh:
             ids = tuple(one.id for one in responses if one.trait == name)
             header = AnswerRowsHeader(VERSION, (1,), ids, ("00",) * len(ids))
@@ -706,7 +706,7 @@ async def test_scoring_goes_on_where_it_was_cut_off(tmp_path) -> None:
     responses = answered(
         settings, lambda request: f"{request.question_text} {request.system_prompt}" if request.question else " "
     )
-    whole = await score(settings, RunFolder(tmp_path / "a", MODEL, described(settings)), responses, None)
+    whole = await score(settings, open_folder(tmp_path / "a", MODEL, settings), responses, None)
     assert {one.score is None for one, response in zip(whole, responses, strict=True) if not response.question} == {
         True
     }
@@ -719,9 +719,9 @@ async def test_scoring_goes_on_where_it_was_cut_off(tmp_path) -> None:
             raise Cut
 
     with pytest.raises(Cut):
-        await score(settings, RunFolder(tmp_path / "b", MODEL, described(settings)), responses, cut)
+        await score(settings, open_folder(tmp_path / "b", MODEL, settings), responses, cut)
     reports: list[Progress] = []
-    again = await score(settings, RunFolder(tmp_path / "b", MODEL, described(settings)), responses, reports.append)
+    again = await score(settings, open_folder(tmp_path / "b", MODEL, settings), responses, reports.append)
     assert reports[0].done == 64
     assert reports[-1] == Progress("score", len(responses), len(responses))
     assert again == whole == read_table(tmp_path / "b" / "scores.parquet", Score)

@@ -55,12 +55,12 @@ from steercap.lab.personas.roles import (
 from steercap.lab.personas.roles import (
     split_half as halves,
 )
-from steercap.lab.personas.roles.directions import axes, directions
+from steercap.lab.personas.roles.axis import axes, directions
 from steercap.lab.personas.roles.folder import check_same, open_folder
 from steercap.lab.personas.roles.records import requests_of, share_of
 from steercap.lab.personas.roles.role import trait_of
-from steercap.lab.personas.roles.scoring import kept_of
 from steercap.lab.personas.roles.settings import described, digests_of
+from steercap.lab.personas.roles.stages import kept_of
 from steercap.steering.formats import load_capping
 
 QUESTIONS = ("Who are you?", "What is the sea?", "Why?")
@@ -271,7 +271,7 @@ def test_requests_are_questions_by_prompts_each_with_a_seed_of_its_own() -> None
         ({"read_system": 1}, "read_system=1"),
         ({"scorer_args": {"api_key": "x"}}, "put it into an environment variable"),
         ({"layers": "some"}, "layers='some'"),
-        ({"scorer": 3}, "give names"),
+        ({"scorer": 3}, "scorer=3; give a name"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, said) -> None:
@@ -318,18 +318,20 @@ def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
 
 
 def test_marks_go_before_results_change(tmp_path) -> None:
-    """A stage that begins again takes the later ones' marks, and parts of other settings, with it."""
-    role = open_folder(tmp_path, {"name": "m"}, RoleSettings(roles=PAIR, min_kept=1)).roles["poet"]
+    """A stage that begins under other settings takes the later ones' marks, and parts of other settings, with it."""
+    settings = RoleSettings(roles=PAIR, min_kept=1)
+    role = open_folder(tmp_path, {"name": "m"}, settings).roles["poet"]
     for stage in ("generate", "score", "read"):
         role.begin(stage)
         role.parts(stage).mkdir(parents=True)
         role.finish(stage)
         assert not role.parts(stage).exists()
-    assert role.holds("read")
+    assert role.is_done("read")
     other = role.path / "parts" / "score-0000000000000000"
     other.mkdir(parents=True)
-    role.begin("score")
-    assert (role.holds("generate"), role.holds("score"), role.holds("read")) == (True, False, False)
+    changed = msgspec.structs.replace(settings, scorer_args={"density": 0.1})
+    open_folder(tmp_path, {"name": "m"}, changed).roles["poet"].begin("score")
+    assert (role.is_done("generate"), role.is_done("score"), role.is_done("read")) == (True, False, False)
     assert not other.exists()
 
 

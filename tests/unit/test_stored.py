@@ -99,12 +99,13 @@ from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.personas import folder as persona_folder
 from steercap.lab.personas import records, traits
 from steercap.lab.personas import settings as persona_settings
-from steercap.lab.personas.roles import AssistantAxis, load_run, rows_file
+from steercap.lab.personas.capture import AnswerRowsHeader, load_rows
+from steercap.lab.personas.roles import AssistantAxis, load_run
 from steercap.lab.personas.roles import axis as roles_axis
 from steercap.lab.personas.roles import folder as roles_folder
 from steercap.lab.personas.roles import records as roles_records
+from steercap.lab.personas.roles import rows as roles_rows
 from steercap.lab.personas.roles import settings as roles_settings
-from steercap.lab.personas.stages.capture import AnswerRowsHeader, load_rows
 from steercap.lab.studies.evaluation import TASKS as KNOWN_TASKS
 from steercap.lab.studies.evaluation import Choices, Passages, read_results
 from steercap.lab.studies.evaluation.store import FOLDER as EVALUATION
@@ -779,11 +780,11 @@ def test_a_folder_says_what_it_said(name, tmp_path) -> None:
         (records.Kept, "id trait sign question score"),
         (AnswerRowsHeader, "version layers ids prompts"),
         (
-            roles_records.RoleResponse,
+            records.RoleResponse,
             "id role prompt question sample seed system_prompt question_text answer token_ids finish",
         ),
         (roles_records.RoleOutcome, "responses kept unscored mean_score left_out"),
-        (rows_file.RoleRowsHeader, "version role layers questions counts prompts"),
+        (roles_rows.RoleRowsHeader, "version role layers questions counts prompts"),
         (
             manifest.Request,
             "file bytes sha256 id layout rows positions prompt_tokens output_tokens prompt_sha256 text_sha256 steering",

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 from steercap.core.extras import require
 from steercap.core.spec import CaptureSpec
 from steercap.files.tables import write_table
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.capture import capture, room_of
+from steercap.lab.personas.folder import open_folder
+from steercap.lab.personas.generate import generate
+from steercap.lab.personas.keep import keep
 from steercap.lab.personas.outcomes import Outcome, outcomes
 from steercap.lab.personas.progress import Count, Report
-from steercap.lab.personas.records import Records
+from steercap.lab.personas.records import Records, RunSettings
 from steercap.lab.personas.report import write_report
-from steercap.lab.personas.settings import PersonaSettings, described
-from steercap.lab.personas.stages.capture import capture, room_of
-from steercap.lab.personas.stages.generate import generate
-from steercap.lab.personas.stages.keep import keep
-from steercap.lab.personas.stages.score import score
-from steercap.lab.personas.stages.vectors import vectors
+from steercap.lab.personas.score import score
+from steercap.lab.personas.settings import PersonaSettings
+from steercap.lab.personas.vectors import vectors
 from steercap.steering.directions import DirectionSet
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ async def run(
     """
     require("personas")
     check(model, settings)
-    folder = RunFolder(out, model.identity(), described(settings))
+    folder = open_folder(out, model.identity(), settings)
     responses = await generate(model, settings, folder, progress)
     scores = await score(settings, folder, responses, progress)
     count = Count("filter", 1, 0, progress)
@@ -92,8 +92,8 @@ async def run(
     return PersonaResult(directions, found, folder.path, report)
 
 
-def check(model: SteerModel, settings: PersonaSettings) -> None:
-    """Check that rows can be read at the requested points.
+def check(model: SteerModel, settings: RunSettings) -> None:
+    """Check that rows can be read at the points of a run.
 
     Raises:
         PointNotArmed, LayerOutOfRange: a point has no tap.

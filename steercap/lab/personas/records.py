@@ -1,11 +1,11 @@
-"""Records of a run: requests, answers, scores, and kept answers."""
+"""Records of runs over traits or roles: requests, answers, scores, and kept answers."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -14,6 +14,38 @@ from steercap.lab.personas.settings import PersonaSettings
 #: Kind of the system prompt of an answer.
 Sign: TypeAlias = Literal["positive", "negative"]
 SIGNS: Final[tuple[Sign, Sign]] = ("positive", "negative")
+
+
+class RunSettings(Protocol):
+    """Settings that runs over traits and over roles share; `PersonaSettings` and `RoleSettings` say what they are."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of an answer."""
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature; 0 is greedy."""
+
+    @property
+    def top_p(self) -> float:
+        """Share of the probability mass to sample from."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Maximum concurrent requests."""
+
+    @property
+    def layers(self) -> int | tuple[int, ...] | Literal["all"]:
+        """Layers of the rows."""
+
+    @property
+    def site(self) -> str:
+        """Site of the rows."""
+
+    @property
+    def read_system(self) -> bool:
+        """True if the system prompt comes before an answer when it is read again."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -61,8 +93,49 @@ class Response(Request, frozen=True):
     finish: str
 
 
+class RoleRequest(msgspec.Struct, frozen=True):
+    """Request to a model for one answer.
+
+    Args:
+        id: "role/prompt/question/sample", unique in a run.
+        role: name of the role, or "assistant".
+        prompt: index of the system prompt.
+        question: index of the question.
+        sample: index among several answers.
+        seed: sampling seed, derived from the run's seed and the id.
+        system_prompt, question_text: texts of the prompt ("" for none) and the question.
+    """
+
+    id: str
+    role: str
+    prompt: int
+    question: int
+    sample: int
+    seed: int
+    system_prompt: str
+    question_text: str
+
+
+class RoleResponse(RoleRequest, frozen=True):
+    """Request with its answer.
+
+    Args:
+        answer: the text.
+        token_ids: generated tokens, without special tokens at the end.
+        finish: reason for its end: "stop" or "length".
+    """
+
+    answer: str
+    token_ids: tuple[int, ...]
+    finish: str
+
+
+#: Answer of a run to a request.
+AnyResponse = TypeVar("AnyResponse", Response, RoleResponse)
+
+
 class Score(msgspec.Struct, frozen=True):
-    """Score of an answer for its trait: 0 to 100, None if it could not be scored."""
+    """Score of an answer for its trait or role: 0 to 100, None if it could not be scored."""
 
     id: str
     score: float | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -17,7 +17,7 @@ from steercap.lab.measures.scores import make_scorer
 from steercap.lab.measures.trait import Trait, traits
 
 #: Settings that each stage depends on, besides earlier stages; "filter" selects rows and does not change them.
-_DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
+DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
     "generate": (
         "traits.name",
         "traits.positive",
@@ -46,7 +46,7 @@ _AFTER: Final[Mapping[str, tuple[str, ...]]] = {
 #: Stages whose results are of all traits together; those of the others are of one trait each.
 JOINT: Final = ("filter", "vectors")
 #: The stages, in their order.
-STAGES: Final = tuple(_DEPENDS)
+STAGES: Final = tuple(DEPENDS)
 
 
 class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -103,52 +103,20 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def __post_init__(self) -> None:
         least = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "max_in_flight": 1, "min_kept": 2}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is None and name in {"n_questions", "n_prompts"}:
-                continue
-            if (index_of(value) or 0) < bound:
-                raise InvalidSetting(f"{name}={shown(value)}; give {bound} or more, a whole number")
-        self._check_kinds()
+        numbers = ("temperature", "top_p", "threshold_high", "threshold_low", "held_out")
+        check_fields(self, least, numbers, ("paired", "read_system"), ("scorer", "site", "method"))
+        several = isinstance(self.traits, (list, tuple))
+        wrong = [trait for trait in self.traits if not isinstance(trait, (str, Trait))] if several else [self.traits]
+        if wrong:
+            raise InvalidSetting(f"traits hold {shown(wrong[0])}; give names of traits, or Traits, in a tuple")
         if not 0 < self.held_out < 1:
             raise InvalidSetting(f"held_out={self.held_out}; give a share of the questions, between 0 and 1")
-        if "api_key" in self.scorer_args:
-            raise InvalidSetting(
-                "scorer_args hold an api_key, and would be written to the run folder; put it into an environment "
-                "variable and give api_key_env"
-            )
-        _ = METHODS[self.method], SITES[self.site], make_scorer(self.scorer, self.scorer_args)
-        msgspec.structs.force_setattr(self, "layers", layers_of(self.layers))
-        try:
-            CaptureSpec(layers=self.layers, sites=self.site)
-        except InvalidSpec as error:
-            raise InvalidSetting(f"layers={self.layers!r}: {error}") from error
+        _ = METHODS[self.method], make_scorer(self.scorer, self.scorer_args)
         names = [trait.name for trait in self.resolved()]
         if not names or len(set(names)) < len(names):
             raise InvalidSetting(f"traits={names}; give at least one, and each once")
         for trait in self.resolved():
             self._check_size(trait)
-
-    def _check_kinds(self) -> None:
-        """Check the types of values that are neither sizes nor lists."""
-        for names, read, what in (
-            (("seed",), index_of, "a whole number"),
-            (("temperature", "top_p", "threshold_high", "threshold_low", "held_out"), number_of, "a number"),
-            (("paired", "read_system"), flag_of, "True or False"),
-        ):
-            for name in names:
-                found = read(getattr(self, name))
-                if found is None or found != found:  # noqa: PLR0124 -- NaN
-                    raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give {what}")
-        for name in ("scorer", "site", "method"):
-            if not isinstance(getattr(self, name), str):
-                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give a name")
-        if not isinstance(self.scorer_args, Mapping):
-            raise InvalidSetting(f"scorer_args={shown(self.scorer_args)}; give a dict")
-        several = isinstance(self.traits, (list, tuple))
-        wrong = [trait for trait in self.traits if not isinstance(trait, (str, Trait))] if several else [self.traits]
-        if wrong:
-            raise InvalidSetting(f"traits hold {shown(wrong[0])}; give names of traits, or Traits, in a tuple")
 
     def _check_size(self, trait: Trait) -> None:
         """Check that the requested answers of a trait suffice for a vector."""
@@ -191,11 +159,57 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return tuple(shipped[trait] if isinstance(trait, str) else trait for trait in self.traits)
 
 
+def check_fields(
+    settings: Any,
+    least: Mapping[str, int],
+    numbers: Sequence[str],
+    flags: Sequence[str],
+    names: Sequence[str],
+) -> None:
+    """Check the fields that are alike in settings of traits and of roles, and normalise `layers`.
+
+    Args:
+        settings: settings to check.
+        least: minimum of each size.
+        numbers, flags, names: fields that hold a number, True or False, and text.
+
+    Raises:
+        InvalidSetting, UnknownName: a value is not valid.
+    """
+    for name, bound in least.items():
+        value = getattr(settings, name)
+        if (index_of(value) or 0) < bound and not (value is None and name in {"n_questions", "n_prompts"}):
+            raise InvalidSetting(f"{name}={shown(value)}; give {bound} or more, a whole number")
+    readers: dict[str, tuple[Callable[[Any], Any], str]] = {
+        "seed": (index_of, "a whole number"),
+        **dict.fromkeys(numbers, (number_of, "a number")),
+        **dict.fromkeys(flags, (flag_of, "True or False")),
+        **dict.fromkeys(names, (lambda value: value if isinstance(value, str) else None, "a name")),
+        "scorer_args": (lambda value: value if isinstance(value, Mapping) else None, "a dict"),
+    }
+    for name, (read, what) in readers.items():
+        value = getattr(settings, name)
+        found = read(value)
+        if found is None or found != found:  # noqa: PLR0124 -- NaN
+            raise InvalidSetting(f"{name}={shown(value)}; give {what}")
+    if "api_key" in settings.scorer_args:
+        raise InvalidSetting(
+            "scorer_args hold an api_key, and would be written to the run folder; put it into an environment "
+            "variable and give api_key_env"
+        )
+    _ = SITES[settings.site]
+    msgspec.structs.force_setattr(settings, "layers", layers_of(settings.layers))
+    try:
+        CaptureSpec(layers=settings.layers, sites=settings.site)
+    except InvalidSpec as error:
+        raise InvalidSetting(f"layers={settings.layers!r}: {error}") from error
+
+
 def described(settings: PersonaSettings) -> dict[str, Any]:
     """Return the settings as plain values, traits in full, by name."""
-    plain: dict[str, Any] = msgspec.to_builtins(settings)
-    plain["traits"] = {trait.name: msgspec.to_builtins(trait) for trait in settings.resolved()}
-    return plain
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
+    traits = {trait.name: trait for trait in settings.resolved()}
+    return {**plain, "traits": msgspec.json.decode(msgspec.json.encode(traits))}
 
 
 def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:
@@ -205,7 +219,7 @@ def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str
         plain: settings as returned by `described`.
         model: identity of the model.
     """
-    return {stage: _digest(list(found.items())) for stage, found in trait_hashes(plain, model).items()}
+    return {stage: digest_of(list(found.items())) for stage, found in trait_hashes(plain, model).items()}
 
 
 def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -215,33 +229,13 @@ def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str
         plain, model: arguments as for `stage_hashes`.
     """
     found: dict[str, dict[str, str]] = {}
-    for stage in _DEPENDS:
-        common, own = _parts(plain, stage)
+    for stage in DEPENDS:
+        common, own = stage_settings(plain, stage)
         found[stage] = {
-            name: _digest([dict(model), [found[before][name] for before in _AFTER[stage]], common, trait])
+            name: digest_of([dict(model), [found[before][name] for before in _AFTER[stage]], common, trait])
             for name, trait in own.items()
         }
     return found
-
-
-def other_answers(
-    mine: Mapping[str, Any], theirs: Mapping[str, Any], models: tuple[Mapping[str, str], Mapping[str, str]]
-) -> list[str]:
-    """Return the differences between two runs that affect answers, for traits that both have.
-
-    Args:
-        mine, theirs: settings as returned by `described`.
-        models: identity of the model of each.
-
-    Raises:
-        KeyError: one of them lacks a setting.
-    """
-    (common, own), (others, traits) = _parts(mine, "generate"), _parts(theirs, "generate")
-    shared = {name: trait for name, trait in own.items() if name in traits}
-    return differences(
-        {**common, "traits": shared, "model": models[0]},
-        {**others, "traits": {name: traits[name] for name in shared}, "model": models[1]},
-    )
 
 
 def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
@@ -253,19 +247,15 @@ def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
     return [] if mine == theirs else [f"{at}: {shown(theirs)}, not {shown(mine)}"]
 
 
-def depends(stage: str) -> Sequence[str]:
-    """Return the settings that a stage itself depends on."""
-    return _DEPENDS[stage]
-
-
-def _parts(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def stage_settings(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the settings a stage itself depends on: those for all traits, and those of each trait."""
-    fields = [name.removeprefix("traits.") for name in _DEPENDS[stage] if name.startswith("traits.")]
-    common = {name: plain[name] for name in _DEPENDS[stage] if not name.startswith("traits.")}
+    fields = [name.removeprefix("traits.") for name in DEPENDS[stage] if name.startswith("traits.")]
+    common = {name: plain[name] for name in DEPENDS[stage] if not name.startswith("traits.")}
     return common, {name: {field: trait[field] for field in fields} for name, trait in plain["traits"].items()}
 
 
-def _digest(told: Any) -> str:
+def digest_of(told: Any) -> str:
+    """Return the SHA-256 of plain values, in hexadecimal."""
     return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()
 
 

@@ -19,12 +19,12 @@ from steercap.core.values import number_of, parts_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, RunDiffers
 from steercap.lab.directions import Exchange
 from steercap.lab.directions.extraction import CALL_TEXTS, CALLS, asked_of, check_texts
-from steercap.lab.personas.roles.answering import answers_of
+from steercap.lab.personas.capture import prompt_of
 from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.folder import read_folder
 from steercap.lab.personas.roles.role import ASSISTANT
+from steercap.lab.personas.roles.stages import answers_of
 from steercap.lab.personas.settings import differences
-from steercap.lab.personas.stages.capture import prompt_of
 from steercap.steering.edits.cap import Cap
 from steercap.steering.layers import FrozenMapping, LayerVectors
 from steercap.steering.spec import SteeringSpec

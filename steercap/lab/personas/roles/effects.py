@@ -16,13 +16,13 @@ from steercap.lab.directions import Exchange
 from steercap.lab.measures import Answered
 from steercap.lab.measures.perplexity import Perplexity
 from steercap.lab.measures.scores import Scored, make_scorer
+from steercap.lab.personas.generate import Ends, ends_in, messages_of, said, sampling_of
 from steercap.lab.personas.records import seed_of
 from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.axis_capping import layers_in, projections_by_text
 from steercap.lab.personas.roles.records import requests_of
 from steercap.lab.personas.roles.role import drift_prompts, trait_of
 from steercap.lab.personas.roles.settings import RoleSettings
-from steercap.lab.personas.stages.generate import Ends, ends_in, messages_of, said, sampling_of
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

@@ -8,20 +8,19 @@ the last ones.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from steercap.errors import InvalidFile
 from steercap.files.base import write_whole
 from steercap.files.folder import FolderKind
+from steercap.lab.personas.folder import VERSION, RunDefinition, StageFolder
 from steercap.lab.personas.roles.records import RoleOutcome
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.settings import (
-    STAGES,
     RoleSettings,
     described,
     digests_of,
@@ -30,29 +29,15 @@ from steercap.lab.personas.roles.settings import (
 )
 from steercap.lab.personas.settings import differences
 
-VERSION: Final = 1
-#: Digits of a SHA-256 that a folder of parts is named by.
-_SHORT: Final = 16
 
-
-class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of `settings.json`.
+class Definition(RunDefinition, frozen=True):
+    """Contents of `settings.json` of a run over roles.
 
     Args:
-        version: version of the folder layout.
-        model: identity of the model.
-        settings: settings as returned by `described`, with earlier roles too.
         roles: names of the roles requested now.
     """
 
-    version: int
-    model: dict[str, str]
-    settings: dict[str, Any]
     roles: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if self.version != VERSION:  # msgspec's decoder makes a complaint about the file of it
-            raise ValueError(f"it is of version {self.version}; this steercap reads {VERSION}")
 
 
 class _Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,55 +52,23 @@ class _Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outcome: RoleOutcome | None = None
 
 
-class RoleFolder:
-    """Folder of one role in a run.
+class RoleFolder(StageFolder):
+    """Folder of one role in a run. Its methods raise InvalidFile if `state.json` cannot be read.
 
     Args:
         path: the folder.
         name: name of the role, or the assistant's.
-        digests: SHA-256 of each stage's current inputs.
+        digests: SHA-256 of each stage's current inputs, in order.
     """
 
     def __init__(self, path: Path, name: str, digests: Mapping[str, str]) -> None:
-        self.path, self.name, self._digests = path, name, digests
-
-    def holds(self, stage: str) -> bool:
-        """Return True if a stage's results exist, for its current inputs.
-
-        Raises:
-            InvalidFile: `state.json` cannot be read.
-        """
-        return self._done().done.get(stage) == self._digests[stage]
+        super().__init__(path, digests, lambda: self._done().done, self._write)
+        self.name = name
 
     @property
     def outcome(self) -> RoleOutcome | None:
-        """Outcome of the role, None until it was read.
-
-        Raises:
-            InvalidFile: `state.json` cannot be read.
-        """
-        return self._done().outcome if self.holds("read") else None
-
-    def begin(self, stage: str) -> None:
-        """Mark a stage and later ones as unfinished; remove parts of other settings."""
-        kept = {name: digest for name, digest in self._done().done.items() if name in STAGES[: STAGES.index(stage)]}
-        self._write(_Done(kept))
-        for folder in self._parts_of(stage):
-            if folder != self.parts(stage):
-                shutil.rmtree(folder)
-
-    def finish(self, stage: str, outcome: RoleOutcome | None = None) -> None:
-        """Mark a stage as finished, and remove its parts."""
-        self._write(_Done(self._done().done | {stage: self._digests[stage]}, outcome))
-        for folder in self._parts_of(stage):
-            shutil.rmtree(folder)
-
-    def parts(self, stage: str) -> Path:
-        """Return the folder of a stage's parts, for its current inputs."""
-        return self.path / "parts" / f"{stage}-{self._digests[stage][:_SHORT]}"
-
-    def _parts_of(self, stage: str) -> list[Path]:
-        return sorted((self.path / "parts").glob(f"{stage}-*"))
+        """Outcome of the role, None until it was read."""
+        return self._done().outcome if self.is_done("read") else None
 
     def _done(self) -> _Done:
         file = self.path / "state.json"
@@ -126,9 +79,9 @@ class RoleFolder:
         except (OSError, msgspec.MsgspecError) as error:
             raise InvalidFile(f"{file} cannot be read: {error}; remove it, and the role is done again") from error
 
-    def _write(self, done: _Done) -> None:
+    def _write(self, done: dict[str, str], outcome: RoleOutcome | None = None) -> None:
         with write_whole(self.path / "state.json") as scratch:
-            scratch.write_bytes(msgspec.json.encode(done))
+            scratch.write_bytes(msgspec.json.encode(_Done(done, outcome)))
 
 
 class RolesFolder:
@@ -151,7 +104,7 @@ class RolesFolder:
     @property
     def missing(self) -> list[str]:
         """Names of unfinished roles, the assistant among them."""
-        return [name for name, role in self.roles.items() if not role.holds("read")]
+        return [name for name, role in self.roles.items() if not role.is_done("read")]
 
     def _role(self, name: str) -> RoleFolder:
         digests = digests_of(self.definition.settings, self.definition.model, name)

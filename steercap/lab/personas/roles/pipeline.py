@@ -12,18 +12,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from steercap.core.extras import require
-from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidFile, RunUnfinished, TooFewKept
+from steercap.lab.personas.capture import room_of
+from steercap.lab.personas.pipeline import check
 from steercap.lab.personas.progress import Count, Report
-from steercap.lab.personas.roles.answering import answer, answers_of
-from steercap.lab.personas.roles.capturing import read, room_in
+from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles.folder import RoleFolder, RolesFolder, open_folder, read_folder
-from steercap.lab.personas.roles.records import RoleOutcome, RoleResponse, outcome_of, share_of
+from steercap.lab.personas.roles.records import RoleOutcome, outcome_of, share_of
 from steercap.lab.personas.roles.role import ASSISTANT
-from steercap.lab.personas.roles.rows import LEAST, RoleRows
-from steercap.lab.personas.roles.rows_file import RoleRowsHeader, load_layer, read_rows_header, rows_path
-from steercap.lab.personas.roles.scoring import kept_of, score
+from steercap.lab.personas.roles.rows import (
+    LEAST,
+    RoleRows,
+    RoleRowsHeader,
+    load_layer,
+    read_rows_header,
+    rows_path,
+)
 from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.lab.personas.roles.stages import answer, answers_of, kept_of, read, score
 from steercap.steering.directions import Provenance
 
 if TYPE_CHECKING:
@@ -129,24 +135,15 @@ def load_run(out: str | Path) -> RoleRun:
     return RoleRun(_rows(folder, settings, used), outcomes, settings, Path(out))
 
 
-def check(model: SteerModel, settings: RoleSettings) -> None:
-    """Check that rows can be read at the requested points.
-
-    Raises:
-        PointNotArmed, LayerOutOfRange: a point has no tap.
-    """
-    model.check_capture(CaptureSpec(layers=settings.layers, sites=settings.site))
-
-
 async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, count: Count) -> None:
     """Score and read the answers of a role."""
-    if role.holds("read"):
+    if role.is_done("read"):
         count.add(settings.answers_of(role.name))
         return
     responses = answers_of(role)
     scores = await score(settings, role, responses)
     kept = kept_of(settings, responses, scores)
-    room = room_in(model, settings, kept)
+    room = room_of(model.tokenizer, model.max_model_len, settings, kept)
     kept = [response for response in kept if room[response.id]]
     count.add(len(responses) - len(kept))
     why = _lack(settings, responses, len(kept))
@@ -155,8 +152,8 @@ async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, c
         rows_path(role).unlink(missing_ok=True)
         count.add(len(kept))
     else:
-        await read(model, settings, role, kept, count)
-    role.finish("read", outcome_of(responses, scores, len(kept), why))
+        await read(model, settings, role, kept, room=room, count=count)
+    role.finish("read", outcome=outcome_of(responses, scores, len(kept), why))
 
 
 def _lack(settings: RoleSettings, responses: Sequence[RoleResponse], kept: int) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
-from steercap.files.base import write_whole
-from steercap.lab.personas.roles.axis import AssistantAxis
-from steercap.lab.personas.roles.directions import How, directions
+from steercap.lab.personas.pictures import canvas
+from steercap.lab.personas.roles.axis import AssistantAxis, How, directions
 from steercap.lab.personas.roles.effects import PLAIN, CapRecord
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import RoleRows
@@ -46,7 +43,7 @@ def plot_positions(axis: AssistantAxis, layer: int, to: str | Path | Axes) -> No
         LayerOutOfRange: the axis has no vector at the layer.
     """
     ranked = axis.ranked(layer)
-    with _on(to, (5.2, 0.9 + 0.19 * min(len(ranked), NAMED))) as axes:
+    with canvas(to, (5.2, 0.9 + 0.19 * min(len(ranked), NAMED)), dpi=DPI) as axes:
         places = np.arange(len(ranked))
         for place, (name, value) in zip(places, ranked, strict=True):
             colour = HELPER if name == ASSISTANT else ROLE
@@ -87,7 +84,7 @@ def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
     _, _, components = torch.linalg.svd(centred, full_matrices=False)
     plane = torch.stack([found.pca, components[1]])
     places, helper = (centred @ plane.T).tolist(), (plane @ found.offset).tolist()
-    with _on(to, (6.2, 4.8)) as axes:
+    with canvas(to, (6.2, 4.8), dpi=DPI) as axes:
         axes.axhline(0, color=BLACK, linewidth=0.5)
         axes.axvline(0, color=BLACK, linewidth=0.5)
         axes.annotate("", helper, (0, 0), arrowprops={"arrowstyle": "->", "color": HELPER, "alpha": 0.6})
@@ -117,7 +114,7 @@ def plot_stability(found: Stability, to: str | Path | Axes, *, how: How = "contr
     Raises:
         InvalidSpec: an unknown `how`.
     """
-    with _on(to, (6.2, 3.6)) as axes:
+    with canvas(to, (6.2, 3.6), dpi=DPI) as axes:
         for of in OFS:
             colour, label = _SHOWN[of]
             median, band = found.median(how, of), found.band(how, of)
@@ -155,7 +152,7 @@ def plot_changes(
     names = sorted(before, key=before.__getitem__)
     if not names or before.keys() != after.keys():
         raise InvalidSpec(f"no projections at layer {layer} of {PLAIN!r} and {condition!r} beside each other")
-    with _on(to, (5.2, 0.9 + 0.19 * len(names))) as axes:
+    with canvas(to, (5.2, 0.9 + 0.19 * len(names)), dpi=DPI) as axes:
         for place, name in enumerate(names):
             arrow = {"arrowstyle": "->", "color": CHANCE, "linewidth": 1.2}
             axes.annotate("", (after[name], place), (before[name], place), arrowprops=arrow)
@@ -179,18 +176,3 @@ def _by_role(records: Sequence[CapRecord], layer: int, condition: str, *, read: 
         if record.condition == condition and layer in values:
             found.setdefault(record.case.role or record.case.kind, []).append(values[layer])
     return {name: float(np.nanmean(values)) for name, values in found.items()}
-
-
-@contextmanager
-def _on(to: str | Path | Axes, size: tuple[float, float]) -> Iterator[Any]:
-    """Yield axes to draw on: the given ones, or new ones that are written to a file."""
-    if not isinstance(to, (str, Path)):
-        yield to
-        return
-    with extra("plots"):
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")  # not through pyplot: a notebook's figures are left alone
-    yield figure.subplots()
-    with write_whole(Path(to)) as scratch:
-        figure.savefig(scratch, dpi=DPI, format=Path(to).suffix[1:] or "png")

@@ -1,4 +1,4 @@
-"""Records of a run over roles: requests and answers."""
+"""Requests and outcomes of a run over roles."""
 
 from __future__ import annotations
 
@@ -8,46 +8,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from steercap.errors import InvalidSetting
-from steercap.lab.personas.records import seed_of
+from steercap.lab.personas.records import RoleRequest, RoleResponse, seed_of
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.settings import RoleSettings
-
-
-class RoleRequest(msgspec.Struct, frozen=True):
-    """Request to a model for one answer.
-
-    Args:
-        id: "role/prompt/question/sample", unique in a run.
-        role: name of the role, or "assistant".
-        prompt: index of the system prompt.
-        question: index of the question.
-        sample: index among several answers.
-        seed: sampling seed, derived from the run's seed and the id.
-        system_prompt, question_text: texts of the prompt ("" for none) and the question.
-    """
-
-    id: str
-    role: str
-    prompt: int
-    question: int
-    sample: int
-    seed: int
-    system_prompt: str
-    question_text: str
-
-
-class RoleResponse(RoleRequest, frozen=True):
-    """Request with its answer.
-
-    Args:
-        answer: the text.
-        token_ids: generated tokens, without special tokens at the end.
-        finish: reason for its end: "stop" or "length".
-    """
-
-    answer: str
-    token_ids: tuple[int, ...]
-    finish: str
 
 
 class RoleOutcome(msgspec.Struct, frozen=True):

@@ -1,4 +1,6 @@
-"""Rows of roles: one for each role, question and layer, from which vectors and axes are computed.
+"""Rows of roles: one for each role, question and layer, from which vectors and axes are computed; and their files.
+
+A file holds the rows of one role. One layer of it can be read without the others.
 
 Shape legend: roles = without the assistant; questions = of the run; hidden = elements of a row.
 """
@@ -7,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import torch
 from jaxtyping import Float
 
 from steercap.core.values import choices
-from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName
+from steercap.errors import InvalidFile, InvalidSpec, LayerOutOfRange, UnknownName
+from steercap.files.base import read_tensors_at
+from steercap.lab.personas.capture import RowsHeader, read_rows
+from steercap.lab.personas.roles.folder import RoleFolder
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.layers import LayerVectors
@@ -123,3 +129,68 @@ class RoleRows:
             },
             self.provenance,
         )
+
+
+class RoleRowsHeader(RowsHeader, frozen=True):
+    """Header of a file of a role's rows.
+
+    Args:
+        role: name of the role.
+        layers: layers along the first axis of both tensors: `means`, float32 [layers, questions, hidden], and `norms`,
+            the mean norm of the answers' rows, float32 [layers, questions].
+        questions: indices of questions along the second axis, ascending.
+        counts: number of answers averaged for each question.
+        prompts: SHA-256 of the tokens read for each question, in hexadecimal.
+    """
+
+    role: str
+    layers: tuple[int, ...]
+    questions: tuple[int, ...]
+    counts: tuple[int, ...]
+    prompts: tuple[str, ...]
+
+
+def rows_path(role: RoleFolder) -> Path:
+    """Return the path of a role's rows."""
+    return role.path / "rows.safetensors"
+
+
+def read_rows_header(path: Path) -> RoleRowsHeader:
+    """Read the header of a file of rows.
+
+    Raises:
+        InvalidFile: the file is missing, holds no rows, or is of another version.
+    """
+    return read_rows(path, RoleRowsHeader, tensors=False)[0]
+
+
+def load_part(path: Path) -> tuple[RoleRowsHeader, torch.Tensor, torch.Tensor]:
+    """Read a whole file: its header, and both tensors.
+
+    Raises:
+        InvalidFile: as for `read_rows_header`.
+    """
+    header, tensors = read_rows(path, RoleRowsHeader)
+    _check(path, header, tuple(tensors["means"].shape[:2]) if {"means", "norms"} <= tensors.keys() else ())
+    return header, tensors["means"], tensors["norms"]
+
+
+def load_layer(path: Path, header: RoleRowsHeader, layer: int) -> torch.Tensor:
+    """Read the rows of one layer alone: float32 [questions, hidden].
+
+    Args:
+        path: the file.
+        header: header of the file.
+        layer: layer in the header.
+
+    Raises:
+        InvalidFile: the rows cannot be read.
+    """
+    found = read_tensors_at(path, "means", header.layers.index(layer))
+    _check(path, header, (len(header.layers), len(found)))
+    return found
+
+
+def _check(path: Path, header: RoleRowsHeader, shape: tuple[int, ...]) -> None:
+    if shape != (len(header.layers), len(header.questions)):
+        raise InvalidFile(f"{path} does not hold the rows that its header names; remove the role's folder")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 
-from steercap.architectures.sites import SITES
-from steercap.core.spec import CaptureSpec
-from steercap.core.values import flag_of, index_of, number_of, shown
-from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.core.values import shown
+from steercap.errors import InvalidSetting
 from steercap.lab.measures.scores import make_scorer
 from steercap.lab.personas.roles.role import ASSISTANT, RoleSet, trait_of
-from steercap.lab.personas.settings import layers_of
+from steercap.lab.personas.settings import check_fields, digest_of
 
 #: Settings that a role's stage depends on, besides the stages before it.
 _DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -24,7 +21,8 @@ _DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 #: The stages, in their order.
 STAGES: Final = tuple(_DEPENDS)
-_LEAST: Final = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "max_in_flight": 1, "min_kept": 1}
+_SIZES: Final = ("n_samples", "n_questions", "n_prompts", "max_tokens", "max_in_flight", "min_kept", "read_together")
+_LEAST: Final = {**dict.fromkeys(_SIZES, 1), "n_questions": 2}
 
 
 class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,46 +69,15 @@ class RoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     read_together: int = 64
 
     def __post_init__(self) -> None:
-        for name, least in {**_LEAST, "read_together": 1}.items():
-            value = getattr(self, name)
-            if value is None and name in {"n_questions", "n_prompts"}:
-                continue
-            if (index_of(value) or 0) < least:
-                raise InvalidSetting(f"{name}={shown(value)}; give {least} or more, a whole number")
-        self._check_kinds()
-        if "api_key" in self.scorer_args:
-            raise InvalidSetting(
-                "scorer_args hold an api_key, and would be written to the run folder; put it into an environment "
-                "variable and give api_key_env"
-            )
-        _ = SITES[self.site]
+        if not isinstance(self.roles, RoleSet):
+            raise InvalidSetting(f"roles={shown(self.roles)}; give a RoleSet, such as of load_roles(path)")
+        names = ("site",) if self.scorer is None else ("scorer", "site")
+        check_fields(self, _LEAST, ("temperature", "top_p", "threshold"), ("read_system",), names)
         if self.scorer is not None:
             make_scorer(self.scorer, self.scorer_args)
             for role in self.roles.roles:
                 trait_of(role, self.roles, self.scorer)
-        msgspec.structs.force_setattr(self, "layers", layers_of(self.layers))
-        try:
-            CaptureSpec(layers=self.layers, sites=self.site)
-        except InvalidSpec as error:
-            raise InvalidSetting(f"layers={self.layers!r}: {error}") from error
         self._check_sizes()
-
-    def _check_kinds(self) -> None:
-        if not isinstance(self.roles, RoleSet):
-            raise InvalidSetting(f"roles={shown(self.roles)}; give a RoleSet, such as of load_roles(path)")
-        for names, read, what in (
-            (("seed",), index_of, "a whole number"),
-            (("temperature", "top_p", "threshold"), number_of, "a number"),
-            (("read_system",), flag_of, "True or False"),
-        ):
-            for name in names:
-                found = read(getattr(self, name))
-                if found is None or found != found:  # noqa: PLR0124 -- NaN
-                    raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give {what}")
-        if not isinstance(self.scorer, (str, type(None))) or not isinstance(self.site, str):
-            raise InvalidSetting(f"scorer={shown(self.scorer)}, site={shown(self.site)}; give names")
-        if not isinstance(self.scorer_args, Mapping):
-            raise InvalidSetting(f"scorer_args={shown(self.scorer_args)}; give a dict")
 
     def _check_sizes(self) -> None:
         """Check that every role, and the assistant, have at least `min_kept` answers requested."""
@@ -178,13 +145,9 @@ def digests_of(plain: Mapping[str, Any], model: Mapping[str, str], name: str) ->
         model: identity of the model.
         name: name of the role, or the assistant's.
     """
-    generate = _digest([dict(model), generation_of(plain, name)])
+    generate = digest_of([dict(model), generation_of(plain, name)])
     role = plain["roles"]["roles"].get(name)
     said = None if role is None or plain["scorer"] is None else [role, plain["roles"]["plain"]]
-    score = _digest([generate, said, [plain[field] for field in _DEPENDS["score"]]])
-    read = _digest([score, [plain[field] for field in _DEPENDS["read"]]])
+    score = digest_of([generate, said, [plain[field] for field in _DEPENDS["score"]]])
+    read = digest_of([score, [plain[field] for field in _DEPENDS["read"]]])
     return {"generate": generate, "score": score, "read": read}
-
-
-def _digest(told: Any) -> str:
-    return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()

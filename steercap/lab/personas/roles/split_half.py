@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
-from steercap.lab.personas.roles.directions import HOWS, How, axes, how_of
+from steercap.lab.personas.roles.axis import HOWS, How, axes, how_of
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import LEAST, RoleRows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -15,12 +15,12 @@ from steercap.core.prompts import templated
 from steercap.errors import InvalidFile
 from steercap.files.base import read_tensors, write_tensors
 from steercap.files.tables import PART_RECORDS
-from steercap.lab.directions import Exchange, mean_rows
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.directions import Exchange, Rows, mean_rows
+from steercap.lab.personas.folder import StageFolder
+from steercap.lab.personas.generate import messages_of
 from steercap.lab.personas.progress import Count, Report
-from steercap.lab.personas.records import Records, Response
+from steercap.lab.personas.records import Records, Response, RoleResponse, RunSettings
 from steercap.lab.personas.settings import PersonaSettings
-from steercap.lab.personas.stages.generate import messages_of
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -28,17 +28,24 @@ if TYPE_CHECKING:
 VERSION: Final = 1
 
 
-class AnswerRowsHeader(msgspec.Struct, frozen=True):
-    """Header of a file of rows.
+class RowsHeader(msgspec.Struct, frozen=True):
+    """Start of the header of a file of rows: the version of the file."""
+
+    version: int
+
+
+AnyHeader = TypeVar("AnyHeader", bound=RowsHeader)
+
+
+class AnswerRowsHeader(RowsHeader, frozen=True):
+    """Header of a file of rows of a trait's answers.
 
     Args:
-        version: version of the file.
         layers: layers along the second axis of the tensor `rows`, float32 [answers, layers, hidden].
         ids: ids of the answers, in the order of the rows.
         prompts: SHA-256 of the token ids read for each answer, in hexadecimal.
     """
 
-    version: int
     layers: tuple[int, ...]
     ids: tuple[str, ...]
     prompts: tuple[str, ...]
@@ -47,7 +54,7 @@ class AnswerRowsHeader(msgspec.Struct, frozen=True):
 async def capture(
     model: SteerModel,
     settings: PersonaSettings,
-    folder: RunFolder,
+    folder: StageFolder,
     records: Records,
     *,
     room: Mapping[str, int],
@@ -83,35 +90,12 @@ async def capture(
         folder.finish("capture")
 
 
-class Answered(Protocol):
-    """Answer that is read again."""
-
-    @property
-    def id(self) -> str:
-        """Id, unique in a run."""
-
-    @property
-    def system_prompt(self) -> str:
-        """System prompt of the answer; "" for none."""
-
-    @property
-    def question_text(self) -> str:
-        """Text of the question."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Generated tokens."""
-
-
-class Reading(Protocol):
-    """Settings for reading answers."""
-
-    @property
-    def read_system(self) -> bool:
-        """True if the system prompt comes before an answer."""
-
-
-def room_of(tokenizer: Any, max_model_len: int, settings: Reading, responses: Sequence[Answered]) -> dict[str, int]:
+def room_of(
+    tokenizer: Any,
+    max_model_len: int,
+    settings: RunSettings,
+    responses: Sequence[Response | RoleResponse],
+) -> dict[str, int]:
     """Return the number of tokens of each answer that can be read after its prompt, by id; 0 for none.
 
     To read, a model must generate one token too, so prompt and answer are shorter than the context. An answer may have
@@ -133,24 +117,65 @@ def room_of(tokenizer: Any, max_model_len: int, settings: Reading, responses: Se
     return found
 
 
+def prompt_of(settings: RunSettings, response: Response | RoleResponse) -> list[dict[str, str]]:
+    """Return the conversation before an answer when it is read again."""
+    return messages_of(response.system_prompt if settings.read_system else "", response.question_text)
+
+
+async def answer_rows(
+    model: SteerModel,
+    settings: RunSettings,
+    responses: Sequence[Response | RoleResponse],
+    room: Mapping[str, int],
+) -> Rows:
+    """Read answers with the model, in one batch, and return one row per answer and layer.
+
+    Args:
+        model: an open model.
+        settings: settings of the run.
+        responses: answers to read.
+        room: number of tokens of each answer to read, by id; see `room_of`.
+
+    Raises:
+        The errors of `SteerModel.read`.
+    """
+    exchanges = [Exchange(prompt_of(settings, one), one.token_ids[: room[one.id]]) for one in responses]
+    return await mean_rows(model, exchanges, layers=settings.layers, site=settings.site)
+
+
+def read_rows(path: Path, kind: type[AnyHeader], *, tensors: bool = True) -> tuple[AnyHeader, dict[str, torch.Tensor]]:
+    """Read the header of a file of rows, and its tensors if they are wanted.
+
+    Raises:
+        InvalidFile: the file is missing, its header is of another kind, or it is of another version.
+    """
+    text, found = read_tensors(path, tensors=tensors)
+    try:
+        header = msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise InvalidFile(f"{path} holds no rows of answers: {error}") from error
+    if header.version != VERSION:
+        raise InvalidFile(f"{path} holds rows in version {header.version}; this steercap reads {VERSION}")
+    return header, found
+
+
 def load_rows(path: str | Path) -> tuple[AnswerRowsHeader, torch.Tensor]:
-    """Read a file of rows.
+    """Read a file of rows of a trait's answers.
 
     Returns:
         Its header, and the rows, float32 [answers, layers, hidden].
 
     Raises:
-        InvalidFile: the file is missing, holds no rows, or is of a newer version.
+        InvalidFile: as for `read_rows`.
     """
-    header, tensors = read_tensors(Path(path))
+    header, tensors = read_rows(Path(path), AnswerRowsHeader)
     rows = tensors.get("rows")
-    known = _header(Path(path), header)
-    if rows is None or rows.dim() != 3 or rows.shape[:2] != (len(known.ids), len(known.layers)):
+    if rows is None or rows.dim() != 3 or rows.shape[:2] != (len(header.ids), len(header.layers)):
         raise InvalidFile(f"{path} does not hold the rows that its header names; capture them again")
-    return known, rows
+    return header, rows
 
 
-def rows_file(folder: RunFolder, trait: str) -> Path:
+def rows_file(folder: StageFolder, trait: str) -> Path:
     """Return the path of a trait's rows; one file for each trait, since all of them may not fit in memory."""
     return folder.path / "rows" / f"{trait}.safetensors"
 
@@ -158,19 +183,14 @@ def rows_file(folder: RunFolder, trait: str) -> Path:
 async def _read(
     model: SteerModel,
     settings: PersonaSettings,
-    folder: RunFolder,
+    folder: StageFolder,
     todo: Sequence[Response],
     *,
     room: Mapping[str, int],
     count: Count,
 ) -> None:
     async def read(chunk: Sequence[Response]) -> None:
-        rows = await mean_rows(
-            model,
-            [Exchange(prompt_of(settings, one), one.token_ids[: room[one.id]]) for one in chunk],
-            layers=settings.layers,
-            site=settings.site,
-        )
+        rows = await answer_rows(model, settings, chunk, room)
         header = AnswerRowsHeader(
             VERSION,
             rows.layers,
@@ -190,12 +210,7 @@ async def _read(
     await each_of(chunks, read, max(1, settings.max_in_flight // PART_RECORDS))
 
 
-def prompt_of(settings: Reading, response: Answered) -> list[dict[str, str]]:
-    """Return the conversation before an answer when it is read again."""
-    return messages_of(response.system_prompt if settings.read_system else "", response.question_text)
-
-
-def _join(folder: RunFolder, order: Sequence[str]) -> None:
+def _join(folder: StageFolder, order: Sequence[str]) -> None:
     """Write the rows of each trait as one file, in the order of the answers."""
     ranks = {name: rank for rank, name in enumerate(order)}
     for trait in folder.traits:
@@ -212,23 +227,9 @@ def _join(folder: RunFolder, order: Sequence[str]) -> None:
         write_tensors(path, header, {"rows": torch.stack([found[name][1] for name in ids])})
 
 
-def _parts(folder: RunFolder, trait: str) -> list[Path]:
+def _parts(folder: StageFolder, trait: str) -> list[Path]:
     return sorted(folder.parts("capture", trait).glob("*.safetensors"))
 
 
 def _ids(paths: Sequence[Path]) -> set[str]:
-    return {name for path in paths for name in _ids_of(path)}
-
-
-def _ids_of(path: Path) -> tuple[str, ...]:
-    return _header(path, read_tensors(path, tensors=False)[0]).ids
-
-
-def _header(path: Path, text: str) -> AnswerRowsHeader:
-    try:
-        header = msgspec.json.decode(text, type=AnswerRowsHeader)
-    except msgspec.MsgspecError as error:
-        raise InvalidFile(f"{path} holds no rows of answers: {error}") from error
-    if header.version != VERSION:
-        raise InvalidFile(f"{path} holds rows in version {header.version}; this steercap reads {VERSION}")
-    return header
+    return {name for path in paths for name in read_rows(path, AnswerRowsHeader, tensors=False)[0].ids}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from steercap.lab.directions import Contrast
 from steercap.lab.directions.contrast import directions_of
 from steercap.lab.directions.extraction import digest_of, labelled
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.capture import load_rows, rows_file
+from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import SIGNS, Kept, Records, Sign
 from steercap.lab.personas.settings import PersonaSettings
-from steercap.lab.personas.stages.capture import load_rows, rows_file
 from steercap.steering.directions import DirectionSet
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def vectors(
-    model: SteerModel, settings: PersonaSettings, folder: RunFolder, records: Records, report: Report | None
+    model: SteerModel, settings: PersonaSettings, folder: StageFolder, records: Records, report: Report | None
 ) -> DirectionSet:
     """Return the directions of all traits that have kept answers, with their provenance.
 
@@ -48,7 +48,7 @@ def vectors(
 
 
 def _one(
-    model: SteerModel, settings: PersonaSettings, folder: RunFolder, mine: Mapping[Sign, Sequence[Kept]]
+    model: SteerModel, settings: PersonaSettings, folder: StageFolder, mine: Mapping[Sign, Sequence[Kept]]
 ) -> DirectionSet:
     name = mine["positive"][0].trait
     header, rows = load_rows(rows_file(folder, name))

@@ -1,20 +1,20 @@
-"""Stage "score": scores of how strongly each answer shows its trait."""
+"""Stage "score": scores of how strongly each answer shows its trait, or plays its role."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from steercap.files.tables import PART_RECORDS, TableWriter, read_table, write_table
-from steercap.lab.measures.scores import Scored, make_scorer
+from steercap.lab.measures.scores import Scored, Scorer, make_scorer
 from steercap.lab.measures.trait import Trait
-from steercap.lab.personas.folder import RunFolder
+from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.progress import Count, Report
-from steercap.lab.personas.records import Response, Score
+from steercap.lab.personas.records import Response, RoleResponse, Score
 from steercap.lab.personas.settings import PersonaSettings
 
 
 async def score(
-    settings: PersonaSettings, folder: RunFolder, responses: Sequence[Response], report: Report | None
+    settings: PersonaSettings, folder: StageFolder, responses: Sequence[Response], report: Report | None
 ) -> list[Score]:
     """Return the scores of all answers, in order; None for those without a token or a word.
 
@@ -33,8 +33,9 @@ async def score(
     count = Count("score", len(responses), sum(response.id in found for response in responses), report)
     for trait in todo:
         mine = [response for response in responses if response.trait == trait.name]
-        found |= await _scored(
-            settings, trait, TableWriter(folder.parts("score", trait.name), Score), mine, known=found, count=count
+        parts = TableWriter(folder.parts("score", trait.name), Score)
+        found |= await scored(
+            make_scorer(settings.scorer, settings.scorer_args), trait, mine, parts, known=found, count=count
         )
     scores = [found[response.id] for response in responses]
     if not ready:
@@ -43,18 +44,32 @@ async def score(
     return scores
 
 
-async def _scored(
-    settings: PersonaSettings,
+async def scored(
+    scorer: Scorer,
     trait: Trait,
+    responses: Sequence[Response | RoleResponse],
     parts: TableWriter[Score],
-    responses: Sequence[Response],
     *,
     known: Mapping[str, Score],
     count: Count,
 ) -> dict[str, Score]:
-    """Score the answers of one trait that have no score yet."""
-    scorer, found = make_scorer(settings.scorer, settings.scorer_args), dict[str, Score]()
-    for chunk in _chunks(responses):
+    """Score the answers of one trait or role that have no score yet, and write the scores to parts.
+
+    Args:
+        scorer: scorer of the answers.
+        trait: trait to look for.
+        responses: all answers, in order.
+        parts: writer of the scores.
+        known: scores that exist, by id.
+        count: counter of answers.
+
+    Raises:
+        The errors of the scorer.
+    """
+    found = dict[str, Score]()
+    # In chunks that do not depend on what was scored before: a batch decides rounding.
+    for first in range(0, len(responses), PART_RECORDS):
+        chunk = responses[first : first + PART_RECORDS]
         if all(response.id in known for response in chunk):
             continue
         asked = [response for response in chunk if response.token_ids and response.answer.strip()]
@@ -66,9 +81,3 @@ async def _scored(
         parts.flush()
         count.add(sum(response.id not in known for response in chunk))
     return found
-
-
-def _chunks(responses: Sequence[Response]) -> Iterator[Sequence[Response]]:
-    """Yield answers of one trait in fixed chunks, regardless of what was scored before: a batch affects rounding."""
-    for first in range(0, len(responses), PART_RECORDS):
-        yield responses[first : first + PART_RECORDS]
