@@ -307,9 +307,9 @@ def test_a_folder_gives_back_what_was_written(tmp_path) -> None:
     [
         ({"scales": (0, 1, 3)}, "scales was"),
         ({"seed": 5}, "seed was 0, is 5"),
-        ({"vectors": {"warm": vectors(1, 2, 3, seed=4)}}, "vectors was"),
+        ({"vectors": {"warm": vectors(1, 2, 3, seed=4)}}, "vectors.warm was"),
         ({"prompts": ["another"]}, "prompts was"),
-        ({"sampling": {"max_tokens": 3}}, "sampling was"),
+        ({"sampling": {"max_tokens": 3}}, "sampling.max_tokens was not set"),
         ({"tokens": "all", "samples": 2}, "tokens was .*; samples was"),
     ],
 )

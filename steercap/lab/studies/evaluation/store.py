@@ -10,6 +10,7 @@ results.parquet, methods.parquet, methods.md, methods.png     results
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ import msgspec
 
 from steercap.core.values import shown
 from steercap.errors import InvalidFile
-from steercap.files.folder import FolderKind
+from steercap.files.folder import FolderKind, differences
 from steercap.lab.measures.base import Answered, Measure
 from steercap.lab.studies.evaluation.definition import Condition, Definition, Evaluation
 from steercap.lab.studies.evaluation.tasks.base import Task
@@ -141,19 +142,5 @@ def check_same(path: str | Path, evaluation: Evaluation) -> None:
     FOLDER.check_same(path, lambda found: evaluation.definition(found.model))
 
 
-def _differing(found: Definition, wanted: Definition) -> list[str]:
-    was, now = _fields(found), _fields(wanted)
-    differ = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    return [f"{name} was {shown(was.get(name))}, is {shown(now.get(name))}" for name in differ]
-
-
-def _fields(definition: Definition) -> dict[str, object]:
-    """Return a definition's fields by name, those of the model separately, without conditions."""
-    said = msgspec.structs.asdict(definition)
-    model = said.pop("model")
-    del said["conditions"]
-    return {**{f"model.{name}": value for name, value in model.items()}, **said}
-
-
-#: Folders of evaluations.
-FOLDER: Final = FolderKind("evaluation.json", Definition, "evaluation", _differing)
+#: Folders of evaluations, to which conditions may be added.
+FOLDER: Final = FolderKind("evaluation.json", Definition, "evaluation", partial(differences, but=("conditions",)))

@@ -16,7 +16,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from steercap.core.values import shown
 from steercap.files.folder import FolderKind
 from steercap.files.tables import TableWriter
 from steercap.lab.measures.base import Answered, Measure
@@ -159,18 +158,5 @@ def check_same(path: str | Path, sweep: Sweep) -> None:
     SWEEP.check_same(path, lambda found: sweep.definition(found.model))
 
 
-def _differing(found: Definition, wanted: Definition) -> list[str]:
-    was, now = _fields(found), _fields(wanted)
-    differ = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    return [f"{name} was {shown(was.get(name))}, is {shown(now.get(name))}" for name in differ]
-
-
-def _fields(definition: Definition) -> dict[str, object]:
-    """Return a definition's fields by name, those of the model separately."""
-    said = msgspec.structs.asdict(definition)
-    model = said.pop("model")
-    return {**{f"model.{name}": value for name, value in model.items()}, **said}
-
-
 #: Folders of sweeps: all of the definition counts.
-SWEEP: Final = FolderKind("sweep.json", Definition, "sweep", _differing)
+SWEEP: Final = FolderKind("sweep.json", Definition, "sweep")
