@@ -14,7 +14,7 @@ from steercap.errors import InvalidFile, RunDiffers
 from steercap.files.base import write_whole
 from steercap.files.folder import NAMED, FolderKind, differences
 from steercap.lab.personas.folder import RUN
-from steercap.lab.studies.sweeps.store import SWEEP
+from steercap.lab.studies.sweeps.grid import SWEEP
 
 
 class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from steercap.core.values import choices, flag_of, index_of, parts_of, shown
 from steercap.errors import InvalidSpec
+from steercap.files.folder import FolderKind, differences
 from steercap.lab.studies.evaluation.methods import Method, listed
 from steercap.lab.studies.sweeps.controls import derived_seed
 from steercap.steering.spec import SteeringSpec
@@ -79,6 +81,10 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool
     seed: int
     conditions: list[KnownCondition] = []
+
+
+#: Folders of evaluations, to which conditions may be added.
+FOLDER: Final = FolderKind("evaluation.json", Definition, "evaluation", partial(differences, but=("conditions",)))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
+from steercap.files.folder import FolderKind
 from steercap.lab.studies.sweeps.controls import derived_seed, random_like
 from steercap.lab.studies.sweeps.operations import OPERATIONS
 from steercap.steering.layers import LayerVectors
@@ -76,6 +77,10 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[Any]
     sampling: dict[str, Any]
     samples: int
+
+
+#: Folders of sweeps: all of the definition counts.
+SWEEP: Final = FolderKind("sweep.json", Definition, "sweep")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
