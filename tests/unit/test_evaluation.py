@@ -35,9 +35,9 @@ from steercap.lab.studies.evaluation import (
     corrected,
     holm,
 )
+from steercap.lab.studies.evaluation.columns import Place, path, place_of
 from steercap.lab.studies.evaluation.definition import FOLDER
 from steercap.lab.studies.evaluation.dosing import dosed, over_read, random_spec
-from steercap.lab.studies.evaluation.matching import Place, path, place_of
 from steercap.lab.studies.evaluation.plots import _figure
 from steercap.lab.studies.evaluation.running import tasks_of
 from steercap.lab.studies.evaluation.store import Answer, Folder

@@ -10,7 +10,7 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import write_whole
 from steercap.lab.measures.statistics import Estimate
-from steercap.lab.studies.evaluation.summaries import Line, Matched
+from steercap.lab.studies.evaluation.tables import Line, Matched
 from steercap.lab.studies.sweeps.plots import PLAIN, RANDOM, scale_log
 
 if TYPE_CHECKING:

@@ -16,12 +16,11 @@ from steercap.files.tables import save_table, table_of
 from steercap.lab.measures.base import Measure
 from steercap.lab.measures.statistics import Difference, Estimate, Floats, difference, estimate, slope
 from steercap.lab.studies.evaluation import tables
-from steercap.lab.studies.evaluation.columns import Columns
+from steercap.lab.studies.evaluation.columns import Columns, Place
 from steercap.lab.studies.evaluation.definition import Condition, Evaluation
-from steercap.lab.studies.evaluation.matching import Place
 from steercap.lab.studies.evaluation.plots import plot_methods
 from steercap.lab.studies.evaluation.store import Answer
-from steercap.lab.studies.evaluation.summaries import Comparison, Drift, Line, Matched, corrected
+from steercap.lab.studies.evaluation.tables import Comparison, Drift, Line, Matched, corrected
 from steercap.lab.studies.evaluation.tasks.base import Task
 
 if TYPE_CHECKING:
