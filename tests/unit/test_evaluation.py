@@ -304,7 +304,7 @@ def evaluation(**given) -> Evaluation:
         ({"questions": ["a", " "]}, "turn by turn"),
         ({"samples": 0}, "samples=0"),
         ({"samples": 2, "sampling": {"temperature": 0}}, "the same text"),
-        ({"sampling": {"seed": 1}}, "without n and"),
+        ({"sampling": {"seed": 1}}, "set by samples= and seed="),
         ({"chat": False}, "several turns are a conversation"),
     ],
 )

@@ -132,7 +132,7 @@ def test_an_operation_leaves_rows_alone_at_its_neutral_scale_only(name) -> None:
     rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9)).double()
     how = OPERATIONS[name]
     for scale in (0.0, 0.5):
-        edit = how.edit(own[1], scale, relative=False, layer=1, tokens="all")
+        edit = how.edit(own[1], scale, layer=1, tokens="all")
         assert isinstance(edit, {"add": Add, "ablate": Ablate, "cap": Cap, "set_projection": SetProjection}[name])
         same = torch.allclose(edited(SteeringSpec([edit]), Point(1, "resid_post"), rows, 1, 2), rows, atol=1e-9)
         assert same == (scale == how.neutral)
@@ -145,7 +145,7 @@ def test_an_operation_is_signed_if_the_other_sign_is_the_reverse(name) -> None:
 
     own, how = vectors(1), OPERATIONS[name]
     rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9)).double()
-    specs = [SteeringSpec([how.edit(own[1], scale, relative=False, layer=1, tokens="all")]) for scale in (0.5, -0.5)]
+    specs = [SteeringSpec([how.edit(own[1], scale, layer=1, tokens="all")]) for scale in (0.5, -0.5)]
     one, other = (edited(spec, Point(1, "resid_post"), rows, 1, 2) - rows for spec in specs)
     assert torch.allclose(one, -other, atol=1e-9) == how.signed
     controls = {one.control for one in sweep(operations=(name,), scales=(0.5, 1)).conditions()}
