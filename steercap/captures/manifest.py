@@ -26,7 +26,7 @@ from steercap.captures.rows import Rows
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
-from steercap.files.folder import FolderKind
+from steercap.files.folder import FolderKind, differences, given
 from steercap.files.journal import Journal
 from steercap.kernels.codecs.coded import coding_of, parts_of
 
@@ -206,11 +206,8 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _differing(found: Document, wanted: Document) -> list[str]:
     """Return the differences between two runs in words; settings are compared only if both runs have them."""
-    what = [] if found.model == wanted.model else [f"model is {found.model!r}, not {wanted.model!r}"]
-    if found.asked and wanted.asked:
-        names = dict.fromkeys((*found.asked, *wanted.asked))
-        what += [f"{name} differs" for name in names if found.asked.get(name) != wanted.asked.get(name)]
-    return what
+    what = differences({"model": found.model}, {"model": wanted.model})
+    return what + (differences(given(found.asked), given(wanted.asked)) if found.asked and wanted.asked else [])
 
 
 #: Folders of captures.

@@ -68,14 +68,14 @@ def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: 
         RunDiffers, InvalidFile: the folder holds another evaluation.
         The errors of `SteeringSpec` against a model.
     """
+    from steercap.lab.studies.evaluation.definition import FOLDER
     from steercap.lab.studies.evaluation.running import COLUMNS, tasks_of
-    from steercap.lab.studies.evaluation.store import check_same
-    from steercap.lab.studies.sweeps.running import measures_of
+    from steercap.lab.studies.running import measures_of
 
     require("evaluation")
     measures_of(settings.all_measures(), COLUMNS)
     tasks_of(settings.tasks)
-    check_same(out, evaluation)
+    FOLDER.check_same(out, lambda found: evaluation.definition(found.model))
     for condition in evaluation.conditions():
         planned.check_steering(evaluation.spec(condition))
 

@@ -82,7 +82,7 @@ def _listed(layers: int | list[int]) -> list[int]:
 
 
 def _sweep(path: Path) -> Found:
-    from steercap.lab.studies.sweeps.store import SWEEP
+    from steercap.lab.studies.sweeps.grid import SWEEP
 
     definition = SWEEP.read(path)
     answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))
@@ -125,7 +125,7 @@ def _asked(definition: Definition) -> int:
 
 
 def _evaluation(path: Path) -> Found:
-    from steercap.lab.studies.evaluation.store import FOLDER
+    from steercap.lab.studies.evaluation.definition import FOLDER
 
     definition = FOLDER.read(path)
     answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))

@@ -7,13 +7,14 @@ they are removed when the folder is opened again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from steercap.core.values import shown
 from steercap.errors import InvalidFile, RunDiffers
 from steercap.files.base import sweep, write_whole
 
@@ -21,6 +22,33 @@ Definition = TypeVar("Definition", bound=msgspec.Struct)
 
 #: Maximum number of differences that an error names.
 NAMED: Final = 5
+
+
+def differences(found: Any, wanted: Any, *, but: Collection[str] = ()) -> list[str]:
+    """Return the differences of two definitions in words, such as "model.name was 'a', is 'b'".
+
+    They are compared as JSON holds them, tuples as lists; where both hold a mapping, its entries one by one.
+
+    Args:
+        found, wanted: Structs or mappings: the definition in a folder, and that of the run to resume.
+        but: names of fields that may differ.
+    """
+    was, now = (msgspec.json.decode(msgspec.json.encode(one), type=dict[str, Any]) for one in (found, wanted))
+    return [line for name in {**was, **now} if name not in but for line in _apart(name, was, now)]
+
+
+def given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not None: a version that did not know one yet wrote nothing of it."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _apart(name: str, was: Mapping[str, Any], now: Mapping[str, Any], under: str = "") -> list[str]:
+    """Return the differences of one entry; a missing one differs from None."""
+    one, other = was.get(name, msgspec.UNSET), now.get(name, msgspec.UNSET)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [line for key in {**one, **other} for line in _apart(key, one, other, f"{under}{name}.")]
+    before, after = ("not set" if value is msgspec.UNSET else shown(value) for value in (one, other))
+    return [] if one == other else [f"{under}{name} was {before}, is {after}"]
 
 
 @dataclass(frozen=True)
@@ -32,15 +60,14 @@ class FolderKind(Generic[Definition]):
         type: type of the definition.
         noun: name of a run of this kind, for messages.
         differing: function of the definition in a folder and the wanted one, which returns their differences in words,
-            as
-            far as the records depend on them. It may raise LookupError, TypeError or AttributeError where something is
-            lacking.
+            as far as the records depend on them; by default all, see `differences`. It may raise LookupError, TypeError
+            or AttributeError where something is lacking.
     """
 
     file: str
     type: type[Definition]
     noun: str
-    differing: Callable[[Definition, Definition], Sequence[str]]
+    differing: Callable[[Definition, Definition], Sequence[str]] = differences
 
     def read(self, folder: str | Path) -> Definition:
         """Read the definition in a folder.

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 from steercap.files.base import check_extension, require_file, write_whole
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 AnyRecord = TypeVar("AnyRecord", bound=msgspec.Struct)
 
@@ -32,12 +35,32 @@ def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
     Raises:
         InvalidFile: the name has another extension.
     """
+    check_extension(Path(path), ".parquet")
+    return save_table(path, table_of(records))
+
+
+def table_of(records: Sequence[msgspec.Struct], columns: Mapping[str, Sequence[float]] | None = None) -> pa.Table:
+    """Return records of one type as a pyarrow Table, one row each.
+
+    Args:
+        records: see `write_table`.
+        columns: further columns by name, with a value for each record.
+    """
     with extra("experiments", "personas"):
         import pyarrow as pa
+
+    rows = [msgspec.to_builtins(record) for record in records]
+    for name, values in (columns or {}).items():
+        for row, value in zip(rows, values, strict=True):
+            row[name] = value
+    return pa.Table.from_pylist(rows)
+
+
+def save_table(path: str | Path, table: pa.Table) -> Path:
+    """Write a pyarrow Table to a Parquet file, which appears whole or not at all."""
+    with extra("experiments", "personas"):
         from pyarrow import parquet
 
-    check_extension(Path(path), ".parquet")
-    table = pa.Table.from_pylist([msgspec.to_builtins(record) for record in records])
     with write_whole(Path(path)) as scratch:
         parquet.write_table(table, scratch)
     return Path(path)

@@ -491,7 +491,7 @@ def test_a_run_of_personas_ends_with_the_sweep_to_go_on_with(here, tmp_path) -> 
 def test_a_table_shows_its_columns_at_80_columns(tmp_path, monkeypatch) -> None:
     """Names and types in full, values cut; on a terminal of 80 columns and in a pipe."""
     from steercap.files.tables import write_table
-    from steercap.lab.studies.sweeps.store import Record
+    from steercap.lab.studies.sweeps.summaries import Record
 
     one = Record(
         number=0,

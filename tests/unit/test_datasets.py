@@ -439,10 +439,10 @@ except OSError as error:
 def test_another_data_set_is_refused_with_what_differs(tmp_path) -> None:
     """Of another model, of other points or codecs, asked otherwise; and a folder of something else."""
     folder_of(tmp_path, definition_of(), complete=False)
-    with pytest.raises(RunDiffers, match=r"another data set of activations: points is .* as raw.* not .* as full8"):
+    with pytest.raises(RunDiffers, match=r"another data set of activations: points was .* as raw.* is .* as full8"):
         DatasetFolder.begin(tmp_path, definition_of(Coding("full8")))
     asked = msgspec.structs.replace(definition_of(), asked={"context": 16}, model={**MODEL, "weights": "1"})
-    with pytest.raises(RunDiffers, match=r"model weights is .*; context is 8, not 16"):
+    with pytest.raises(RunDiffers, match=r"model\.weights was .*; context was 8, is 16"):
         DatasetFolder.begin(tmp_path, asked)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()

@@ -35,11 +35,12 @@ from steercap.lab.studies.evaluation import (
     corrected,
     holm,
 )
+from steercap.lab.studies.evaluation.columns import Place, path, place_of
+from steercap.lab.studies.evaluation.definition import FOLDER
 from steercap.lab.studies.evaluation.dosing import dosed, over_read, random_spec
-from steercap.lab.studies.evaluation.matching import Place, path, place_of
 from steercap.lab.studies.evaluation.plots import _figure
 from steercap.lab.studies.evaluation.running import tasks_of
-from steercap.lab.studies.evaluation.store import Answer, Folder, check_same
+from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
 from steercap.steering import LayerVectors
 from steercap.testing.edits import edited
@@ -303,7 +304,7 @@ def evaluation(**given) -> Evaluation:
         ({"questions": ["a", " "]}, "turn by turn"),
         ({"samples": 0}, "samples=0"),
         ({"samples": 2, "sampling": {"temperature": 0}}, "the same text"),
-        ({"sampling": {"seed": 1}}, "without n and"),
+        ({"sampling": {"seed": 1}}, "set by samples= and seed="),
         ({"chat": False}, "several turns are a conversation"),
     ],
 )
@@ -373,7 +374,7 @@ def test_a_folder_takes_further_methods(tmp_path) -> None:
     ]
     assert len(set(after.values())) == len(after) == 5
     assert Folder(tmp_path, first, MODEL).places == before
-    check_same(tmp_path, more)
+    FOLDER.check_same(tmp_path, lambda found: more.definition(found.model))
     for differing, says in (({"questions": ["other"]}, "questions"), ({"samples": 2}, "samples was 1, is 2")):
         with pytest.raises(RunDiffers, match=says):
             Folder(tmp_path, evaluation(**differing), MODEL)
@@ -381,7 +382,7 @@ def test_a_folder_takes_further_methods(tmp_path) -> None:
         Folder(tmp_path, first, {**MODEL, "weights": "other"})
     (tmp_path / "evaluation.json").write_text("{")
     with pytest.raises(InvalidFile, match=r"evaluation\.json"):
-        check_same(tmp_path, first)
+        FOLDER.check_same(tmp_path, lambda found: first.definition(found.model))
 
 
 # Measures and tasks
@@ -508,7 +509,7 @@ def test_tasks_are_known_by_name() -> None:
     assert [task.label for task in tasks_of(["passages", Choices(first=2)])] == ["neutral", "choices"]
     with pytest.raises(UnknownName, match="known: 'choices'"):
         tasks_of(["chess"])
-    with pytest.raises(InvalidSpec, match="two tasks"):
+    with pytest.raises(InvalidSpec, match="have the same label"):
         tasks_of(["choices", Choices(first=2)])
 
 

@@ -25,16 +25,19 @@ from steercap.lab.measures.perplexity import Perplexity, _perplexity
 from steercap.lab.measures.repetition import Repetition
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.lab.mechanism.views.colours import colour, contrast, ink
+from steercap.lab.studies.running import measures_of
+from steercap.lab.studies.store import Value
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.lab.studies.sweeps.controls import random_like
 from steercap.lab.studies.sweeps.plots import _figure
 from steercap.lab.studies.sweeps.results import mean_of
-from steercap.lab.studies.sweeps.running import measures_of
-from steercap.lab.studies.sweeps.store import Folder, Record, Value
+from steercap.lab.studies.sweeps.running import open_folder
+from steercap.lab.studies.sweeps.summaries import Record
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.directions import alike, marks_of
 
 WIDTH = 16
+COLUMNS = Record.__struct_fields__
 MODEL = {"name": "final", "dtype": "float32", "weights": "one"}
 
 
@@ -129,7 +132,7 @@ def test_an_operation_leaves_rows_alone_at_its_neutral_scale_only(name) -> None:
     rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9)).double()
     how = OPERATIONS[name]
     for scale in (0.0, 0.5):
-        edit = how.edit(own[1], scale, relative=False, layer=1, tokens="all")
+        edit = how.edit(own[1], scale, layer=1, tokens="all")
         assert isinstance(edit, {"add": Add, "ablate": Ablate, "cap": Cap, "set_projection": SetProjection}[name])
         same = torch.allclose(edited(SteeringSpec([edit]), Point(1, "resid_post"), rows, 1, 2), rows, atol=1e-9)
         assert same == (scale == how.neutral)
@@ -142,7 +145,7 @@ def test_an_operation_is_signed_if_the_other_sign_is_the_reverse(name) -> None:
 
     own, how = vectors(1), OPERATIONS[name]
     rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9)).double()
-    specs = [SteeringSpec([how.edit(own[1], scale, relative=False, layer=1, tokens="all")]) for scale in (0.5, -0.5)]
+    specs = [SteeringSpec([how.edit(own[1], scale, layer=1, tokens="all")]) for scale in (0.5, -0.5)]
     one, other = (edited(spec, Point(1, "resid_post"), rows, 1, 2) - rows for spec in specs)
     assert torch.allclose(one, -other, atol=1e-9) == how.signed
     controls = {one.control for one in sweep(operations=(name,), scales=(0.5, 1)).conditions()}
@@ -178,8 +181,8 @@ class Named(Measure):
 def test_a_measure_is_no_column_that_every_table_has(column) -> None:
     """Its numbers would overwrite the answers' text or their scale, so it is refused before anything is asked."""
     with pytest.raises(InvalidSpec, match=f"column '{column}'"):
-        measures_of([Named(column)])
-    assert measures_of([Named("warmth"), "length"])[0].label == "warmth"
+        measures_of([Named(column)], COLUMNS)
+    assert measures_of([Named("warmth"), "length"], COLUMNS)[0].label == "warmth"
 
 
 def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
@@ -228,11 +231,11 @@ def test_an_unknown_operation_or_measure_is_named() -> None:
     with pytest.raises(UnknownName, match=r"known: .*'add'"):
         sweep(operations=("subtract",)).conditions()
     with pytest.raises(UnknownName, match=r"known: .*'perplexity'"):
-        measures_of(["surprise"])
+        measures_of(["surprise"], COLUMNS)
     with pytest.raises(InvalidSpec, match="the same label"):
-        measures_of([Repetition(2), "repetition"])
+        measures_of([Repetition(2), "repetition"], COLUMNS)
     with pytest.raises(InvalidSpec, match="not a measure"):
-        measures_of([3])
+        measures_of([3], COLUMNS)
 
 
 def answered(*tokens: int, text: str = "") -> Answered:
@@ -287,17 +290,17 @@ def record(one: Sweep, number: int) -> Record:
 def test_a_folder_gives_back_what_was_written(tmp_path) -> None:
     """Parts written one after the other are one; what is there twice is there once; joining loses nothing."""
     one = sweep()
-    folder = Folder(tmp_path, one.definition(MODEL))
+    folder = open_folder(tmp_path, one.definition(MODEL))
     rows = [record(one, number) for number in range(4)]
     for part in (rows[:2], rows[1:3], rows[3:]):
         folder.answers.add(part)
         folder.answers.flush()
     assert len(list((tmp_path / "answers").glob("*.parquet"))) == 3
-    again = Folder(tmp_path, one.definition(MODEL))
+    again = open_folder(tmp_path, one.definition(MODEL))
     assert list(again.answers.rows.values()) == rows
     again.answers.join()
     assert len(list((tmp_path / "answers").glob("*.parquet"))) == 1
-    assert list(Folder(tmp_path, one.definition(MODEL)).answers.rows.values()) == rows
+    assert list(open_folder(tmp_path, one.definition(MODEL)).answers.rows.values()) == rows
     assert all(row.answers(request) for row, request in zip(rows, one.requests(), strict=False))
     assert not rows[0].answers(list(one.requests())[1])
 
@@ -307,33 +310,33 @@ def test_a_folder_gives_back_what_was_written(tmp_path) -> None:
     [
         ({"scales": (0, 1, 3)}, "scales was"),
         ({"seed": 5}, "seed was 0, is 5"),
-        ({"vectors": {"warm": vectors(1, 2, 3, seed=4)}}, "vectors was"),
+        ({"vectors": {"warm": vectors(1, 2, 3, seed=4)}}, "vectors.warm was"),
         ({"prompts": ["another"]}, "prompts was"),
-        ({"sampling": {"max_tokens": 3}}, "sampling was"),
+        ({"sampling": {"max_tokens": 3}}, "sampling.max_tokens was not set"),
         ({"tokens": "all", "samples": 2}, "tokens was .*; samples was"),
     ],
 )
 def test_another_sweep_in_the_folder_is_refused(changed, names, tmp_path) -> None:
     """Its answers are not those asked for; the message says what differs, and nothing else."""
-    Folder(tmp_path, sweep().definition(MODEL))
-    Folder(tmp_path, sweep().definition(MODEL))
+    open_folder(tmp_path, sweep().definition(MODEL))
+    open_folder(tmp_path, sweep().definition(MODEL))
     with pytest.raises(RunDiffers, match=names) as raised:
-        Folder(tmp_path, sweep(**changed).definition(MODEL))
+        open_folder(tmp_path, sweep(**changed).definition(MODEL))
     assert len(re.findall(r"\bwas\b", str(raised.value))) == len(changed) + 1  # and "the sweep it was begun with"
     with pytest.raises(RunDiffers, match=r"model\.weights was 'one', is 'other'; give"):
-        Folder(tmp_path, sweep().definition(MODEL | {"weights": "other"}))
+        open_folder(tmp_path, sweep().definition(MODEL | {"weights": "other"}))
 
 
 def test_a_broken_definition_is_a_bad_file(tmp_path) -> None:
     """It is not taken for a new sweep's folder."""
     (tmp_path / "sweep.json").write_text("{")
     with pytest.raises(InvalidFile, match=r"sweep\.json"):
-        Folder(tmp_path, sweep().definition(MODEL))
+        open_folder(tmp_path, sweep().definition(MODEL))
 
 
 def test_a_measure_made_otherwise_has_values_of_its_own(tmp_path) -> None:
     """Values of 2-grams are not taken for those of 3-grams; NaN is kept as such."""
-    folder = Folder(tmp_path, sweep().definition(MODEL))
+    folder = open_folder(tmp_path, sweep().definition(MODEL))
     kept = folder.values(Repetition(2))
     kept.add([Value(number=0, value=0.5), Value(number=1, value=math.nan)])
     kept.flush()

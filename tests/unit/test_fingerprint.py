@@ -30,7 +30,7 @@ from steercap.lab.demo import smollm2
 from steercap.lab.personas import PersonaSettings
 from steercap.lab.personas.folder import open_folder
 from steercap.lab.studies.sweeps import Sweep
-from steercap.lab.studies.sweeps.store import Folder
+from steercap.lab.studies.sweeps.running import open_folder as open_sweep
 from steercap.steering import LayerVectors
 
 
@@ -145,9 +145,9 @@ def test_two_final_folders_of_other_weights_are_two_models(config, tmp_path) -> 
     with pytest.raises(RunDiffers, match=r"model\.weights: '"):
         open_folder(tmp_path / "run", other, settings)
     sweep = Sweep(vectors={"warm": LayerVectors({1: torch.ones(4)})}, layers=(1,), scales=(1,), prompts=["a"])
-    Folder(tmp_path / "sweep", sweep.definition(one))
+    open_sweep(tmp_path / "sweep", sweep.definition(one))
     with pytest.raises(RunDiffers, match=r"sweep: model\.weights was '\w+', is '\w+'; give"):
-        Folder(tmp_path / "sweep", sweep.definition(other))
+        open_sweep(tmp_path / "sweep", sweep.definition(other))
 
 
 @pytest.mark.parametrize(

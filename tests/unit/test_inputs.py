@@ -57,8 +57,8 @@ from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.scores.keywords import Keywords
 from steercap.lab.mechanism.views import TokenHeatmap
 from steercap.lab.personas import PersonaSettings
+from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.sweeps import Sweep
-from steercap.lab.studies.sweeps.running import measures_of
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits.cap import Cap
 from steercap.steering.edits.low_rank import LowRank
@@ -420,7 +420,7 @@ FURTHER: dict[str, Callable[[Any], Any]] = {
     "Repetition": Repetition,
     "Score.trait": lambda value: Score(value, "keywords"),
     "Score.scorer": lambda value: Score("optimistic", value),
-    "measures_of": lambda value: measures_of([value]),
+    "measures_of": lambda value: measures_of([value], ()),
     "TokenHeatmap.values": lambda value: TokenHeatmap(["a"] * WIDTH, value).legend,
     "TokenHeatmap.centre": lambda value: TokenHeatmap(["a"], [1.0], centre=value).legend,
     "TokenHeatmap.limit": lambda value: TokenHeatmap(["a"], [1.0], limit=value).legend,
@@ -699,7 +699,7 @@ def test_a_scorer_says_what_it_must_be_told() -> None:
     with pytest.raises(InvalidSetting, match="no argument colour; known: 'density"):
         make_scorer("keywords", {"colour": 1})
     with pytest.raises(InvalidSpec, match=r"must be told its trait; give Score\(trait=\.\.\.\)"):
-        measures_of(["score"])
+        measures_of(["score"], ())
 
 
 def test_rows_of_a_message_are_asked_for_by_index_or_role() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from steercap.errors import InvalidFile, RunDiffers
 from steercap.files.base import write_whole
-from steercap.files.folder import NAMED, FolderKind
+from steercap.files.folder import NAMED, FolderKind, differences
 from steercap.lab.personas.folder import RUN
-from steercap.lab.studies.sweeps.store import SWEEP
+from steercap.lab.studies.sweeps.grid import SWEEP
 
 
 class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +56,18 @@ def test_another_run_is_refused_before_anything_changes(tmp_path) -> None:
         KIND.open(tmp_path, Told("m", {name: 2 * number for name, number in numbers.items()}))
     assert half.exists()
     assert KIND.check_same(tmp_path, lambda found: Told(found.model)) == Told("m", numbers)
+
+
+def test_differences_are_said_by_field() -> None:
+    """Entries of mappings one by one, None is not absence, a tuple is a list, and what may differ is left out."""
+    found = {"model": {"name": "a"}, "layers": (1, 2), "sampling": {"stop": {"at": 1}}, "seed": 0, "later": 1}
+    wanted = {"model": {"name": "b"}, "layers": [1, 2], "sampling": {"stop": {"at": 2}, "n": None}, "seed": 0}
+    assert differences(found, wanted, but=("later",)) == [
+        "model.name was 'a', is 'b'",
+        "sampling.stop.at was 1, is 2",
+        "sampling.n was not set, is None",
+    ]
+    assert differences(Told("m", {"a": 1}), Told("m", {"a": 1})) == []
 
 
 def test_what_cannot_be_read_is_a_bad_file(tmp_path) -> None:

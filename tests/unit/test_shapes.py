@@ -20,7 +20,6 @@ ROOT = Path(steercap.__file__).parent
 UNCHECKED = {
     "kernels/tap.py",
     "worker/taps/cuda.py",
-    "lab/studies/sweeps/operations.py",
     "testing/edits.py",
     "testing/parity.py",
     # They read what users pass, tensors of any kind among it, and refuse it in words of their own.

@@ -108,12 +108,14 @@ from steercap.lab.personas.roles import rows as roles_rows
 from steercap.lab.personas.roles import settings as roles_settings
 from steercap.lab.studies.evaluation import TASKS as KNOWN_TASKS
 from steercap.lab.studies.evaluation import Choices, Passages, read_results
-from steercap.lab.studies.evaluation.store import FOLDER as EVALUATION
+from steercap.lab.studies.evaluation.definition import FOLDER as EVALUATION
 from steercap.lab.studies.evaluation.store import Answer as EvaluationAnswer
+from steercap.lab.studies.store import Value, folder_of
 from steercap.lab.studies.sweeps import MEASURES as KNOWN_MEASURES
 from steercap.lab.studies.sweeps import OPERATIONS, Measure
 from steercap.lab.studies.sweeps.controls import derived_seed
-from steercap.lab.studies.sweeps.store import SWEEP, Record, Value, folder_of
+from steercap.lab.studies.sweeps.grid import SWEEP
+from steercap.lab.studies.sweeps.summaries import Record
 from steercap.lab.training import OBJECTIVES, TrainingSettings
 from steercap.lab.training import folder as training_folder
 from steercap.lab.training.examples import ExampleTokens

@@ -15,7 +15,7 @@ from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
-from steercap.files.folder import FolderKind
+from steercap.files.folder import FolderKind, differences, given
 from steercap.kernels.codecs import ENCODINGS, Codec, dtype_of
 from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, named_parameters, parts_of
 
@@ -260,22 +260,21 @@ def decode(content: bytes, path: str) -> Definition:
 
 
 def _differing(found: Definition, wanted: Definition) -> list[str]:
-    what = [_other(f"model {name}", found.model.get(name), said) for name, said in wanted.model.items()]
-    what.append(_other("points", _points(found), _points(wanted)))
-    what.append(_other("documents_per_shard", found.documents_per_shard, wanted.documents_per_shard))
-    what.append(_other("statistics_every", found.statistics_every, wanted.statistics_every))
-    names = dict.fromkeys((*found.asked, *wanted.asked))
-    plain = msgspec.json.decode(msgspec.json.encode(wanted.asked))  # as it would have been read: tuples are lists
-    what += [_other(name, found.asked.get(name), plain.get(name)) for name in names]
-    return [line for line in what if line]
+    """Return the differences in what determines the rows."""
+    was, now = (
+        {
+            "model": {name: one.model.get(name) for name in wanted.model},
+            "points": _points(one),
+            "documents_per_shard": one.documents_per_shard,
+            "statistics_every": one.statistics_every,
+        }
+        for one in (found, wanted)
+    )
+    return differences(was, now) + differences(given(found.asked), given(wanted.asked))
 
 
 def _points(definition: Definition) -> str:
     return ", ".join(f"{point.point} of {point.schema} as {point.coding}" for point in definition.points)
-
-
-def _other(name: str, found: Any, wanted: Any) -> str:
-    return "" if found == wanted else f"{name} is {shown(found)}, not {shown(wanted)}"
 
 
 #: Folders of activations.

@@ -41,21 +41,8 @@ class Definition(msgspec.Struct, frozen=True):
     world: int
 
 
-def _differing(found: Definition, wanted: Definition) -> Sequence[str]:
-    one, other = (_flat(msgspec.to_builtins(definition)) for definition in (found, wanted))
-    names = dict.fromkeys((*one, *other))
-    return [f"{name} is {one.get(name)}, not {other.get(name)}" for name in names if one.get(name) != other.get(name)]
-
-
-def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in nested.items():
-        inner = {f"{name} of {key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-        found |= inner
-    return found
-
-
-FOLDER: Final = FolderKind("training.json", Definition, "training", _differing)
+#: Folders of trainings.
+FOLDER: Final = FolderKind("training.json", Definition, "training")
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from steercap.core.values import choices, flag_of, index_of, parts_of, shown
+from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec
+from steercap.files.folder import FolderKind, differences
+from steercap.lab.studies.checks import as_stored, settle
 from steercap.lab.studies.evaluation.methods import Method, listed
 from steercap.lab.studies.sweeps.controls import derived_seed
 from steercap.steering.spec import SteeringSpec
@@ -81,6 +84,10 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     conditions: list[KnownCondition] = []
 
 
+#: Folders of evaluations, to which conditions may be added.
+FOLDER: Final = FolderKind("evaluation.json", Definition, "evaluation", partial(differences, but=("conditions",)))
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Evaluation:
     """Set of methods that answer the same questions.
@@ -117,22 +124,9 @@ class Evaluation:
         if not asked:
             raise InvalidSpec(f"Evaluation: questions={shown(self.questions)}; give a list with at least one")
         keep(self, "questions", tuple(_turns(question) for question in asked))
-        for name, read, what in (
-            ("samples", index_of, "a whole number"),
-            ("seed", index_of, "a whole number"),
-            ("chat", flag_of, "True or False"),
-        ):
-            value = read(getattr(self, name))
-            if value is None:
-                raise InvalidSpec(f"Evaluation: {name}={shown(getattr(self, name))}; give {what}")
-            keep(self, name, value)
-        if not isinstance(self.sampling, Mapping) or {"n", "seed"} & set(self.sampling):
-            raise InvalidSpec(
-                f"Evaluation: sampling={shown(self.sampling)}; give a dict of vLLM's sampling parameters without n and "
-                "seed, which are samples= and seed="
-            )
-        keep(self, "sampling", dict(self.sampling))
-        self._check_fit()
+        settle(self, whole=("samples", "seed"), flags=("chat",))
+        if not self.chat and self.turns > 1:
+            raise InvalidSpec("Evaluation: several turns are a conversation; give chat=True, or one text a question")
 
     def _methods(self) -> tuple[Method, ...]:
         given = parts_of(self.methods, "Evaluation: methods")
@@ -150,17 +144,6 @@ class Evaluation:
                     f"{choices(method.control_of, sorted(lines))}"
                 )
         return found
-
-    def _check_fit(self) -> None:
-        if self.samples < 1:
-            raise InvalidSpec(f"Evaluation: samples={self.samples}; give 1 or more")
-        if self.samples > 1 and self.sampling.get("temperature") == 0:
-            raise InvalidSpec(
-                f"Evaluation: samples={self.samples} at temperature 0 would all be the same text; raise it, or set "
-                "samples=1"
-            )
-        if not self.chat and self.turns > 1:
-            raise InvalidSpec("Evaluation: several turns are a conversation; give chat=True, or one text a question")
 
     @property
     def turns(self) -> int:
@@ -243,10 +226,7 @@ class Evaluation:
             seed=self.seed,
             conditions=[KnownCondition(self.digest(one), one.method, one.dose) for one in self.conditions()],
         )
-        try:
-            return msgspec.json.decode(msgspec.json.encode(found), type=Definition)
-        except (TypeError, msgspec.MsgspecError) as error:
-            raise InvalidSpec(f"Evaluation: sampling holds what JSON cannot represent: {error}") from error
+        return as_stored(self, found)
 
 
 def _turns(question: Any) -> tuple[str, ...]:

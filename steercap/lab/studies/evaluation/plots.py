@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
-from steercap.files.base import write_whole
 from steercap.lab.measures.statistics import Estimate
-from steercap.lab.studies.evaluation.summaries import Line, Matched
-from steercap.lab.studies.sweeps.plots import PLAIN, RANDOM, scale_log
+from steercap.lab.studies.evaluation.tables import Line, Matched
+from steercap.lab.studies.sweeps.plots import PLAIN, RANDOM, frame, save_figure, scale_log
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,9 +85,7 @@ def plot_methods(
         name: _chosen(one, columns[name] if isinstance(columns, Mapping) else columns, by) for name, one in rows.items()
     }
     figure = _figure(rows, chosen, by, at)
-    with write_whole(Path(to)) as scratch:
-        figure.savefig(scratch, dpi=DPI, format=Path(to).suffix[1:] or "png")
-    return Path(to)
+    return save_figure(figure, to, DPI)
 
 
 def _chosen(results: Drawn, columns: Sequence[str] | None, by: str) -> list[str]:
@@ -177,7 +174,7 @@ def _draw_doses(axes: Any, results: Drawn, column: str, styles: Mapping[str, Any
         scale_log(axes, "y")
     axes.set_xlabel(results.axis(by))
     axes.set_ylabel(results.axis(column))
-    _bare(axes)
+    frame(axes)
 
 
 def _draw_matched(
@@ -211,7 +208,7 @@ def _draw_matched(
             scale_log(axes, "x")
         else:
             axes.locator_params(axis="x", nbins=4)
-        _bare(axes)
+        frame(axes)
     for axes in panels[len(columns) :]:
         axes.set_axis_off()
 
@@ -220,8 +217,3 @@ def _bars(found: Sequence[Estimate]) -> list[list[float]]:
     """Return the lengths below and above; 0 without an interval."""
     pairs = [(one.value - one.low, one.high - one.value) if one.low == one.low else (0.0, 0.0) for one in found]
     return [[max(below, 0.0) for below, _ in pairs], [max(above, 0.0) for _, above in pairs]]
-
-
-def _bare(axes: Any) -> None:
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -9,21 +9,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
-from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
-from steercap.files.base import write_whole
+from steercap.files.tables import save_table, table_of
 from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import Difference, Estimate, Floats, difference, estimate, slope
 from steercap.lab.studies.evaluation import tables
-from steercap.lab.studies.evaluation.columns import Columns
+from steercap.lab.studies.evaluation.columns import Columns, Place
 from steercap.lab.studies.evaluation.definition import Condition, Evaluation
-from steercap.lab.studies.evaluation.matching import Place
 from steercap.lab.studies.evaluation.plots import plot_methods
 from steercap.lab.studies.evaluation.store import Answer
-from steercap.lab.studies.evaluation.summaries import Comparison, Drift, Line, Matched, corrected
+from steercap.lab.studies.evaluation.tables import Comparison, Drift, Line, Matched, corrected
 from steercap.lab.studies.evaluation.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -67,23 +64,11 @@ class EvaluationResults:
     @property
     def table(self) -> pa.Table:
         """Answers as a pyarrow Table, one row each, with their values in further columns."""
-        with extra("evaluation"):
-            import pyarrow as pa
-
-        rows = [msgspec.to_builtins(answer) for answer in self.answers]
-        for label, values in self.values.items():
-            for row, value in zip(rows, values, strict=True):
-                row[label] = value
-        return pa.Table.from_pylist(rows)
+        return table_of(self.answers, self.values)
 
     def save(self, to: str | Path) -> Path:
         """Write the table of answers to one Parquet file, atomically."""
-        with extra("evaluation"):
-            from pyarrow import parquet
-
-        with write_whole(Path(to)) as scratch:
-            parquet.write_table(self.table, scratch)
-        return Path(to)
+        return save_table(to, self.table)
 
     def summary(self) -> list[Line]:
         """Return every method at every dose, in the order of the evaluation; pooled methods are one."""

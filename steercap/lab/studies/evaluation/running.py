@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from steercap.concurrency.bounded import each_of
 from steercap.core.extras import require
-from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import Measure
-from steercap.lab.studies.evaluation.definition import Conversation, Evaluation
-from steercap.lab.studies.evaluation.reading import PromptAndText, logprobs_of, parts_of
+from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Conversation, Evaluation
+from steercap.lab.studies.evaluation.reading import logprobs_of, parts_of
 from steercap.lab.studies.evaluation.results import EvaluationResults
-from steercap.lab.studies.evaluation.store import FOLDER, Answer, Folder
+from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tasks import TASKS
 from steercap.lab.studies.evaluation.tasks.base import Task
-from steercap.lab.studies.sweeps.running import CONCURRENT, measured, measures_of
-from steercap.lab.studies.sweeps.store import Value
+from steercap.lab.studies.running import CONCURRENT, ask, chosen, fill, measured, measures_of, steered
+from steercap.lab.studies.store import Row, Table, Value
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -62,16 +60,16 @@ async def evaluate(
         The errors of `SteerModel.generate`, before anything is answered where an edit does not fit the engine.
     """
     require("evaluation")
-    chosen, read = measures_of(measures, COLUMNS), tasks_of(tasks)
-    if both := {measure.label for measure in chosen} & {task.label for task in read}:
+    taken, read = measures_of(measures, COLUMNS), tasks_of(tasks)
+    if both := {measure.label for measure in taken} & {task.label for task in read}:
         raise InvalidSpec(f"{sorted(both)} are labels of a measure and of a task; leave one out")
     run = _Run(model, evaluation, Folder(out, evaluation, model.identity()), concurrent, progress or _silent)
     for task in read:  # first, as this is quick, and finds edits that do not fit the engine
         await run.read(task)
     await run.answer()
-    for measure in chosen:
+    for measure in taken:
         await measured(model, measure, run.folder.answers_of(evaluation), run.folder.values(measure))
-    results = _results(evaluation, run.folder, chosen, read)
+    results = _results(evaluation, run.folder, taken, read)
     results.save(run.folder.path / "results.parquet")
     return results
 
@@ -121,15 +119,7 @@ def tasks_of(given: Sequence[str | Task]) -> tuple[Task, ...]:
         UnknownName: no task has a name.
         InvalidSpec: an entry is not a task, or two have one label.
     """
-    found: dict[str, Task] = {}
-    for one in given:
-        task = TASKS[one]() if isinstance(one, str) else one
-        if not isinstance(task, Task):
-            raise InvalidSpec(f"{shown(one)} is not a task; give a name from {list(TASKS)}, or a Task")
-        if task.label in found:
-            raise InvalidSpec(f"two tasks have the label {task.label!r}; leave one out")
-        found[task.label] = task
-    return tuple(found.values())
+    return chosen(given, TASKS, Task)
 
 
 def _silent(_what: str, _done: int, _all: int) -> None:
@@ -141,15 +131,13 @@ class _Reading(NamedTuple):
 
     Args:
         number: number of the reading in the folder.
+        condition: condition to read it under.
         item: index of the item.
-        parts: tokens of each of its texts.
-        spec: edits; None for none.
     """
 
     number: int
+    condition: Condition
     item: int
-    parts: list[PromptAndText]
-    spec: SteeringSpec | None
 
 
 @dataclass(frozen=True)
@@ -168,54 +156,56 @@ class _Run:
         wanted = {one.number: one for one in self.evaluation.conversations(self.folder.places)}
         turns = {number: len(questions[one.question]) for number, one in wanted.items()}
         numbers = {number + turn for number, count in turns.items() for turn in range(count)}
-        done = len(numbers & kept.rows.keys())
 
-        async def talk(steered: tuple[Conversation, SteeringSpec | None]) -> None:
-            nonlocal done
+        async def talk(asked: tuple[Conversation, SteeringSpec | None], keep: Callable[[Answer], None]) -> None:
+            at, spec = asked
             said: list[str] = []
-            for turn, question in enumerate(questions[steered[0].question]):
+            for turn, question in enumerate(questions[at.question]):
                 said.append(question)
-                number = steered[0].number + turn
-                if number not in kept.rows:
-                    kept.add([await self._asked(*steered, said)])
-                    done += 1
-                    self.tell("answers", done, len(numbers))
-                said.append(kept.rows[number].text)
+                if at.number + turn not in kept.rows:
+                    keep(await self._answer(at, spec, said))
+                said.append(kept.rows[at.number + turn].text)
 
         missing = [one for one in wanted.values() if one.number + turns[one.number] - 1 not in kept.rows]
-        try:
-            await each_of(self._steered(missing), talk, self.concurrent)
-        finally:
-            kept.flush()
-        kept.join()
+        await self._fill(kept, missing, talk, numbers, "answers")
 
     async def read(self, task: Task) -> None:
         """Read the items of a task under every condition that is missing."""
         kept = self.folder.readings(task)
-        wanted = {number for one in self.evaluation.conditions() for number in self.folder.numbers(one, task)}
-        done = len(wanted & kept.rows.keys())
+        wanted = {
+            number: _Reading(number, condition, item)
+            for condition in self.evaluation.conditions()
+            for item, number in enumerate(self.folder.numbers(condition, task))
+        }
 
-        async def read(one: _Reading) -> None:
-            nonlocal done
-            value = task.value(one.item, await logprobs_of(self.model, one.parts, one.spec))
-            kept.add([Value(number=one.number, value=value)])
-            done += 1
-            self.tell(task.label, done, len(wanted))
+        async def read(asked: tuple[_Reading, SteeringSpec | None], keep: Callable[[Value], None]) -> None:
+            (number, condition, at), spec = asked
+            item = task.items[at]
+            parts = parts_of(self.model.tokenizer, self.evaluation.prompt(condition, [item.prompt]), item)
+            keep(Value(number=number, value=task.value(at, await logprobs_of(self.model, parts, spec))))
 
-        try:
-            await each_of(self._unread(task, set(kept.rows)), read, self.concurrent)
-        finally:
-            kept.flush()
-        kept.join()
+        missing = [one for number, one in wanted.items() if number not in kept.rows]
+        await self._fill(kept, missing, read, wanted, task.label)
 
-    def _steered(self, conversations: Sequence[Conversation]) -> Iterator[tuple[Conversation, SteeringSpec | None]]:
-        """Yield conversations with their steering, which those of one condition share."""
-        for condition, alike in groupby(conversations, lambda one: one.condition):
-            spec = self.evaluation.spec(condition)
-            for conversation in alike:
-                yield conversation, spec
+    async def _fill(
+        self,
+        kept: Table[Row],
+        missing: Sequence[Any],
+        work: Callable[[Any, Callable[[Row], None]], Awaitable[None]],
+        numbers: Collection[int],
+        what: str,
+    ) -> None:
+        await fill(
+            kept,
+            steered(missing, self.evaluation.spec),
+            work,
+            concurrent=self.concurrent,
+            done=len(kept.rows.keys() & numbers),
+            wanted=len(numbers),
+            progress=partial(self.tell, what),
+        )
 
-    async def _asked(self, at: Conversation, spec: SteeringSpec | None, said: Sequence[str]) -> Answer:
+    async def _answer(self, at: Conversation, spec: SteeringSpec | None, said: Sequence[str]) -> Answer:
         """Generate the answer to the last entry of `said`.
 
         Args:
@@ -224,10 +214,6 @@ class _Run:
             said: questions and answers so far, alternating; the new question is last.
         """
         prompt, turn = self.evaluation.prompt(at.condition, said), len(said) // 2
-        params = self.evaluation.sampling_of(at.question, at.sample, turn)
-        call: Any = self.model.generate if isinstance(prompt, str) else self.model.chat
-        output = (await call(prompt, params, steering=spec, raw_output=True)).output
-        (sample,) = output.outputs
         return Answer(
             number=at.number + turn,
             method=at.condition.method,
@@ -236,18 +222,5 @@ class _Run:
             sample=at.sample,
             turn=turn,
             prompt=said[-1],
-            prompt_token_ids=tuple(output.prompt_token_ids),
-            text=sample.text,
-            output_token_ids=tuple(sample.token_ids),
-            finish_reason=sample.finish_reason or "",
+            **await ask(self.model, prompt, self.evaluation.sampling_of(at.question, at.sample, turn), spec),
         )
-
-    def _unread(self, task: Task, begun: set[int]) -> Iterator[_Reading]:
-        """Yield items to read, grouped by condition."""
-        for condition in self.evaluation.conditions():
-            spec = self.evaluation.spec(condition)
-            for item, number in enumerate(self.folder.numbers(condition, task)):
-                if number not in begun:
-                    begun.add(number)  # two methods may be the same
-                    prompt = self.evaluation.prompt(condition, [task.items[item].prompt])
-                    yield _Reading(number, item, parts_of(self.model.tokenizer, prompt, task.items[item]), spec)

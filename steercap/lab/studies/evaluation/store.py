@@ -1,27 +1,18 @@
-"""Folder of an evaluation: answers and values, to which methods may be added later.
-
-evaluation.json                       inputs of the answers, and the order of conditions among them
-answers/00007-3f2a9c.parquet          every answer, by its number
-values/repetition-5d41/...            numbers of one measure, by the number of the answer
-tasks/choices-77ab/...                numbers of one task, by the number of condition and item
-results.parquet, methods.parquet, methods.md, methods.png     results
-"""
+"""Folder of an evaluation: a folder of a study to which methods, doses, measures and tasks may be added later."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from steercap.core.values import shown
 from steercap.errors import InvalidFile
-from steercap.files.folder import FolderKind
 from steercap.lab.measures import Answered, Measure
-from steercap.lab.studies.evaluation.definition import Condition, Definition, Evaluation
+from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Evaluation
 from steercap.lab.studies.evaluation.tasks.base import Task
-from steercap.lab.studies.sweeps.store import Row, Table, Value, folder_of
+from steercap.lab.studies.store import Row, StudyFolder, Table, Value, folder_of
 
 
 class Answer(Answered, frozen=True, kw_only=True):
@@ -43,7 +34,7 @@ class Answer(Answered, frozen=True, kw_only=True):
     finish_reason: str
 
 
-class Folder:
+class Folder(StudyFolder[Answer]):
     """Folder of one evaluation, to which methods and doses may be added.
 
     Args:
@@ -57,9 +48,8 @@ class Folder:
     """
 
     def __init__(self, path: str | Path, evaluation: Evaluation, model: dict[str, str]) -> None:
-        self.path = Path(path)
         wanted = evaluation.definition(model)
-        found = FOLDER.open(self.path, wanted)
+        found = FOLDER.open(path, wanted)
         known = list(found.conditions) if found else []
         digests = [one.digest for one in known]
         for one in wanted.conditions:
@@ -67,17 +57,13 @@ class Folder:
                 known.append(one)
                 digests.append(one.digest)
         if found is None or len(known) > len(found.conditions):
-            FOLDER.write(self.path, msgspec.structs.replace(wanted, conditions=known))
+            FOLDER.write(path, msgspec.structs.replace(wanted, conditions=known))
         #: The place of each condition of this evaluation.
         self.places: dict[Condition, int] = {
             one: digests.index(digest.digest)
             for one, digest in zip(evaluation.conditions(), wanted.conditions, strict=True)
         }
-        self.answers: Table[Answer] = Table(self.path / "answers", Answer)
-
-    def values(self, measure: Measure) -> Table[Value]:
-        """Return the table of values of a measure; one with other arguments has another table."""
-        return Table(self.path / "values" / folder_of(measure.label, measure), Value)
+        super().__init__(path, Answer)
 
     def readings(self, task: Task) -> Table[Value]:
         """Return the table of values of a task; one with other arguments has another table."""
@@ -126,34 +112,3 @@ class Folder:
         if number not in kept.rows:
             raise InvalidFile(f"{self.path} has not all that belongs to {shown(what)}; `evaluate` does what is missing")
         return kept.rows[number]
-
-
-def check_same(path: str | Path, evaluation: Evaluation) -> None:
-    """Check that a folder holds no other evaluation; the model is not compared.
-
-    Args:
-        path: the folder, which need not exist.
-        evaluation: evaluation to run.
-
-    Raises:
-        RunDiffers, InvalidFile: as for `Folder`.
-    """
-    FOLDER.check_same(path, lambda found: evaluation.definition(found.model))
-
-
-def _differing(found: Definition, wanted: Definition) -> list[str]:
-    was, now = _fields(found), _fields(wanted)
-    differ = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    return [f"{name} was {shown(was.get(name))}, is {shown(now.get(name))}" for name in differ]
-
-
-def _fields(definition: Definition) -> dict[str, object]:
-    """Return a definition's fields by name, those of the model separately, without conditions."""
-    said = msgspec.structs.asdict(definition)
-    model = said.pop("model")
-    del said["conditions"]
-    return {**{f"model.{name}": value for name, value in model.items()}, **said}
-
-
-#: Folders of evaluations.
-FOLDER: Final = FolderKind("evaluation.json", Definition, "evaluation", _differing)

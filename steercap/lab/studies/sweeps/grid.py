@@ -7,13 +7,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import flag_of, index_of, number_of, parts_of, plain, shown
+from steercap.core.values import index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
+from steercap.files.folder import FolderKind
+from steercap.lab.studies.checks import as_stored, settle
 from steercap.lab.studies.sweeps.controls import derived_seed, random_like
 from steercap.lab.studies.sweeps.operations import OPERATIONS
 from steercap.steering.layers import LayerVectors
@@ -78,6 +80,10 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
 
 
+#: Folders of sweeps: all of the definition counts.
+SWEEP: Final = FolderKind("sweep.json", Definition, "sweep")
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sweep:
     """All combinations of vectors, layers, operations and scales, on the same prompts, with their controls.
@@ -133,12 +139,12 @@ class Sweep:
         keep(self, "operations", tuple(self.operations))
         keep(self, "prompts", tuple(_prompt(prompt) for prompt in self.prompts))
         keep(self, "tokens", TokenSelection.parse(self.tokens))
-        keep(self, "sampling", dict(self.sampling))
+        settle(self, whole=("random", "samples", "seed"), flags=("relative", "reversed"))
         self._check_axes()
         self._check_numbers()
 
     def _check_kinds(self) -> None:
-        """Check the types of all arguments, and convert numbers and truth values to plain ones."""
+        """Check that every axis has an entry, and convert it to a plain list or mapping."""
         for axis in ("vectors", "layers", "scales", "operations", "prompts"):
             given = plain(getattr(self, axis))
             if axis != "vectors":
@@ -152,17 +158,6 @@ class Sweep:
             object.__setattr__(self, axis, given)
         for name in self.operations:
             _ = OPERATIONS[name]
-        for names, read, what in (
-            (("relative", "reversed"), flag_of, "True or False"),
-            (("random", "samples", "seed"), index_of, "a whole number"),
-        ):
-            for name in names:
-                value = read(getattr(self, name))
-                if value is None:
-                    raise InvalidSpec(f"Sweep: {name}={shown(getattr(self, name))}; give {what}")
-                object.__setattr__(self, name, value)
-        if not isinstance(self.sampling, Mapping):
-            raise InvalidSpec(f"Sweep: sampling={shown(self.sampling)}; give a dict of vLLM's sampling parameters")
 
     def _check_axes(self) -> None:
         for axis in ("layers", "scales", "operations"):
@@ -177,15 +172,8 @@ class Sweep:
         for name in self.operations:
             if self.relative and not OPERATIONS[name].relative:
                 raise InvalidSpec(f"Sweep: relative=True, but {name!r} has no scale relative to a row; use 'add'")
-        for count, least in (("random", 0), ("samples", 1)):
-            if getattr(self, count) < least:
-                raise InvalidSpec(f"Sweep: {count}={getattr(self, count)}; give {least} or more")
-        if taken := {"n", "seed"} & set(self.sampling):
-            raise InvalidSpec(f"Sweep: sampling has {sorted(taken)}, which the sweep sets; use samples= and seed=")
-        if self.samples > 1 and self.sampling.get("temperature") == 0:
-            raise InvalidSpec(
-                f"Sweep: samples={self.samples} at temperature 0 would all be the same text; raise it, or set samples=1"
-            )
+        if self.random < 0:
+            raise InvalidSpec(f"Sweep: random={self.random}; give 0 or more")
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -214,13 +202,12 @@ class Sweep:
         vectors = self.vectors[condition.vector]
         if condition.control.startswith("random-"):
             vectors = random_like(vectors, int(condition.control[len("random-") :]), self.seed, condition.layers)
-        how = OPERATIONS[condition.operation]
-        scope = {"site": vectors.site, "tokens": self.tokens}
+        operation = OPERATIONS[condition.operation]
+        scope: dict[str, Any] = {"site": vectors.site, "tokens": self.tokens}
+        if operation.relative:
+            scope["relative"] = self.relative
         return SteeringSpec(
-            [
-                how.edit(vectors[layer], condition.scale, relative=self.relative, layer=layer, **scope)
-                for layer in condition.layers
-            ]
+            [operation.edit(vectors[layer], condition.scale, layer=layer, **scope) for layer in condition.layers]
         )
 
     def requests(self) -> Iterator[Request]:
@@ -244,25 +231,13 @@ class Sweep:
             InvalidSpec: the sampling parameters or prompts are not JSON-compatible.
         """
         swept = sorted({layer for layers in self.groups for layer in layers})
-        found = Definition(
-            model=dict(model),
-            vectors={name: _digest(vectors, swept) for name, vectors in self.vectors.items()},
-            layers=[list(layers) for layers in self.groups],
-            scales=list(self.scales),
-            operations=list(self.operations),
-            tokens=str(self.tokens),
-            relative=self.relative,
-            random=self.random,
-            reversed=self.reversed,
-            seed=self.seed,
-            prompts=list(self.prompts),
-            sampling=dict(self.sampling),
-            samples=self.samples,
-        )
-        try:
-            return msgspec.json.decode(msgspec.json.encode(found), type=Definition)
-        except (TypeError, msgspec.MsgspecError) as error:
-            raise InvalidSpec(f"Sweep: prompts or sampling hold what JSON cannot represent: {error}") from error
+        known: dict[str, Any] = {name: getattr(self, name) for name in Definition.__struct_fields__ if name != "model"}
+        known |= {
+            "model": dict(model),
+            "vectors": {name: _digest(vectors, swept) for name, vectors in self.vectors.items()},
+            "tokens": str(self.tokens),
+        }
+        return as_stored(self, Definition(**known))
 
 
 def _named(name: object, vectors: object) -> LayerVectors:

@@ -68,8 +68,13 @@ def plot_doses(
         InvalidSpec: an unknown vector or measure, none at all, or several vectors and no name.
     """
     figure = _figure(results, *_chosen(results, vector, measures))
+    return save_figure(figure, path, DPI)
+
+
+def save_figure(figure: Figure, path: str | Path, dpi: int) -> Path:
+    """Write a figure to a file, which appears whole or not at all; its suffix sets the format, PNG without one."""
     with write_whole(Path(path)) as scratch:
-        figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
+        figure.savefig(scratch, dpi=dpi, format=Path(path).suffix[1:] or "png")
     return Path(path)
 
 
@@ -147,6 +152,11 @@ def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: st
         _draw_line(axes, lines[""], STEERED, "-", "vector, ± 1 standard error", log=log)
     if neutral is not None:
         axes.plot([neutral], [plain.value], "o", color=PLAIN, markersize=6, label="no steering", zorder=5)
+    frame(axes)
+
+
+def frame(axes: Any) -> None:
+    """Draw a faint grid in axes, and no frame above and to the right."""
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -6,20 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
-from steercap.files.base import write_whole
+from steercap.files.tables import save_table, table_of
 from steercap.lab.measures import Measure
+from steercap.lab.measures.statistics import cluster_means
 from steercap.lab.studies.sweeps.grid import Condition, Sweep
 from steercap.lab.studies.sweeps.plots import plot_doses
-from steercap.lab.studies.sweeps.store import Record
-from steercap.lab.studies.sweeps.summaries import Effect, Mean, Summary
+from steercap.lab.studies.sweeps.summaries import Effect, Mean, Record, Summary
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,23 +41,11 @@ class SweepResults:
     @property
     def table(self) -> pa.Table:
         """Answers as a pyarrow Table, one row each, with their values in further columns."""
-        with extra("experiments"):
-            import pyarrow as pa
-
-        rows = [msgspec.to_builtins(record) for record in self.records]
-        for label, values in self.values.items():
-            for row, value in zip(rows, values, strict=True):
-                row[label] = value
-        return pa.Table.from_pylist(rows)
+        return table_of(self.records, self.values)
 
     def save(self, path: str | Path) -> Path:
         """Write the table to one Parquet file, atomically."""
-        with extra("experiments"):
-            from pyarrow import parquet
-
-        with write_whole(Path(path)) as scratch:
-            parquet.write_table(self.table, scratch)
-        return Path(path)
+        return save_table(path, self.table)
 
     def summary(self) -> list[Summary]:
         """Return means of every measure by condition, in the order of the sweep."""
@@ -128,15 +113,10 @@ def mean_of(by_prompt: Sequence[Sequence[float]], *, log: bool = False) -> Mean:
         by_prompt: values of each prompt's answers, NaN for a missing one.
         log: True for the geometric mean.
     """
-    known: list[npt.NDArray[Any]] = []
-    for values in by_prompt:
-        array = np.asarray(values, dtype=np.float64)
-        array = array[~np.isnan(array)]
-        if len(array):
-            known.append(np.log(array) if log else array)
-    if not known:
+    counts = np.array([np.count_nonzero(~np.isnan(own)) for own in by_prompt])
+    means = cluster_means(by_prompt, log=log)[counts > 0]
+    if not len(means):
         return Mean(math.nan, math.nan, 0)
-    means = np.array([array.mean() for array in known])
     error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
     middle = float(means.mean())
-    return Mean(math.exp(middle) if log else middle, error, sum(map(len, known)))
+    return Mean(math.exp(middle) if log else middle, error, int(counts.sum()))

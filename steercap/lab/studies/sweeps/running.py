@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING
 
-from steercap.concurrency.bounded import each_of
+import msgspec
+
 from steercap.core.extras import require
 from steercap.core.spec import Point
-from steercap.core.values import shown
-from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
-from steercap.lab.measures import MEASURES, Answered, Measure
-from steercap.lab.studies.sweeps.grid import Request, Sweep
+from steercap.errors import InvalidVector, PointNotArmed
+from steercap.lab.measures import Measure
+from steercap.lab.studies.running import CONCURRENT, ask, fill, measured, measures_of, steered
+from steercap.lab.studies.store import StudyFolder, Table
+from steercap.lab.studies.sweeps.grid import SWEEP, Definition, Request, Sweep
 from steercap.lab.studies.sweeps.results import SweepResults
-from steercap.lab.studies.sweeps.store import NUMBER, Folder, Record, Table, Value
+from steercap.lab.studies.sweeps.summaries import Record
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
-
-AnyAnswer = TypeVar("AnyAnswer", bound=Answered)
-
-#: Concurrent requests: more than any batch of vLLM's defaults, few enough to hold in memory.
-CONCURRENT: Final = 512
-#: Answers measured at once, and then kept.
-MEASURED: Final = 256
 
 
 async def run_sweep(
@@ -60,15 +53,27 @@ async def run_sweep(
         The errors of `SteerModel.generate`; what was answered until then is kept.
     """
     require("experiments")
-    chosen = measures_of(measures)
+    chosen = measures_of(measures, Record.__struct_fields__)
     _check(model, sweep)
-    folder = Folder(out, sweep.definition(model.identity()))
+    folder = open_folder(out, sweep.definition(model.identity()))
     await _answer(model, sweep, folder.answers, concurrent, progress or (lambda _done, _all: None))
     records = [folder.answers.rows[request.number] for request in sweep.requests()]
     values = {measure.label: await measured(model, measure, records, folder.values(measure)) for measure in chosen}
     results = SweepResults(sweep, records, values, {measure.label: measure for measure in chosen})
     results.save(folder.path / "results.parquet")
     return results
+
+
+def open_folder(path: str | Path, definition: Definition) -> StudyFolder[Record]:
+    """Open the folder of a sweep, created if needed.
+
+    Raises:
+        RunDiffers: the folder holds a sweep of another definition.
+        InvalidFile: a file in it cannot be read.
+    """
+    if SWEEP.open(path, definition) is None:
+        SWEEP.write(path, definition)
+    return StudyFolder(path, Record)
 
 
 def _check(model: SteerModel, sweep: Sweep) -> None:
@@ -89,113 +94,30 @@ def _check(model: SteerModel, sweep: Sweep) -> None:
 async def _answer(
     model: SteerModel, sweep: Sweep, kept: Table[Record], concurrent: int, progress: Callable[[int, int], None]
 ) -> None:
+    """Have every missing request answered."""
     requests = list(sweep.requests())
     missing = [one for one in requests if one.number not in kept.rows or not kept.rows[one.number].answers(one)]
 
-    async def ask(steered: tuple[Request, SteeringSpec | None]) -> None:
-        kept.add([await _asked(model, sweep, *steered)])
-        progress(len(kept.rows), len(requests))
-
-    try:
-        await each_of(_steered(sweep, missing), ask, concurrent)
-    finally:
-        kept.flush()
-    kept.join()
-
-
-def _steered(sweep: Sweep, requests: Iterable[Request]) -> Iterator[tuple[Request, SteeringSpec | None]]:
-    """Yield requests with their steering, which those of one condition share."""
-    for condition, alike in groupby(requests, lambda request: request.condition):
-        spec = sweep.spec(condition)
-        for request in alike:
-            yield request, spec
-
-
-async def _asked(model: SteerModel, sweep: Sweep, request: Request, spec: SteeringSpec | None) -> Record:
-    """Request one answer, steered by its condition alone."""
-    prompt, params = sweep.prompts[request.prompt], sweep.sampling_of(request)
-    call: Any = model.generate if isinstance(prompt, str) else model.chat
-    output = (await call(prompt, params, steering=spec, raw_output=True)).output
-    (sample,) = output.outputs
-    condition = request.condition
-    return Record(
-        number=request.number,
-        vector=condition.vector,
-        operation=condition.operation,
-        layers=condition.layers,
-        scale=condition.scale,
-        control=condition.control,
-        prompt_index=request.prompt,
-        sample=request.sample,
-        prompt=prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")),
-        prompt_token_ids=tuple(output.prompt_token_ids),
-        text=sample.text,
-        output_token_ids=tuple(sample.token_ids),
-        finish_reason=sample.finish_reason or "",
-    )
-
-
-async def measured(
-    model: SteerModel, measure: Measure, records: Sequence[AnyAnswer], kept: Table[Value]
-) -> list[float]:
-    """Return the value of each record, measuring and storing those that are missing.
-
-    Args:
-        model: model that gave the answers.
-        measure: measure to apply.
-        records: answers, with a field `number`.
-        kept: table of stored values.
-
-    Raises:
-        The errors of the measure; what was measured until then is kept.
-    """
-    missing = [record for record in records if NUMBER(record) not in kept.rows]
-    try:
-        for first in range(0, len(missing), MEASURED):
-            part = missing[first : first + MEASURED]
-            values = await measure.measure(model, part)
-            kept.add(Value(number=NUMBER(one), value=value) for one, value in zip(part, values, strict=True))
-    finally:
-        kept.flush()
-    kept.join()
-    return [kept.rows[NUMBER(record)].value for record in records]
-
-
-def measures_of(
-    given: Iterable[str | Measure], columns: Sequence[str] = Record.__struct_fields__
-) -> tuple[Measure, ...]:
-    """Resolve measures given by name or as objects.
-
-    Args:
-        given: names in `MEASURES`, or measures.
-        columns: column names of the table of answers, which labels must not repeat.
-
-    Raises:
-        UnknownName: no measure has a name.
-        InvalidSpec: an entry is not a measure, or needs arguments; two have one label; or a label is a column of every
-            such table, as "text" is of a sweep's.
-    """
-    found: dict[str, Measure] = {}
-    for one in given:
-        measure = _named(one) if isinstance(one, str) else one
-        if not isinstance(measure, Measure):
-            raise InvalidSpec(f"{shown(one)} is not a measure; give a name from {list(MEASURES)}, or a Measure")
-        if measure.label in columns:
-            raise InvalidSpec(
-                f"{measure!r} would be column {measure.label!r} of the table, which says something else; "
-                f"name it otherwise than {', '.join(columns)}"
+    async def work(asked: tuple[Request, SteeringSpec | None], keep: Callable[[Record], None]) -> None:
+        request, spec = asked
+        prompt = sweep.prompts[request.prompt]
+        keep(
+            Record(
+                number=request.number,
+                **msgspec.structs.asdict(request.condition),
+                prompt_index=request.prompt,
+                sample=request.sample,
+                prompt=prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")),
+                **await ask(model, prompt, sweep.sampling_of(request), spec),
             )
-        if measure.label in found:
-            raise InvalidSpec(f"{measure!r} and {found[measure.label]!r} have the same label; leave one out")
-        found[measure.label] = measure
-    return tuple(found.values())
+        )
 
-
-def _named(name: str) -> Measure:
-    kind = MEASURES[name]
-    missing = [key for key, one in inspect.signature(kind).parameters.items() if one.default is one.empty]
-    if missing:
-        example = ", ".join(f"{key}=..." for key in missing)
-        raise InvalidSpec(f"measure {name!r} must be told its {' and '.join(missing)}; give {kind.__name__}({example})")
-    measure: Measure = kind()
-    return measure
+    await fill(
+        kept,
+        steered(missing, sweep.spec),
+        work,
+        concurrent=concurrent,
+        done=len(requests) - len(missing),
+        wanted=len(requests),
+        progress=progress,
+    )

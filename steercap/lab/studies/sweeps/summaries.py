@@ -1,4 +1,4 @@
-"""Summaries of a sweep: means by condition, and effects of a vector beside its controls."""
+"""Answers of a sweep, means of their values by condition, and effects of a vector beside its controls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,38 @@ import math
 import msgspec
 import numpy as np
 
-from steercap.lab.studies.sweeps.grid import Condition
+from steercap.lab.measures import Answered
+from steercap.lab.studies.sweeps.grid import Condition, Request
+
+
+class Record(Answered, frozen=True, kw_only=True):
+    """Answer of a sweep, with its condition; see `Condition` and `Answered`.
+
+    Args:
+        number: number in the sweep.
+        prompt_index, sample: index of the prompt, and of the answer to it.
+        finish_reason: vLLM's finish reason: "stop" or "length".
+    """
+
+    number: int
+    vector: str
+    operation: str
+    layers: tuple[int, ...]
+    scale: float
+    control: str
+    prompt_index: int
+    sample: int
+    finish_reason: str
+
+    @property
+    def condition(self) -> Condition:
+        """Condition by which it was steered."""
+        return Condition(**{name: getattr(self, name) for name in Condition.__struct_fields__})
+
+    def answers(self, request: Request) -> bool:
+        """Return True if it is the answer to a request."""
+        asked = (request.number, request.condition, request.prompt, request.sample)
+        return (self.number, self.condition, self.prompt_index, self.sample) == asked
 
 
 class Mean(msgspec.Struct, frozen=True):

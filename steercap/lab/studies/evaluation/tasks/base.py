@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from importlib import resources
+from typing import ClassVar, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.extras import extra
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
+
+Kind = TypeVar("Kind")
 
 
 class Item(NamedTuple):
@@ -42,6 +48,21 @@ def first_of(items: Sequence[Item], first: int | None, what: str) -> Sequence[It
     if count is None or not 1 <= count <= len(items):
         raise InvalidSpec(f"{what}: first={shown(first)}; give a whole number from 1 to {len(items)}, or None for all")
     return items[:count]
+
+
+@functools.cache
+def read_shipped(name: str, kind: type[Kind]) -> Kind:
+    """Read texts that come with steercap, written for it and free of any data set, from `evaluation/shipped`.
+
+    Args:
+        name: name of the YAML file, without its suffix.
+        kind: type to decode to.
+    """
+    with extra("experiments"):
+        import yaml
+
+    text = (resources.files("steercap.lab.studies.evaluation") / "shipped" / f"{name}.yaml").read_text(encoding="utf-8")
+    return msgspec.convert(yaml.safe_load(text), kind)
 
 
 class Task(ABC):

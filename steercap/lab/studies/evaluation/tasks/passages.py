@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
-from steercap.lab.studies.evaluation.tasks.base import Item, Task, first_of
-from steercap.lab.studies.evaluation.tasks.shipped import read_shipped
+from steercap.lab.studies.evaluation.tasks.base import Item, Task, first_of, read_shipped
 
 
 @dataclass(frozen=True)

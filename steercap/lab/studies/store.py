@@ -1,0 +1,105 @@
+"""Folder of a study: answers by number, and the values of its measures and tasks, in Parquet parts written atomically.
+
+sweep.json, evaluation.json           inputs of the answers
+answers/00007-3f2a9c.parquet          answers, some hundreds a part; one part when all are there
+values/repetition-5d41/...            numbers of one measure, by the number of the answer
+tasks/choices-77ab/...                numbers of one task, by the number of condition and item
+results.parquet                       answers and values in one table, when the study is complete
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from steercap.files.tables import TableWriter
+from steercap.lab.measures import Measure
+
+#: Seconds between parts, the most that a killed process loses. A part takes some milliseconds to write.
+FLUSH_SECONDS: Final = 2.0
+#: Rows of a part at most.
+PART_RECORDS: Final = 1024
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True):
+    """Value of a measure for one answer, or of a task for one item under one condition.
+
+    Args:
+        number: number of the answer, or of condition and item.
+        value: measured value, NaN if nothing could be measured.
+    """
+
+    number: int
+    value: float
+
+
+Row = TypeVar("Row", bound=msgspec.Struct)
+#: Key of a row.
+NUMBER: Final[Callable[[Any], int]] = attrgetter("number")
+
+
+class Table(Generic[Row]):
+    """Table of rows by number: those stored in a folder and those added; a number is kept once.
+
+    Args:
+        folder: folder of their parts.
+        kind: type of the rows, with a field `number`.
+
+    Raises:
+        InvalidFile: a part holds something else.
+    """
+
+    def __init__(self, folder: Path, kind: type[Row]) -> None:
+        self._parts: TableWriter[Row] = TableWriter(folder, kind, records=PART_RECORDS, seconds=FLUSH_SECONDS)
+        self.rows: dict[int, Row] = {NUMBER(row): row for row in self._parts.read()}
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add rows; they are written soon."""
+        for row in rows:
+            self.rows[NUMBER(row)] = row
+            self._parts.add(row)
+
+    def flush(self) -> None:
+        """Write the rows that were not written yet."""
+        self._parts.flush()
+
+    def join(self) -> None:
+        """Rewrite all parts as one."""
+        self.flush()
+        self._parts.replace([self.rows[number] for number in sorted(self.rows)])
+
+
+class StudyFolder(Generic[Row]):
+    """Answers and values in the folder of a study.
+
+    Args:
+        path: folder that was opened for the study; see `FolderKind.open`.
+        kind: type of its answers, with a field `number`.
+
+    Raises:
+        InvalidFile: a part of the answers holds something else.
+    """
+
+    def __init__(self, path: str | Path, kind: type[Row]) -> None:
+        self.path = Path(path)
+        self.answers: Table[Row] = Table(self.path / "answers", kind)
+
+    def values(self, measure: Measure) -> Table[Value]:
+        """Return the table of values of a measure; one with other arguments has another table."""
+        return Table(self.path / "values" / folder_of(measure.label, measure), Value)
+
+
+def folder_of(label: str, made: object) -> str:
+    """Return the name of the folder of the values of a measure or task.
+
+    Args:
+        label: label of the measure or task.
+        made: the measure or task, whose `repr` identifies it.
+    """
+    digest = hashlib.sha256(repr(made).encode()).hexdigest()[:8]
+    return f"{''.join(letter if letter.isalnum() else '-' for letter in label)}-{digest}"
