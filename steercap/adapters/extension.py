@@ -32,7 +32,7 @@ class WorkerExtension:
         return runtime.answer(frame)
 
     def steercap_place(self) -> str:
-        """Return the place of this worker's process, see `adapters.death`."""
+        """Return the place of this worker's process, see `adapters.process_exit`."""
         return death.place()
 
     def steercap_load_adapter(self, name: str, number: int, path: str) -> str:
