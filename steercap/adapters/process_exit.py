@@ -2,9 +2,9 @@
 
 A process of this machine is watched by a pidfd, which can be read once it has ended, whoever its parent is. Only its
 parent learns its exit code: the client for engine cores, an engine core for its workers. An engine core writes the exit
-code to the folder of the engine, see `adapters.startup_error`. It relies on this: `MultiprocExecutor.shutdown` is called when
-a worker has ended, with `is_failed` set, before others are waited for, and `workers` hold their processes as `proc`; of
-the client, on `engine_manager.finished_procs`.
+code to the folder of the engine, see `adapters.startup_error`. It relies on this: `MultiprocExecutor.shutdown` is
+called when a worker has ended, with `is_failed` set, before others are waited for, and `workers` hold their processes
+as `proc`; of the client, on `engine_manager.finished_procs`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Watch of a running engine: its processes live, and its threads listen and answer.
 
-Processes are watched by `adapters.process_exit`. In the engine's process a thread reads requests and another writes outputs;
-when an exception ends one of them, its sockets are closed, the process lives, `errored` stays False, and requests wait
-for ever. libzmq reports the closed connection. It relies on `engine_core.resources`, its sockets and `engine_dead`, and
-on `output_processor.propagate_error`. It can go when vLLM watches these threads.
+Processes are watched by `adapters.process_exit`. In the engine's process a thread reads requests and another writes
+outputs; when an exception ends one of them, its sockets are closed, the process lives, `errored` stays False, and
+requests wait for ever. libzmq reports the closed connection. It relies on `engine_core.resources`, its sockets and
+`engine_dead`, and on `output_processor.propagate_error`. It can go when vLLM watches these threads.
 """
 
 from __future__ import annotations
