@@ -285,9 +285,7 @@ def register(app: typer.Typer) -> None:
             int | None, typer.Option(min=1, help="Generate this many tokens after each document, and keep them too.")
         ] = None,
         temperature: Annotated[float, typer.Option(help="Sampling temperature for --max-tokens; 0 is greedy.")] = 1.0,
-        seed: Annotated[
-            int, typer.Option(help="Sampling seed for --max-tokens; each document's own seed follows from it.")
-        ] = 0,
+        seed: Annotated[int, typer.Option(help="Sampling seed for --max-tokens; documents' seeds follow from it.")] = 0,
         shard_mb: Annotated[int, typer.Option(min=1, help="Rows per shard, in MiB.")] = 256,
         documents_per_shard: Annotated[
             int | None, typer.Option(min=1, help="Documents per shard (default: as many as fill --shard-mb).")
