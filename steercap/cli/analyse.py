@@ -127,29 +127,36 @@ def register(app: typer.Typer) -> None:
         ],
     )
     def analyse(
-        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Vectors or directions.")],
+        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of vectors or directions.")],
         terminal: Terminal,
         model: Annotated[
-            str, typer.Option("--model", "-m", help="Name on the hub, path, or [cyan]smollm2[/cyan].")
+            str, typer.Option("--model", "-m", help="Model: hub name, path, or [cyan]smollm2[/cyan].")
         ] = SMOLLM2,
-        layer: Annotated[int | None, typer.Option(help="Of the vectors; the middle one if left out.")] = None,
-        names: Annotated[str | None, typer.Option(help="Which of the directions; all if left out.")] = None,
+        layer: Annotated[int | None, typer.Option(help="Layer of the vectors (default: the middle one).")] = None,
+        names: Annotated[str | None, typer.Option(help="Directions to use, separated by commas (default all).")] = None,
         parts: Annotated[
             str | None,
-            typer.Option(help="cosines, tree, scree, scores, ends, tokens, nearest, heads, reads, writes, features."),
+            typer.Option(
+                help="Analyses (default all): cosines, tree, scree, scores, ends, tokens, nearest, heads, reads, "
+                "writes, features."
+            ),
         ] = None,
-        sae: Annotated[Path | None, typer.Option(file_okay=False, help="Folder of an SAE of that point.")] = None,
-        top: Annotated[int, typer.Option(min=1, help="Tokens, neurons and features of each vector.")] = 8,
-        random: Annotated[int, typer.Option(min=20, help="Random vectors that heads are compared with.")] = 1000,
-        seed: Annotated[int, typer.Option(help="Of these.")] = 0,
-        base: Annotated[int | None, typer.Option(min=0, max=1, help="Of a .pt tensor: the row of layer 0.")] = None,
+        sae: Annotated[
+            Path | None, typer.Option(file_okay=False, help="Folder of an SAE of this layer and site.")
+        ] = None,
+        top: Annotated[int, typer.Option(min=1, help="Number of tokens, neurons and features listed per vector.")] = 8,
+        random: Annotated[int, typer.Option(min=20, help="Number of random vectors to compare heads with.")] = 1000,
+        seed: Annotated[int, typer.Option(help="Seed of the random vectors.")] = 0,
+        base: Annotated[
+            int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
+        ] = None,
         out: Annotated[
-            Path | None, typer.Option(file_okay=False, help="Folder of all tables, as Parquet, and pictures.")
+            Path | None, typer.Option(file_okay=False, help="Folder for all tables (Parquet) and pictures.")
         ] = None,
     ) -> None:
-        """Take vectors apart by the weights of their model: how they lie to each other, which tokens they say, which
-        heads copy them, which neurons read and write them, each in z-scores against random vectors of the same norm.
-        No engine is started. Tables show the outermost rows; --out keeps all of them, with pictures.
+        """Analyse vectors by the weights of their model: their cosines, the tokens they promote, the heads that copy
+        them, the neurons that read and write them, each in z-scores against random vectors of equal norm. No engine is
+        started. Tables show the extreme rows; --out saves all of them, with pictures.
         """
         require("analysis")
         if out is not None:

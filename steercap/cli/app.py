@@ -72,7 +72,9 @@ def root(
     *,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=lambda asked: _version(asked=asked), is_eager=True, help="Show versions."),
+        typer.Option(
+            "--version", callback=lambda asked: _version(asked=asked), is_eager=True, help="Show versions and exit."
+        ),
     ] = False,
 ) -> None:
     """Accept the options of `steercap` itself."""

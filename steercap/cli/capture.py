@@ -41,35 +41,37 @@ class RowOptions:
     """Options for the storage of rows and its size limits; options left out come from the environment."""
 
     codec: Annotated[
-        str | None, typer.Option(help="How rows are stored: raw, full8, ...; raw if left out.", rich_help_panel=PANEL)
+        str | None, typer.Option(help="Codec of stored rows: raw (default), full8, ...", rich_help_panel=PANEL)
     ] = None
     codec_k: Annotated[
-        int | None, typer.Option(help="Numbers that stand for a row: of topk8, rp8, rp16.", rich_help_panel=PANEL)
+        int | None, typer.Option(help="Values stored per row, for topk8, rp8 and rp16.", rich_help_panel=PANEL)
     ] = None
-    codec_seed: Annotated[int | None, typer.Option(help="Of the matrix of rp8 and rp16.", rich_help_panel=PANEL)] = None
+    codec_seed: Annotated[
+        int | None, typer.Option(help="Seed of the random matrix of rp8 and rp16.", rich_help_panel=PANEL)
+    ] = None
     capture_bytes: Annotated[
-        int | None, typer.Option(help="Most shared memory of rows on a worker, in bytes.", rich_help_panel=PANEL)
+        int | None, typer.Option(help="Maximum shared memory for rows on each worker, in bytes.", rich_help_panel=PANEL)
     ] = None
     arena_bytes: Annotated[
-        int | None, typer.Option(help="Device memory of rows on their way, in bytes.", rich_help_panel=PANEL)
+        int | None, typer.Option(help="Device memory that rows pass through, in bytes.", rich_help_panel=PANEL)
     ] = None
     reduce_bytes: Annotated[
-        int | None, typer.Option(help="Most device memory of running reductions, in bytes.", rich_help_panel=PANEL)
+        int | None, typer.Option(help="Maximum device memory for running reductions, in bytes.", rich_help_panel=PANEL)
     ] = None
     overflow: Annotated[
-        str | None, typer.Option(help="What a request without room does: wait, error or spill.", rich_help_panel=PANEL)
+        str | None,
+        typer.Option(help="When memory for rows is full: wait, error or spill (to disk).", rich_help_panel=PANEL),
     ] = None
     overflow_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that it waits while nothing runs.", rich_help_panel=PANEL)
+        float | None, typer.Option(help="Seconds that a request waits while nothing runs.", rich_help_panel=PANEL)
     ] = None
-    spill_folder: Annotated[
-        str | None, typer.Option(help="Folder of the file that rows spill to.", rich_help_panel=PANEL)
-    ] = None
+    spill_folder: Annotated[str | None, typer.Option(help="Folder for the spill file.", rich_help_panel=PANEL)] = None
     spill_bytes: Annotated[
-        int | None, typer.Option(help="Most bytes that rows spill to disk.", rich_help_panel=PANEL)
+        int | None, typer.Option(help="Maximum size of the spill file, in bytes.", rich_help_panel=PANEL)
     ] = None
     transport: Annotated[
-        str | None, typer.Option(help="How rows reach us: auto, shared or wire.", rich_help_panel=PANEL)
+        str | None,
+        typer.Option(help="How rows reach the client: auto, shared (memory) or wire (RPC).", rich_help_panel=PANEL),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -159,27 +161,28 @@ def register(app: typer.Typer) -> None:
         model: ModelOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for one safetensors file per prompt.")],
-        layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
+        layers: Annotated[str, typer.Option(help="Layers: all, 8, 8,16,-1 or 4:20:2.")] = "all",
         sites: Annotated[
-            str, typer.Option(help="resid_pre, resid_post, attn_out, mlp_out, or several.")
+            str, typer.Option(help="Sites: resid_pre, resid_post, attn_out, mlp_out, ..., separated by commas.")
         ] = "resid_post",
         tokens: Annotated[
-            str, typer.Option(help="all, prompt, generated, last_prompt, positions, slices, or several: prompt,-1.")
+            str,
+            typer.Option(help="Tokens: all, prompt, generated, last_prompt, positions, slices, or several: prompt,-1."),
         ] = "all",
-        reduce: Annotated[str | None, typer.Option(help="mean, sum, max or last: one row per point.")] = None,
+        reduce: Annotated[str | None, typer.Option(help="Reduce to one row per point: mean, sum, max or last.")] = None,
         project: Annotated[
-            Path | None, typer.Option(help="Keep what rows are along the directions of this file, not the rows.")
+            Path | None, typer.Option(help="Keep each row's projections on this file's directions instead of the row.")
         ] = None,
         heat: Annotated[
             int | None, typer.Option(help="Show the projections of this layer token by token; needs --project.")
         ] = None,
-        force: Annotated[bool, typer.Option("--force", help="Write over captures that are there.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite existing captures.")] = False,
     ) -> None:
-        r"""Generate, and keep the activations. Each prompt becomes one safetensors file with its rows, their
-        positions and token ids, and the texts; CaptureHandle.load reads it, and steercap inspect shows it. Rows are
-        prompt + generated - 1: the last token is never read. Layer i of resid_post is hidden_states\[i + 1] of
-        transformers. With --project a few numbers per token are kept in place of each row. manifest.json lists the
-        files; interrupted, the same call goes on.
+        r"""Generate text and save activations. Each prompt becomes one safetensors file with its rows, their positions
+        and token ids, and the texts; CaptureHandle.load reads it, and steercap inspect shows it. There are prompt +
+        generated - 1 rows: the last token is never read. Layer i of resid_post is transformers' hidden_states\[i + 1].
+        With --project a few numbers per token are saved instead of each row. manifest.json lists the files; an
+        interrupted call is resumed by the same call.
         """
         from steercap.core.spec import REDUCTIONS, CaptureSpec
 

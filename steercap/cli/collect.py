@@ -43,32 +43,34 @@ class CorpusOptions:
 
     format: Annotated[
         str | None,
-        typer.Option(help="jsonl, parquet, arrow or text; as the name says if left out.", rich_help_panel=CORPUS),
+        typer.Option(help="Format: jsonl, parquet, arrow or text (default: by file name).", rich_help_panel=CORPUS),
     ] = None
-    split: Annotated[str | None, typer.Option(help="Of a folder with several.", rich_help_panel=CORPUS)] = None
+    split: Annotated[
+        str | None, typer.Option(help="Split to read, if the folder has several.", rich_help_panel=CORPUS)
+    ] = None
     column: Annotated[
         str | None,
-        typer.Option(help="What holds documents; text, messages or tokens if left out.", rich_help_panel=CORPUS),
+        typer.Option(help="Column of documents (default: text, messages or tokens).", rich_help_panel=CORPUS),
     ] = None
     unit: Annotated[
-        str, typer.Option(help="A document of a text file: line, paragraph or file.", rich_help_panel=CORPUS)
+        str, typer.Option(help="Unit of a document in text files: line, paragraph or file.", rich_help_panel=CORPUS)
     ] = "line"
     skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out what is no document, and count it.", rich_help_panel=CORPUS)
+        bool, typer.Option("--skip-bad", help="Skip and count invalid documents.", rich_help_panel=CORPUS)
     ] = False
     context: Annotated[
-        int | None, typer.Option(help="Most tokens of a window; the engine's if left out.", rich_help_panel=CORPUS)
+        int | None, typer.Option(help="Maximum tokens of a window (default: the engine's).", rich_help_panel=CORPUS)
     ] = None
     long: Annotated[
         str | None,
         typer.Option(
-            help="A longer document: split, cut or refuse. If left out split, with --max-tokens refuse.",
+            help="Longer documents: split, cut or refuse (default split; with --max-tokens, refuse).",
             rich_help_panel=CORPUS,
         ),
     ] = None
     bos: Annotated[
         str,
-        typer.Option(help="Where the token goes that begins a text: document, window or none.", rich_help_panel=CORPUS),
+        typer.Option(help="Put the <bos> token before each document, each window, or none.", rich_help_panel=CORPUS),
     ] = "document"
 
     def source(self, corpus: str) -> DocumentSource:
@@ -91,19 +93,23 @@ class SampleOptions:
     tokens: Annotated[
         str,
         typer.Option(
-            help="all, prompt, generated, last_prompt, positions, slices, or several.", rich_help_panel=SAMPLE
+            help="Tokens to keep: all, prompt, generated, last_prompt, positions, slices, or several.",
+            rich_help_panel=SAMPLE,
         ),
     ] = "all"
-    one_in: Annotated[int | None, typer.Option(help="Of these, one in so many, at random.", rich_help_panel=SAMPLE)] = (
-        None
-    )
-    sample_seed: Annotated[int, typer.Option(help="Of --one-in.", rich_help_panel=SAMPLE)] = 0
-    probe: Annotated[
-        Path | None, typer.Option(help="Of these, those along the direction of this file.", rich_help_panel=SAMPLE)
+    one_in: Annotated[
+        int | None, typer.Option(help="Keep a random one in N of these tokens.", rich_help_panel=SAMPLE)
     ] = None
-    probe_layer: Annotated[int | None, typer.Option(help="Whose rows decide.", rich_help_panel=SAMPLE)] = None
-    above: Annotated[float | None, typer.Option(help="Least projection that is kept.", rich_help_panel=SAMPLE)] = None
-    below: Annotated[float | None, typer.Option(help="Greatest that is.", rich_help_panel=SAMPLE)] = None
+    sample_seed: Annotated[int, typer.Option(help="Seed of --one-in.", rich_help_panel=SAMPLE)] = 0
+    probe: Annotated[
+        Path | None,
+        typer.Option(help="Keep tokens by their projection on this file's direction.", rich_help_panel=SAMPLE),
+    ] = None
+    probe_layer: Annotated[
+        int | None, typer.Option(help="Layer whose rows --probe projects.", rich_help_panel=SAMPLE)
+    ] = None
+    above: Annotated[float | None, typer.Option(help="Minimum projection to keep.", rich_help_panel=SAMPLE)] = None
+    below: Annotated[float | None, typer.Option(help="Maximum projection to keep.", rich_help_panel=SAMPLE)] = None
 
     def sample(self) -> TokenSample:
         """Return the token sample that the options describe.
@@ -136,23 +142,23 @@ class RayOptions:
     """Options for spreading the work over Ray actors."""
 
     ray: Annotated[
-        int | None, typer.Option(min=1, help="Spread over so many actors, an engine each.", rich_help_panel=RAY)
+        int | None, typer.Option(min=1, help="Spread the work over N Ray actors, one engine each.", rich_help_panel=RAY)
     ] = None
     ray_address: Annotated[
         str | None,
         typer.Option(
-            help="Of the cluster. If left out, that of RAY_ADDRESS, else the one last started on this machine, else a "
-            "new one here.",
+            help="Address of the Ray cluster (default: RAY_ADDRESS, else the one last started on this machine, else a "
+            "new one).",
             rich_help_panel=RAY,
         ),
     ] = None
     ray_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each actor.", rich_help_panel=RAY)] = 0
-    ray_cpus: Annotated[float, typer.Option(min=0, help="Cores of each actor.", rich_help_panel=RAY)] = 1
+    ray_cpus: Annotated[float, typer.Option(min=0, help="CPU cores of each actor.", rich_help_panel=RAY)] = 1
     ray_restarts: Annotated[
-        int, typer.Option(min=-1, help="How often a lost actor is started again; -1 always.", rich_help_panel=RAY)
+        int, typer.Option(min=-1, help="Maximum restarts of a lost actor; -1 for no limit.", rich_help_panel=RAY)
     ] = -1
     ray_retries: Annotated[
-        int, typer.Option(min=-1, help="How often a lost shard is begun again; -1 always.", rich_help_panel=RAY)
+        int, typer.Option(min=-1, help="Maximum retries of a lost shard; -1 for no limit.", rich_help_panel=RAY)
     ] = 3
 
     def actors(self) -> RayActors | None:
@@ -257,11 +263,11 @@ def register(app: typer.Typer) -> None:
         ],
     )
     async def collect(
-        corpus: Annotated[str, typer.Argument(metavar="CORPUS", help="A file, a folder or a pattern.")],
+        corpus: Annotated[str, typer.Argument(metavar="CORPUS", help="Corpus: a file, a folder or a glob pattern.")],
         folder: Annotated[
             str,
             typer.Argument(
-                metavar="FOLDER", help="Where the data set goes; or a URL, whose keys come from the environment."
+                metavar="FOLDER", help="Output folder, or a URL; its credentials come from the environment."
             ),
         ],
         how: CorpusOptions,
@@ -271,36 +277,35 @@ def register(app: typer.Typer) -> None:
         spread: RayOptions,
         model: ModelOptions,
         terminal: Terminal,
-        layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
+        layers: Annotated[str, typer.Option(help="Layers: all, 8, 8,16,-1 or 4:20:2.")] = "all",
         sites: Annotated[
-            str, typer.Option(help="resid_pre, resid_post, attn_out, mlp_out, or several.")
+            str, typer.Option(help="Sites: resid_pre, resid_post, attn_out, mlp_out, ..., separated by commas.")
         ] = "resid_post",
         max_tokens: Annotated[
-            int | None, typer.Option(min=1, help="Go on with each document for so many tokens, and keep them too.")
+            int | None, typer.Option(min=1, help="Generate this many tokens after each document, and keep them too.")
         ] = None,
-        temperature: Annotated[float, typer.Option(help="Of --max-tokens; 0 is greedy.")] = 1.0,
-        seed: Annotated[int, typer.Option(help="Of --max-tokens; each document gets one of its own from it.")] = 0,
-        shard_mb: Annotated[int, typer.Option(min=1, help="Rows of a shard, in MiB.")] = 256,
+        temperature: Annotated[float, typer.Option(help="Sampling temperature for --max-tokens; 0 is greedy.")] = 1.0,
+        seed: Annotated[int, typer.Option(help="Sampling seed for --max-tokens; documents' seeds follow from it.")] = 0,
+        shard_mb: Annotated[int, typer.Option(min=1, help="Rows per shard, in MiB.")] = 256,
         documents_per_shard: Annotated[
-            int | None, typer.Option(min=1, help="By default as many as come to --shard-mb.")
+            int | None, typer.Option(min=1, help="Documents per shard (default: as many as fill --shard-mb).")
         ] = None,
         statistics_every: Annotated[
             int | None,
-            typer.Option(min=0, help="Look at one row in so many; 0 for none; 8 for each point if left out."),
+            typer.Option(min=0, help="Compute statistics from one row in N (default 8 per point); 0 for none."),
         ] = None,
         concurrency: Annotated[
             int | None,
-            typer.Option(min=1, help="Windows at once; 1 gives the same bits each time."),
+            typer.Option(min=1, help="Windows read concurrently; 1 gives bit-identical results."),
         ] = None,
         verify: Annotated[
-            bool, typer.Option("--verify", help="Compare shards that are there by SHA-256, and mend what is damaged.")
+            bool, typer.Option("--verify", help="Check existing shards by SHA-256, and rewrite damaged ones.")
         ] = False,
     ) -> None:
-        """Read a corpus, and keep its activations as a data set: shards of safetensors with a Parquet index, which
-        steercap.lab.datasets and other tools open. Interrupted, even killed, the same call goes on; every document is
-        in it once.
-        Documents come from JSON lines, Parquet, text, or folders of these and of Hugging Face data sets. A data
-        set at a URL is verified in Python: steercap.lab.datasets.verify("s3://bucket/rows").
+        """Save the activations of a corpus as a data set: shards of safetensors with a Parquet index, which
+        steercap.lab.datasets and other tools open. Interrupted, even killed, the same call resumes; every document is
+        in it once. Documents come from JSON lines, Parquet, text, or folders of these and of Hugging Face data sets. A
+        data set at a URL is verified in Python: steercap.lab.datasets.verify("s3://bucket/rows").
         """
         from steercap.core.spec import CaptureSpec
         from steercap.lab.datasets.collecting import collect as collect_corpus

@@ -32,25 +32,28 @@ class ModelOptions:
         typer.Option(
             "--model",
             "-m",
-            help="Name on the hub, path, or [cyan]smollm2[/cyan]: SmolLM2-135M from a PyPI package.",
+            help="Model: hub name, path, or [cyan]smollm2[/cyan]: SmolLM2-135M from a PyPI package.",
             rich_help_panel=PANEL,
         ),
     ] = SMOLLM2
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, ...; vLLM's choice if left out.", rich_help_panel=PANEL)
+        str | None,
+        typer.Option(
+            help="dtype of the model: float32, bfloat16, ... (default: vLLM's choice).", rich_help_panel=PANEL
+        ),
     ] = None
     max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens that prompt and answer may have.", rich_help_panel=PANEL)
+        int | None, typer.Option(min=2, help="Maximum tokens of prompt and answer together.", rich_help_panel=PANEL)
     ] = None
     eager: Annotated[
         bool | None,
-        typer.Option("--eager/--no-eager", help="Without or with compilation and CUDA graphs.", rich_help_panel=PANEL),
+        typer.Option("--eager/--no-eager", help="Run without compilation and CUDA graphs.", rich_help_panel=PANEL),
     ] = None
     restart: Annotated[
         bool | None,
         typer.Option(
             "--restart/--no-restart",
-            help="Start an engine that has died again, and run what it had not answered again.",
+            help="Restart an engine that died, and rerun its unanswered requests.",
             rich_help_panel=PANEL,
         ),
     ] = None
@@ -59,7 +62,7 @@ class ModelOptions:
         typer.Option(
             "--engine-arg",
             metavar="KEY=VALUE",
-            help="Argument of vLLM's engine or of SteerModel, its value in JSON; may be repeated.",
+            help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable.",
             rich_help_panel=PANEL,
         ),
     ] = None

@@ -172,28 +172,34 @@ def register(app: typer.Typer) -> None:
     async def evaluate(
         model: ModelOptions,
         terminal: Terminal,
-        out: Annotated[Path, typer.Option(file_okay=False, help="Folder of answers, tables and a picture.")],
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for answers, tables and a picture.")],
         config: Annotated[
             Path,
             typer.Argument(exists=True, dir_okay=False, metavar="YAML", help="Methods, questions and settings."),
         ],
         measures: Annotated[
             str | None,
-            typer.Option(help="Of answers, as for sweep; perplexity, repetition and refusal if left out."),
+            typer.Option(help="Measures of answers, as in sweep (default perplexity, repetition, refusal)."),
         ] = None,
-        tasks: Annotated[str | None, typer.Option(help="Of fixed texts: passages, choices; both if left out.")] = None,
-        max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
-        temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the likeliest.")] = None,
-        samples: Annotated[int | None, typer.Option(min=1, help="Conversations about each question.")] = None,
-        seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
-        by: Annotated[str | None, typer.Option(help="Column to match methods by; neutral if left out.")] = None,
-        at: Annotated[float | None, typer.Option(help="What to match them at; what all reach if left out.")] = None,
-        plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw methods.png.")] = True,
+        tasks: Annotated[
+            str | None, typer.Option(help="Tasks of fixed texts: passages, choices (default both).")
+        ] = None,
+        max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens to generate (default 64).")] = None,
+        temperature: Annotated[
+            float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default).")
+        ] = None,
+        samples: Annotated[int | None, typer.Option(min=1, help="Conversations per question (default 1).")] = None,
+        seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
+        by: Annotated[str | None, typer.Option(help="Column to match methods by (default neutral).")] = None,
+        at: Annotated[
+            float | None, typer.Option(help="Value of --by to match at (default: one that all methods reach).")
+        ] = None,
+        plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Plot methods.png.")] = True,
     ) -> None:
-        """Have system prompts, vectors and trained edits answer the same questions, and say what each brings about and
-        what it costs: perplexity of neutral prose, a multiple-choice task, repetition, refusals. Methods are put beside
-        each other at every dose, and where they cost the same, with intervals over questions. What is done is kept in
-        --out, so that an evaluation that was interrupted, or given further methods, goes on when it is called again.
+        """Compare system prompts, vectors and trained edits on the same questions, by what they achieve and what they
+        cost: perplexity of neutral prose, a multiple-choice task, repetition, refusals. Methods are compared at every
+        dose, and where they cost the same, with intervals over questions. Finished work is kept in --out; the same call
+        resumes an interrupted evaluation, also with further methods.
         """
         flags: dict[str, Any] = {
             "measures": None if measures is None else measures_in(measures),

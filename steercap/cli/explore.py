@@ -39,23 +39,25 @@ def register(app: typer.Typer) -> None:
     )
     async def explore(
         terminal: Terminal,
-        model: Annotated[str, typer.Argument(help="Name on the hub, path, or smollm2.")] = SMOLLM2,
+        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
         flags: Annotated[
-            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, behind --.")
+            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
         ] = None,
         *,
-        port: Annotated[int, typer.Option(min=0, max=65535, help="Port; one that is free if left out.")] = 0,
-        browser: Annotated[bool, typer.Option(help="Open the page once the model is up.")] = True,
+        port: Annotated[int, typer.Option(min=0, max=65535, help="Port (default: a free one).")] = 0,
+        browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
         engine_arg: Annotated[
             list[str] | None,
-            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, its value in JSON; may be repeated."),
+            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable."),
         ] = None,
-        vectors: Annotated[list[str] | None, typer.Option(metavar="NAME=FILE", help="Vectors to look along.")] = None,
+        vectors: Annotated[
+            list[str] | None, typer.Option(metavar="NAME=FILE", help="Vectors to project on and to steer with.")
+        ] = None,
         sae: Annotated[
-            list[str] | None, typer.Option(metavar="NAME=FOLDER", help="SAE whose features to show.")
+            list[str] | None, typer.Option(metavar="NAME=FOLDER", help="SAE whose features are shown.")
         ] = None,
     ) -> None:
-        """Look through a model in the browser: tokens in colour, layers by tokens, the logit lens, a dose."""
+        """Explore a model in the browser: coloured tokens, layers by tokens, the logit lens, steering by a slider."""
         from steercap.server.server import ServerSettings
         from steercap.server.server import serve as run
 

@@ -33,10 +33,12 @@ PANEL: Final = "Sampling"
 class SamplingOptions:
     """Sampling options."""
 
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=PANEL)] = 64
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.", rich_help_panel=PANEL)] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Of the draw.", rich_help_panel=PANEL)] = None
-    n: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.", rich_help_panel=PANEL)] = 1
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.", rich_help_panel=PANEL)] = 64
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.", rich_help_panel=PANEL)
+    ] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Sampling seed.", rich_help_panel=PANEL)] = None
+    n: Annotated[int, typer.Option("-n", min=1, help="Number of answers per prompt.", rich_help_panel=PANEL)] = 1
 
     def params(self) -> dict[str, Any]:
         """Return the fields of vLLM's SamplingParams.
@@ -182,14 +184,14 @@ def register(app: typer.Typer) -> None:
         model: ModelOptions,
         terminal: Terminal,
         compare: Annotated[
-            bool, typer.Option("--compare", help="Answer without steering too, and print both side by side.")
+            bool, typer.Option("--compare", help="Also generate without steering, and print both side by side.")
         ] = False,
-        out: Annotated[Path | None, typer.Option(help="Write the answers here: .jsonl.", dir_okay=False)] = None,
-        force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+        out: Annotated[Path | None, typer.Option(help="File for the answers: .jsonl.", dir_okay=False)] = None,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     ) -> None:
-        """Generate text, steered if you like. All prompts run in one batch; a steered text is printed only if the
-        workers have counted every edit that was asked for. Vectors are added at --layer, --scale times; a file of
-        steering says itself what is done.
+        """Generate text, with or without steering. All prompts share batches. A steered text is printed only after
+        every edit that was asked for has been counted. Vectors are added at --layer, times --scale; a file of steering
+        says its own edits.
         """
         model.require_there()
         if out is not None:

@@ -225,17 +225,16 @@ def register(app: typer.Typer) -> None:
         ],
     )
     def inspect(
-        file: Annotated[Path, typer.Argument(exists=True, metavar="PATH", help="The file or folder.")],
+        file: Annotated[Path, typer.Argument(exists=True, metavar="PATH", help="File or folder to inspect.")],
         terminal: Terminal,
         verify: Annotated[
-            bool, typer.Option("--verify", help="Read files of captures or data sets; compare SHA-256.")
+            bool, typer.Option("--verify", help="Check files of captures or data sets by SHA-256.")
         ] = False,
     ) -> None:
-        """Say what a file or folder is: captures, steering, vectors, directions or a sketch of steercap, a Parquet
-        table of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep,
-        captures, a data set of activations, an SAE or a model. Shapes, layers, texts and where it comes from; of
-        captures and data sets no row is read, but with --verify. Exit code 1 says that their files are not as they are
-        listed.
+        """Describe a file or folder: captures, steering, vectors, directions or a sketch of steercap, a Parquet table
+        of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures, a
+        data set of activations, an SAE or a model. Shows shapes, layers, texts and origin; rows of captures and data
+        sets are read only with --verify. Exit code 1 means that their files differ from the list.
         """
         document, tables = inspected(file, verify=verify)
         terminal.show(document, *tables)

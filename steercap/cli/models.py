@@ -20,10 +20,12 @@ def register(app: typer.Typer) -> None:
         terminal: Terminal,
         part: Annotated[str, typer.Argument(help="Part of the name of an architecture or of a layer's class.")] = "",
         *,
-        refused: Annotated[bool, typer.Option("--refused", help="Those that are not served, and why.")] = False,
+        refused: Annotated[
+            bool, typer.Option("--refused", help="List architectures that are refused, and why.")
+        ] = False,
     ) -> None:
-        """Say which architectures were proved: a tiny model of each, every site and every operation against
-        transformers, with the worst row's error. Others are served too, if the proof at start holds for them.
+        """List the proved architectures: a tiny model of each was compared with transformers at every site and for
+        every operation; the worst row's error is shown. Others are served too, if they pass the checks at start.
         """
         from steercap.architectures.families.proved import TITLES, columns, records
 

@@ -20,7 +20,7 @@ SpecialTokens: TypeAlias = Annotated[
     bool | None,
     typer.Option(
         "--special-tokens/--no-special-tokens",
-        help="Whether texts get the tokenizer's, such as <bos>: not for rendered chats, which have them.",
+        help="Add the tokenizer's special tokens, such as <bos>; turn off for rendered chats, which have them.",
         show_default=False,
         rich_help_panel=PANEL,
     ),
@@ -31,17 +31,19 @@ SpecialTokens: TypeAlias = Annotated[
 class PromptOptions:
     """Options for prompts."""
 
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts, or [cyan]-[/cyan].")] = None
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts, or [cyan]-[/cyan] for stdin.")
+    ] = None
     file: Annotated[
         str | None,
         typer.Option(
-            help="A prompt a line; in .jsonl a string, or an object with [cyan]prompt[/cyan] or "
+            help="One prompt per line; in .jsonl a string, or an object with [cyan]prompt[/cyan] or "
             "[cyan]messages[/cyan]; [cyan]-[/cyan] is stdin.",
             rich_help_panel=PANEL,
         ),
     ] = None
     chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt through the chat template.", rich_help_panel=PANEL)
+        bool, typer.Option("--chat", help="Apply the chat template to each prompt.", rich_help_panel=PANEL)
     ] = False
     system: Annotated[str | None, typer.Option(help="System message; implies --chat.", rich_help_panel=PANEL)] = None
     special_tokens: SpecialTokens = None

@@ -40,51 +40,61 @@ def register(app: typer.Typer) -> None:
     )
     async def serve(
         terminal: Terminal,
-        model: Annotated[str, typer.Argument(help="Name on the hub, path, or smollm2.")] = SMOLLM2,
+        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
         flags: Annotated[
-            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, behind --.")
+            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
         ] = None,
         *,
-        host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-        port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8000,
-        api_key: Annotated[list[str] | None, typer.Option(help="Keys that clients may use; may be repeated.")] = None,
-        sites: Annotated[str, typer.Option(help="Sites that can be read and edited, with commas.")] = "resid_post",
+        host: Annotated[str, typer.Option(help="Host address to listen on.")] = "127.0.0.1",
+        port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+        api_key: Annotated[list[str] | None, typer.Option(help="API key that clients may use; repeatable.")] = None,
+        sites: Annotated[
+            str, typer.Option(help="Sites that requests can read and edit, separated by commas.")
+        ] = "resid_post",
         engine_arg: Annotated[
             list[str] | None,
-            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, its value in JSON; may be repeated."),
+            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable."),
         ] = None,
         vectors: Annotated[
             list[str] | None,
-            typer.Option(metavar="NAME=FILE", help="Vectors or steering that all may use.", rich_help_panel=KEPT),
+            typer.Option(
+                metavar="NAME=FILE",
+                help="Vectors or steering that every client may use; repeatable.",
+                rich_help_panel=KEPT,
+            ),
         ] = None,
         sae: Annotated[
             list[str] | None,
-            typer.Option(metavar="NAME=FOLDER", help="SAE whose features the explorer shows.", rich_help_panel=KEPT),
+            typer.Option(
+                metavar="NAME=FOLDER", help="SAE whose features the explorer shows; repeatable.", rich_help_panel=KEPT
+            ),
         ] = None,
         preset: Annotated[
             list[str] | None,
             typer.Option(
                 metavar="NAME=STEERING",
-                help="A model MODEL+NAME that is steered: the name of vectors, or edits in JSON.",
+                help="Serve MODEL+NAME with this steering: a name of --vectors, or edits in JSON.",
                 rich_help_panel=KEPT,
             ),
         ] = None,
         captures_seconds: Annotated[
-            float, typer.Option(min=1, help="How long rows wait to be fetched.", rich_help_panel=KEPT)
+            float, typer.Option(min=1, help="Seconds that unfetched rows are kept.", rich_help_panel=KEPT)
         ] = 600,
         captures_gib: Annotated[
-            float, typer.Option(min=0, help="GiB of rows that wait at once.", rich_help_panel=KEPT)
+            float, typer.Option(min=0, help="Maximum GiB of unfetched rows.", rich_help_panel=KEPT)
         ] = 4,
         captures_gib_of_a_key: Annotated[
-            float, typer.Option(min=0, help="Of these, those of one API key.", rich_help_panel=KEPT)
+            float, typer.Option(min=0, help="Maximum GiB of unfetched rows per API key.", rich_help_panel=KEPT)
         ] = 1,
         folder: Annotated[
             Path | None,
-            typer.Option(metavar="PATH", help="Folder that requests may have rows written to.", rich_help_panel=KEPT),
+            typer.Option(metavar="PATH", help="Folder to which requests may have rows written.", rich_help_panel=KEPT),
         ] = None,
-        folder_gib: Annotated[float, typer.Option(min=0, help="GiB of files in it.", rich_help_panel=KEPT)] = 64,
+        folder_gib: Annotated[
+            float, typer.Option(min=0, help="Maximum GiB of files in --folder.", rich_help_panel=KEPT)
+        ] = 64,
         folder_gib_of_a_key: Annotated[
-            float, typer.Option(min=0, help="GiB that one API key may write to it.", rich_help_panel=KEPT)
+            float, typer.Option(min=0, help="Maximum GiB of files in --folder per API key.", rich_help_panel=KEPT)
         ] = 16,
     ) -> None:
         """Serve a model by vLLM's own OpenAI-compatible server; requests capture and steer by the field `steercap`."""

@@ -29,30 +29,30 @@ class SteerOptions:
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Steering or vectors: .safetensors of steercap, .gguf control vector, .pt.",
+            help="File of steering or vectors: steercap .safetensors, GGUF control vector, .pt.",
             rich_help_panel=PANEL,
         ),
     ] = None
     layer: Annotated[
         str | None,
-        typer.Option(
-            help="Of vectors: layer or layers to add them at, such as 14 or 12,14; from 0.", rich_help_panel=PANEL
-        ),
+        typer.Option(help="Layers to add vectors at, counted from 0: 14, or 12,14.", rich_help_panel=PANEL),
     ] = None
-    scale: Annotated[
-        float | None, typer.Option(help="Of vectors: times that they are added; 1 if left out.", rich_help_panel=PANEL)
-    ] = None
+    scale: Annotated[float | None, typer.Option(help="Vector multiplier (default 1).", rich_help_panel=PANEL)] = None
     name: Annotated[
-        str | None, typer.Option(help="Of several directions, or capping experiments: which.", rich_help_panel=PANEL)
+        str | None,
+        typer.Option(
+            help="Name of the direction or capping experiment, if the file has several.", rich_help_panel=PANEL
+        ),
     ] = None
     steer_tokens: Annotated[
         str | None,
         typer.Option(
-            help="Of vectors: all, prompt, generated, last_prompt, positions; all if left out.", rich_help_panel=PANEL
+            help="Tokens to add vectors at: all (default), prompt, generated, last_prompt, or positions.",
+            rich_help_panel=PANEL,
         ),
     ] = None
     base: Annotated[
-        int | None, typer.Option(min=0, max=1, help="Of a .pt tensor: the row of layer 0.", rich_help_panel=PANEL)
+        int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.", rich_help_panel=PANEL)
     ] = None
 
     def spec(self) -> SteeringSpec | None:
@@ -129,7 +129,7 @@ class SteerAlone(SteerOptions):
             "--tokens",
             "--steer-tokens",
             metavar="TOKENS",
-            help="Of vectors: all, prompt, generated, last_prompt, positions; all if left out.",
+            help="Tokens to add vectors at: all (default), prompt, generated, last_prompt, or positions.",
             rich_help_panel=PANEL,
         ),
     ] = None

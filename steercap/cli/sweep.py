@@ -113,48 +113,54 @@ def register(app: typer.Typer) -> None:
     async def sweep(
         model: ModelOptions,
         terminal: Terminal,
-        out: Annotated[Path, typer.Option(file_okay=False, help="Folder of answers, results.parquet and pictures.")],
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for answers, results.parquet and pictures.")],
         config: Annotated[
             Path | None,
-            typer.Argument(exists=True, dir_okay=False, metavar="YAML", help="Settings; flags come first."),
+            typer.Argument(exists=True, dir_okay=False, metavar="YAML", help="Settings; flags take precedence."),
         ] = None,
         vectors: Annotated[
-            Path | None, typer.Option(exists=True, dir_okay=False, help="Vectors or directions.")
+            Path | None, typer.Option(exists=True, dir_okay=False, help="File of vectors or directions.")
         ] = None,
-        names: Annotated[str | None, typer.Option(help="Which of the directions; all if left out.")] = None,
-        layers: Annotated[str | None, typer.Option(help="Each alone: 10,14; or together: 10+12+14.")] = None,
-        scales: Annotated[str | None, typer.Option(help="Such as 0.5,1,2.")] = None,
-        operations: Annotated[str | None, typer.Option(help="add, ablate, cap, set_projection.")] = None,
+        names: Annotated[str | None, typer.Option(help="Directions to use, separated by commas (default all).")] = None,
+        layers: Annotated[str | None, typer.Option(help="Layers, each alone (10,14) or together (10+12+14).")] = None,
+        scales: Annotated[str | None, typer.Option(help="Vector multipliers, such as 0.5,1,2.")] = None,
+        operations: Annotated[str | None, typer.Option(help="Operations: add, ablate, cap, set_projection.")] = None,
         prompts: Annotated[
-            Path | None, typer.Option(exists=True, dir_okay=False, help="A prompt a line, or .jsonl.")
+            Path | None, typer.Option(exists=True, dir_okay=False, help="File of prompts: one per line, or .jsonl.")
         ] = None,
-        chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help="Use the chat template.")] = None,
-        tokens: Annotated[str | None, typer.Option(help="Which are steered; generated if left out.")] = None,
+        chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help="Apply the chat template.")] = None,
+        tokens: Annotated[str | None, typer.Option(help="Tokens to steer (default generated).")] = None,
         relative: Annotated[
-            bool | None, typer.Option("--relative/--absolute", help="Scales are shares of a row.")
+            bool | None, typer.Option("--relative/--absolute", help="Scales are fractions of each row's norm.")
         ] = None,
         random: Annotated[
-            int | None, typer.Option(min=0, help="Random vectors of the same norm; 20 if left out.")
+            int | None, typer.Option(min=0, help="Number of random control vectors of equal norm (default 20).")
         ] = None,
-        turned: Annotated[bool | None, typer.Option("--reversed/--no-reversed", help="The other sign too.")] = None,
+        turned: Annotated[
+            bool | None, typer.Option("--reversed/--no-reversed", help="Also sweep the negated vectors.")
+        ] = None,
         measures: Annotated[
             str | None,
             typer.Option(
-                help="length, perplexity, repetition, score:TRAIT, score:FILE.yaml; several with commas; repetition "
-                "if left out."
+                help="Measures, separated by commas: length, perplexity, repetition, score:TRAIT, score:FILE.yaml "
+                "(default repetition)."
             ),
         ] = None,
-        max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
-        temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the likeliest.")] = None,
-        samples: Annotated[int | None, typer.Option(min=1, help="Answers to each prompt.")] = None,
-        seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
-        base: Annotated[int | None, typer.Option(min=0, max=1, help="Of a .pt tensor: the row of layer 0.")] = None,
-        plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw each vector's doses.")] = True,
+        max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens to generate (default 64).")] = None,
+        temperature: Annotated[
+            float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default).")
+        ] = None,
+        samples: Annotated[int | None, typer.Option(min=1, help="Number of answers per prompt (default 1).")] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of sampling and of random vectors.")] = None,
+        base: Annotated[
+            int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
+        ] = None,
+        plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Plot each measure against the scale.")] = True,
     ) -> None:
-        """Steer by each vector at each layer and scale, on the same prompts, and measure the answers. Beside each
-        stand its controls: no steering, the other sign, and random vectors of the same norm. An effect inside
-        their range is none. What is done is kept in --out, so that a sweep that was interrupted goes on when it is
-        called again. The YAML file has the keys of the flags.
+        """Steer by each vector at each layer and scale, on the same prompts, and measure the answers. Controls are run
+        beside: no steering, the negated vector, and random vectors of equal norm. An effect within their range is no
+        effect. Finished work is kept in --out; an interrupted sweep is resumed by the same call. The YAML file has the
+        keys of the flags.
         """
         flags: dict[str, Any] = {
             "vectors": _given(str(vectors) if vectors else None, str),

@@ -43,7 +43,7 @@ class Output:
 
     json: Annotated[
         bool,
-        typer.Option("--json", help="Print one JSON document on stdout, nothing else there.", rich_help_panel=PANEL),
+        typer.Option("--json", help="Print only a JSON document on stdout.", rich_help_panel=PANEL),
     ] = False
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show vLLM's log and every warning on stderr.", rich_help_panel=PANEL)

@@ -45,24 +45,33 @@ class TrainableKind(enum.StrEnum):
 class StepOptions:
     """Options for training; those left out have the defaults of `TrainingSettings`."""
 
-    steps: Annotated[int | None, typer.Option(min=1, help="Most steps; 200 if left out.", rich_help_panel=STEPS)] = None
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Maximum training steps (default 200).", rich_help_panel=STEPS)
+    ] = None
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="How many of a trait's examples a step has.", rich_help_panel=STEPS)
+        int | None, typer.Option(min=1, help="Examples of each trait per step (default 8).", rich_help_panel=STEPS)
     ] = None
     evaluate_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between looks at what is held out.", rich_help_panel=STEPS)
+        int | None,
+        typer.Option(min=1, help="Steps between evaluations on held-out examples (default 20).", rich_help_panel=STEPS),
     ] = None
     patience: Annotated[
-        int | None, typer.Option(min=1, help="Looks without a lower loss until it ends.", rich_help_panel=STEPS)
+        int | None,
+        typer.Option(
+            min=1, help="Evaluations without a lower loss before training stops (default 5).", rich_help_panel=STEPS
+        ),
     ] = None
     norm_penalty: Annotated[
-        float | None, typer.Option(min=0, help="Weight of the sum of squares.", rich_help_panel=STEPS)
+        float | None, typer.Option(min=0, help="Weight of the L2 penalty (sum of squares).", rich_help_panel=STEPS)
     ] = None
     sparsity_penalty: Annotated[
-        float | None, typer.Option(min=0, help="Weight of the sum of absolute values.", rich_help_panel=STEPS)
+        float | None,
+        typer.Option(min=0, help="Weight of the L1 penalty (sum of absolute values).", rich_help_panel=STEPS),
     ] = None
-    max_grad_norm: Annotated[float | None, typer.Option(help="Longest gradient.", rich_help_panel=STEPS)] = None
-    seed: Annotated[int | None, typer.Option(help="Of all that is drawn.", rich_help_panel=STEPS)] = None
+    max_grad_norm: Annotated[
+        float | None, typer.Option(help="Maximum norm of the gradient (clipping).", rich_help_panel=STEPS)
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed (default 0).", rich_help_panel=STEPS)] = None
 
     def said(self) -> dict[str, Any]:
         """Return the options that are given."""
@@ -166,30 +175,36 @@ def register(app: typer.Typer) -> None:
         ],
     )
     def train(
-        examples: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL, an example a line.")],
+        examples: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Examples: JSONL, one per line.")],
         steps: StepOptions,
         terminal: Terminal,
-        out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the run, and of what it gives.")],
-        objective: Annotated[str, typer.Option(help="likelihood, bipo, reps or distillation.")] = "likelihood",
-        edit: Annotated[str, typer.Option(help="add, low_rank, or a file of steering to start from.")] = "add",
-        layers: Annotated[str | None, typer.Option(help="Each with vectors of its own: 14, or 10,14.")] = None,
-        rank: Annotated[int, typer.Option(min=1, help="Of low_rank.")] = 4,
-        norm: Annotated[float, typer.Option(min=0, help="Of add: length to begin with; reps needs one.")] = 0.0,
-        tokens: Annotated[str, typer.Option(help="Which are edited.")] = "all",
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the run and the trained edits.")],
+        objective: Annotated[
+            str, typer.Option(help="Objective: likelihood, bipo, reps or distillation.")
+        ] = "likelihood",
+        edit: Annotated[
+            str, typer.Option(help="Edit to train: add, low_rank, or a file of steering to start from.")
+        ] = "add",
+        layers: Annotated[str | None, typer.Option(help="Layers, each with its own vectors: 14, or 10,14.")] = None,
+        rank: Annotated[int, typer.Option(min=1, help="Rank of --edit low_rank.")] = 4,
+        norm: Annotated[float, typer.Option(min=0, help="Initial norm of --edit add; reps needs one above 0.")] = 0.0,
+        tokens: Annotated[str, typer.Option(help="Tokens to edit.")] = "all",
         fields: Annotated[
-            str | None, typer.Option(help="Of a file's edits what to train, such as vector,probe.")
+            str | None, typer.Option(help="Fields of a file's edits to train, such as vector,probe.")
         ] = None,
-        name: Annotated[str | None, typer.Option(help="What it means; the folder's name if left out.")] = None,
-        validation: Annotated[float, typer.Option(min=0, max=1, help="Share of the sources to hold out.")] = 0.2,
+        name: Annotated[str | None, typer.Option(help="Name of the trait (default: the folder's name).")] = None,
+        validation: Annotated[
+            float, typer.Option(min=0, max=1, help="Fraction of sources held out for validation.")
+        ] = 0.2,
         lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW, without weight decay.")] = 0.02,
-        model: Annotated[str, typer.Option("--model", "-m", help="Name on the hub, path, or smollm2.")] = SMOLLM2,
-        dtype: Annotated[str, typer.Option(help="That the model computes in.")] = "float32",
+        model: Annotated[str, typer.Option("--model", "-m", help="Model: hub name, path, or smollm2.")] = SMOLLM2,
+        dtype: Annotated[str, typer.Option(help="dtype of the model.")] = "float32",
     ) -> None:
-        """Train an edit by gradient, the model frozen: on texts, on preferred and rejected answers, or to stand for a
-        system prompt. A line has prompt and response; prompt, chosen and rejected; or system, prompt and response; with
-        source, such as its question, examples of which are held out together, and with trait if several are trained.
-        A run that was interrupted goes on when it is called again. Needs no engine; under torchrun several processes
-        share the work.
+        """Train an edit by gradient, with the model frozen: on texts, on preferred and rejected answers, or to replace
+        a system prompt. A line has prompt and response; prompt, chosen and rejected; or system, prompt and response.
+        Examples of one source, such as a question, are held out together; trait says which of several is trained. An
+        interrupted run is resumed by the same call. No engine is started; under torchrun several processes share the
+        work.
         """
         import torch
 

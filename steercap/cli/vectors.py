@@ -146,7 +146,7 @@ async def extract_from(
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    vectors = group_of("Directions: make them from texts, look at them, bring them into other formats.")
+    vectors = group_of("Make directions from texts, show them, convert them to other formats.")
     app.add_typer(vectors, name="vectors")
     _register_extract(vectors)
     _register_show(vectors)
@@ -163,30 +163,35 @@ def _register_extract(app: typer.Typer) -> None:
         ],
     )
     async def extract(
-        positive: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Texts that show it.")],
-        negative: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Texts that do not.")],
+        positive: Annotated[
+            Path, typer.Argument(exists=True, dir_okay=False, help="File of texts that show the concept.")
+        ],
+        negative: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of texts that do not.")],
         model: ModelOptions,
         terminal: Terminal,
-        out: Annotated[Path, typer.Option(dir_okay=False, help="The file, .safetensors.")],
-        name: Annotated[str | None, typer.Option(help="What it means; the first file's name if left out.")] = None,
-        method: Annotated[str, typer.Option(help="difference, pca or probe.")] = "difference",
-        layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
-        site: Annotated[str, typer.Option(help="resid_pre, resid_post, attn_out or mlp_out.")] = "resid_post",
+        out: Annotated[Path, typer.Option(dir_okay=False, help="Output file: .safetensors.")],
+        name: Annotated[
+            str | None, typer.Option(help="Name of the direction (default: the first file's name).")
+        ] = None,
+        method: Annotated[str, typer.Option(help="Method: difference, pca or probe.")] = "difference",
+        layers: Annotated[str, typer.Option(help="Layers: all, 8, 8,16,-1 or 4:20:2.")] = "all",
+        site: Annotated[str, typer.Option(help="Site: resid_pre, resid_post, attn_out or mlp_out.")] = "resid_post",
         tokens: Annotated[
             str,
             typer.Option(
-                help="Whose rows count in a text that is not an exchange; the first one's is a sink in most models."
+                help="Tokens used of texts without a response; the first token is an attention sink in most models."
             ),
         ] = "1:",
-        held_out: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the texts to try it on.")] = 0.25,
-        seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
+        held_out: Annotated[
+            float, typer.Option(min=0, max=0.99, help="Fraction of texts held out to compute the AUC.")
+        ] = 0.25,
+        seed: Annotated[int, typer.Option(help="Seed of the held-out split.")] = 0,
         special_tokens: SpecialTokens = None,
-        force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     ) -> None:
-        """Find the direction in which some texts differ from others. The files hold a text a line, or JSONL with
-        prompt and response, whose rows are the response's, and group if texts belong together, such as answers to
-        one question. The direction is tried on texts that it was not made from: AUC 1 tells all of them apart, 0.5
-        is chance.
+        """Find the direction in which some texts differ from others. The files hold one text per line, or JSONL with
+        prompt and response, whose rows are the response's, and group if texts belong together, such as answers to one
+        question. The direction is tested on held-out texts: AUC 1 separates all of them, 0.5 is chance.
         """
         from steercap.core.spec import CaptureSpec
 
@@ -243,15 +248,17 @@ def _register_show(app: typer.Typer) -> None:
         ],
     )
     def show(
-        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Vectors or directions.")],
+        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of vectors or directions.")],
         terminal: Terminal,
-        name: Annotated[str | None, typer.Option(help="One direction alone.")] = None,
-        compare: Annotated[bool, typer.Option("--cosines", help="Cosine of every two directions.")] = False,
-        layer: Annotated[int | None, typer.Option(help="Where to compare; the middle one if left out.")] = None,
-        base: Annotated[int | None, typer.Option(min=0, max=1, help="Of a .pt tensor: the row of layer 0.")] = None,
+        name: Annotated[str | None, typer.Option(help="Show only this direction.")] = None,
+        compare: Annotated[bool, typer.Option("--cosines", help="Show cosines of all pairs of directions.")] = False,
+        layer: Annotated[int | None, typer.Option(help="Layer of the cosines (default: the middle one).")] = None,
+        base: Annotated[
+            int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
+        ] = None,
     ) -> None:
-        """Show directions: their names, layers, lengths, what they were made from, how well they tell texts apart
-        that they were not made from, and how alike they are.
+        """Show directions: names, layers, norms, the texts they were made from, how well they separate held-out texts,
+        and their cosines.
         """
         found = directions_in(load(file, base=base_of(base)), file)
         if name is not None:
@@ -276,23 +283,23 @@ def _register_convert(app: typer.Typer) -> None:
         ],
     )
     def convert(
-        source: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What there is.")],
-        target: Annotated[Path, typer.Argument(dir_okay=False, help="What is to be: .safetensors, .gguf or .pt.")],
+        source: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File to convert.")],
+        target: Annotated[Path, typer.Argument(dir_okay=False, help="Output file: .safetensors, .gguf or .pt.")],
         terminal: Terminal,
         name: Annotated[
-            str | None, typer.Option(help="Which of several directions or experiments; or a new name.")
+            str | None, typer.Option(help="Direction or experiment to take from several, or a new name.")
         ] = None,
-        layers: Annotated[str, typer.Option(help="Some of the layers.")] = "all",
+        layers: Annotated[str, typer.Option(help="Layers to keep.")] = "all",
         base: Annotated[
-            int | None, typer.Option(min=0, max=1, help="Of a .pt tensor, read or written: the row of layer 0.")
+            int | None, typer.Option(min=0, max=1, help="Index of layer 0 in a .pt tensor, read or written: 0 or 1.")
         ] = None,
         bound: Annotated[
-            Bound, typer.Option(help="Of capping experiments: whether caps are the greatest or the least projection.")
+            Bound, typer.Option(help="Whether caps of a capping experiment are upper (high) or lower (low) bounds.")
         ] = Bound.HIGH,
-        model_hint: Annotated[str, typer.Option(help="Of a GGUF file: what it says of the model, such as llama.")] = "",
-        force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+        model_hint: Annotated[str, typer.Option(help="Model hint to write into a GGUF file, such as llama.")] = "",
+        force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     ) -> None:
-        """Bring vectors into another format. Reads steercap's .safetensors, GGUF control vectors of repeng and
+        """Convert vectors to another format. Reads steercap's .safetensors, GGUF control vectors of repeng and
         llama.cpp, .pt tensors of persona vectors (--base says which row is layer 0) and .pt capping experiments of the
         assistant axis; writes the first three. Experiments become steering that is ready to use.
         """

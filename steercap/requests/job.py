@@ -61,7 +61,7 @@ class Recipe(Protocol):
     """Means to prepare a request again for the engine that replaces a dead one."""
 
     async def with_restart(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
-        """Run `work` on the request, with the next engine if one dies meanwhile; see `requests.again`."""
+        """Run `work` on the request, with the next engine if one dies meanwhile; see `requests.recompute`."""
 
     def lost(self, job: Job, sample: Sample) -> Lost | None:
         """Return the means to recompute a finished sample's rows, or None."""

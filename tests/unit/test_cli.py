@@ -97,7 +97,7 @@ def test_examples_are_calls_that_the_command_takes(monkeypatch) -> None:
     for command in LEAVES:
         monkeypatch.setenv("TERMINAL_WIDTH", "300")
         text = call(*command, "--help").stdout
-        options, examples = text.split("Examples")
+        options, _, examples = text.rpartition("Examples")
         used = set(re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", examples))
         known = set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", options))
         assert used <= known, command

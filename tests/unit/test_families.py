@@ -368,9 +368,12 @@ def test_a_family_multiplies_by_one_unless_it_says_otherwise() -> None:
 
 
 def test_the_page_has_the_tables_of_the_last_run() -> None:
-    """docs/models.md is written from the records, and says what they say."""
-    page = (Path(steercap.__file__).parent.parent / "docs" / "models.md").read_text()
+    """docs/models.md is written from the records, and says what they say; README.md has their number."""
+    root = Path(steercap.__file__).parent.parent
+    page = (root / "docs" / "models.md").read_text()
     assert f"<!-- proved -->\n{proved.markdown(proved.records())}<!-- /proved -->" in page
+    count = len({one.architecture for one in proved.records() if not one.refused})
+    assert f"{count} [architectures](docs/models.md)" in (root / "README.md").read_text()
 
 
 def test_forty_architectures_are_proved_by_a_family_that_is_there() -> None:

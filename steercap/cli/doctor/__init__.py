@@ -73,12 +73,11 @@ def register(app: typer.Typer) -> None:
         model: ModelOptions,
         terminal: Terminal,
         begin: Annotated[
-            bool, typer.Option("--start", help="Start the engine too, and let it probe its taps.")
+            bool, typer.Option("--start", help="Also start the engine, with its checks at start.")
         ] = False,
     ) -> None:
-        """Say what would not work here and why: Python, torch, vLLM, GPUs, memory, caches, and the model asked for,
-        with what to do about each. Nothing is started unless you say --start. The exit code is 1 if there is a
-        problem.
+        """Check what would not work here, and what to do about it: Python, torch, vLLM, GPUs, memory, caches, and the
+        model asked for. Nothing is started unless you say --start. The exit code is 1 if there is a problem.
         """
         with terminal.status("looking around"):
             from steercap.cli.doctor.checks import examine
