@@ -17,7 +17,7 @@ from msgspec import structs
 
 from steercap.architectures.sites import SITES
 from steercap.captures.fetching import fetch_all
-from steercap.captures.pooled import probing
+from steercap.captures.pooled import Encoded, probing
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.names import is_module
@@ -25,11 +25,12 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
+from steercap.requests.call_types import Generation
 from steercap.requests.equations import ATTENTION, STREAM, Claim, closes, edited, pools, worst
 from steercap.requests.family_equations import of_norms, of_projections, of_rows
 from steercap.requests.job import Job
 from steercap.requests.preparing import prepare
-from steercap.requests.running import Done, run_all
+from steercap.requests.running import run_all
 from steercap.requests.stream_equations import STREAMS
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
@@ -330,7 +331,7 @@ async def _run(
     return found
 
 
-async def _taken(done: Done) -> _Probed:
+async def _taken(done: Generation) -> _Probed:
     """Return a request's output and rows; the rows are fetched and released."""
     if not done.handles:
         return _Probed({}, done.output)
@@ -354,8 +355,7 @@ def _said(probed: _Probed) -> object:
 
     That is the log probabilities of the most probable next tokens, by their ids, or the pooled values.
     """
-    outputs = probed.output.outputs
-    if not isinstance(outputs, list):
-        return outputs.data.tolist()
-    logprobs = outputs[0].logprobs or [{}]
+    if isinstance(probed.output, Encoded):
+        return probed.output.data.tolist()
+    logprobs = probed.output.outputs[0].logprobs or [{}]
     return {token: value.logprob for token, value in logprobs[0].items()}

@@ -70,7 +70,7 @@ async def generate(
     """Return the answers to all requests, in order; those in the folder are not generated again.
 
     Raises:
-        The errors of `SteerModel.chat`.
+        The errors of `SteerModel.run`.
     """
     path, wanted = folder.path / "responses.parquet", list(all_requests(settings))
     if not folder.is_done("generate"):
@@ -155,21 +155,21 @@ async def sampled(
     Args:
         model: an open model.
         messages: the conversation.
-        params: sampling parameters, as for `SteerModel.chat`.
+        params: sampling parameters, as for `SteerModel.run`.
         ends: tokens that end a turn of the model.
         steering: edits applied during the run.
 
     Raises:
-        The errors of `SteerModel.chat`.
+        The errors of `SteerModel.run`.
     """
-    raw = await model.chat(list(messages), dict(params), steering=steering, raw_output=True)
-    (sample,) = raw.output.outputs
+    found = await model.run(list(messages), dict(params), steering=steering)
+    (sample,) = found.output.outputs
     finish = str(sample.finish_reason)
     return Sampled(
         sample.text,
         said(sample.token_ids, ends, finish, sample.stop_reason),
         finish,
-        tuple(raw.output.prompt_token_ids),
+        tuple(found.output.prompt_token_ids),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from steercap.concurrency.bounded import each_of
 from steercap.core.extras import require
@@ -225,8 +225,8 @@ class _Run:
         """
         prompt, turn = self.evaluation.prompt(at.condition, said), len(said) // 2
         params = self.evaluation.sampling_of(at.question, at.sample, turn)
-        call: Any = self.model.generate if isinstance(prompt, str) else self.model.chat
-        output = (await call(prompt, params, steering=spec, raw_output=True)).output
+        found = await self.model.run(prompt, params, steering=spec)
+        output = found.output
         (sample,) = output.outputs
         return Answer(
             number=at.number + turn,

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from steercap.concurrency.bounded import each_of
 from steercap.core.extras import require
@@ -115,8 +115,8 @@ def _steered(sweep: Sweep, requests: Iterable[Request]) -> Iterator[tuple[Reques
 async def _asked(model: SteerModel, sweep: Sweep, request: Request, spec: SteeringSpec | None) -> Record:
     """Request one answer, steered by its condition alone."""
     prompt, params = sweep.prompts[request.prompt], sweep.sampling_of(request)
-    call: Any = model.generate if isinstance(prompt, str) else model.chat
-    output = (await call(prompt, params, steering=spec, raw_output=True)).output
+    found = await model.run(prompt, params, steering=spec)
+    output = found.output
     (sample,) = output.outputs
     condition = request.condition
     return Record(
