@@ -85,7 +85,7 @@ _DROPPED: Final = frozenset({Stage.HERE, Stage.GONE})
 
 
 class Lost(Protocol):
-    """Rows that can be recomputed if they are lost with their engine; see `requests.again`."""
+    """Rows that can be recomputed if they are lost with their engine; see `requests.recompute`."""
 
     @property
     def place(self) -> object:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from steercap.captures.pooled import require_kind
@@ -30,7 +31,7 @@ from steercap.errors import InvalidRequest
 from steercap.requests.call_types import Generation
 from steercap.requests.job import Job
 from steercap.requests.recompute import Recipe
-from steercap.requests.running import run_all
+from steercap.requests.running import run_all, run_job
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
 
@@ -58,9 +59,11 @@ class LocalBackend:
         edits = each(call.steering, len(prompts), "steering")
         asked: list[_AskedPrompt] = []
 
-        async def jobs() -> AsyncIterator[Job]:
+        whole = object()
+
+        async def jobs() -> AsyncIterator[Coroutine[Any, Any, Generation]]:
             for (prompt, spans), param, spec, steering in zip(rendered, params, specs, edits, strict=True):
-                job = await Recipe(
+                recipe = Recipe(
                     serving=self.serving,
                     prompt=_as_asked(engine, prompt, call),
                     params=param,
@@ -72,9 +75,10 @@ class LocalBackend:
                     sketches=call.sketches,
                     encoding=call.encoding,
                     monitors=call.monitors,
-                ).job()
+                )
+                job = await recipe.job()
                 asked.append(_AskedPrompt(prompt, param, getattr(job.params, "max_tokens", None), job.prompt.token_ids))
-                yield job
+                yield recipe.with_restart(partial(run_job, call=whole), job)
             _look_at(engine, asked, call)
 
         return await run_all(jobs(), self.serving.running)

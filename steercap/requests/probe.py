@@ -8,7 +8,7 @@ The equations that its rows must satisfy are in `equations`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,8 @@ from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, 
 from steercap.requests.call_types import Generation
 from steercap.requests.equations import ATTENTION, STREAM, Claim, closes, edited, pools, worst
 from steercap.requests.family_equations import of_norms, of_projections, of_rows
-from steercap.requests.job import Job
 from steercap.requests.preparing import prepare
-from steercap.requests.running import run_all
+from steercap.requests.running import run_all, run_job
 from steercap.requests.stream_equations import STREAMS
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
@@ -305,7 +304,9 @@ async def _run(
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}
 
-    async def jobs(some: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Job]:
+    whole = object()
+
+    async def jobs(some: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Coroutine[Any, Any, Generation]]:
         for point, edit in some:
             spec = None if edit is None else SteeringSpec([edit])
             params = await probing(engine) if engine.vllm.pools else _greedy(engine, 1)
@@ -316,7 +317,7 @@ async def _run(
                 capture = _all_rows(tuple(sorted(engine.armed[one] for one in near)))
                 plan = structs.replace(job.plan, capture=capture)
                 job = replace(job, plan=plan, points=near, hands_over=True)
-            yield job
+            yield run_job(job, whole)
 
     most = max(engine.pages_needed(_all_rows(tuple(engine.armed.values())), _PROMPT), 1)
     together = max(1, min(engine.settings.steering_slots, engine.admission.budget.pages // most))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, Coroutine, Sequence
 from typing import Any
 
 from steercap.captures.pooled import Encoded
@@ -12,24 +12,23 @@ from steercap.requests.call_types import Generation
 from steercap.requests.job import Job, enter_sketches, handles_of, memory_for, outputs_of, planned, receipts_of
 
 
-async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> list[Generation]:
+async def run_all(
+    jobs: AsyncIterable[Coroutine[Any, Any, Generation]], running: set[asyncio.Task[Any]]
+) -> list[Generation]:
     """Run jobs concurrently, each as soon as it is prepared; the first error cancels the others.
 
-    The `output` of a pooling model's job is an `Encoded`.
-
     Args:
-        jobs: the jobs, in the order in which memory is claimed.
+        jobs: coroutines of the jobs (`run_job`), in the order in which memory is claimed.
         running: set that holds the tasks while they run; closing the model cancels the tasks in it.
 
     Raises:
         ModelClosed: the tasks were cancelled through `running`.
     """
-    call = object()
     tasks: list[asyncio.Task[Generation]] = []
     try:
         async with asyncio.TaskGroup() as group:
             async for job in jobs:
-                task = group.create_task(run_one(job, call))
+                task = group.create_task(job)
                 tasks.append(task)
                 running.add(task)
                 task.add_done_callback(running.discard)
@@ -43,23 +42,22 @@ async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> 
     return [task.result() for task in tasks]
 
 
-async def run_one(job: Job, call: object) -> Generation:
-    """Run one job; if its engine dies meanwhile and is restarted, run it on the new engine.
+async def run_job(job: Job, call: object) -> Generation:
+    """Run one job to its end on its engine; if that fails, nothing of it stays behind.
+
+    The `output` of a pooling model's job is an `Encoded`.
 
     Args:
         job: the job.
         call: identity of the call that it is part of.
     """
-    if job.recipe is None:
-        return await _run(job, call)
-    return await job.recipe.with_restart(lambda job: _run(job, call), job)
-
-
-async def _run(job: Job, call: object) -> Generation:
     ticket = await memory_for(job, call)
     try:
         async with planned(job) as complete:
-            output = await _last(outputs_of(job, complete, ticket, partial=False))
+            output: Any = None
+            async for output in outputs_of(job, complete, ticket, partial=False):  # noqa: B007 -- the last is wanted
+                pass
+            assert output is not None, "the engine ended a request without an output"
             found = job.samples_of(output)
             samples = [(sample.index, len(sample.token_ids)) for sample in found]
             receipts = await receipts_of(job, complete.plan, samples, ended=True)
@@ -81,14 +79,6 @@ async def _run(job: Job, call: object) -> Generation:
         else:
             job.engine.done_with(job.plan, ticket)
     return Generation(output, texts, handles, steering, reports)
-
-
-async def _last(outputs: AsyncIterator[Any]) -> Any:
-    last = None
-    async for output in outputs:
-        last = output
-    assert last is not None, "the engine ended a request without an output"
-    return last
 
 
 def _release_done(tasks: Sequence[asyncio.Task[Generation]]) -> None:
