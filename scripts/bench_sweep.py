@@ -45,13 +45,13 @@ async def measure(model: Any, count: int, tokens: int) -> dict[str, Any]:
     await model.generate([PROMPT] * len(warm), params, steering=warm)
 
     start = time.perf_counter()
-    together = await model.generate([PROMPT] * count, params, steering=every, raw_output=True)
+    together = await model.run([PROMPT] * count, params, steering=every)
     batch = time.perf_counter() - start
 
     start = time.perf_counter()
-    alone = [await model.generate(PROMPT, params, steering=spec, raw_output=True) for spec in every]
+    alone = [await model.run(PROMPT, params, steering=spec) for spec in every]
     serial = time.perf_counter() - start
-    clean = await model.generate(PROMPT, params, steering=None, raw_output=True)
+    clean = await model.run(PROMPT, params, steering=None)
     equal = sum(a == b for a, b in zip(tokens_of(together), tokens_of(alone), strict=True))
     changed = sum(said != tokens_of([clean])[0] for said in tokens_of(together))
     return {

@@ -170,13 +170,12 @@ class Bench:
         if mode.capture == "project":
             spec = CaptureSpec(project=self.directions)
         start = time.perf_counter()
-        result = await model.generate(given, sampled, capture=spec, steering=chosen, raw_output=True)
+        raws = await model.run(given, sampled, capture=spec, steering=chosen)
         texts = time.perf_counter()
         if spec is None:
-            raws = result
             run = Run(name, texts - start, [raw.output for raw in raws], self._phases("steercap", workload))
         else:
-            raws, handles = result
+            handles = [raw.handle for raw in raws]
             found = await rows_readable(model, handles)
             end = time.perf_counter()
             more = {"readable_s": end - texts, **self._phases("steercap", workload)}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from steercap.core.rows import latest_per_position
     from steercap.core.spec import CaptureSpec, Point
     from steercap.model import SteerModel
-    from steercap.requests.answers import RawOutput
+    from steercap.requests.call_types import Generation
     from steercap.requests.monitoring import Crossing, MonitorReport
     from steercap.requests.sketching import RunningSketch
     from steercap.requests.stream import Chunk
@@ -71,7 +71,7 @@ _HOMES = {
     "Monitor": "steering.monitor",
     "MonitorReport": "requests.monitoring",
     "Point": "core.spec",
-    "RawOutput": "requests.answers",
+    "Generation": "requests.call_types",
     "Receipt": "core.receipt",
     "Replace": "steering.edits.replace",
     "RunningSketch": "requests.sketching",
@@ -105,13 +105,13 @@ __all__ = [
     "Crossing",
     "Encoded",
     "Features",
+    "Generation",
     "LogitBias",
     "LowRank",
     "Manifest",
     "Monitor",
     "MonitorReport",
     "Point",
-    "RawOutput",
     "Receipt",
     "Replace",
     "RunningSketch",

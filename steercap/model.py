@@ -134,7 +134,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)
-        self._answers = LocalBackend(self.serving)
+        self._backend = LocalBackend(self.serving)
 
     @staticmethod
     def connect(
@@ -427,5 +427,5 @@ def _alike(model: str, settings: Settings, engine_args: Mapping[str, Any], cut: 
     found = SteerModel(model)
     found.settings = settings
     found.serving = Serving(model, settings, engine_args, cut=cut)
-    found._answers = LocalBackend(found.serving)  # noqa: SLF001 -- of this class
+    found._backend = LocalBackend(found.serving)  # noqa: SLF001 -- of this class
     return found

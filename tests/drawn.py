@@ -65,9 +65,9 @@ async def texts_of(
     """Token ids of the texts: of requests of their own, or, of a seed, of one request (which vLLM refuses if greedy)."""
     params = {"max_tokens": TOKENS, "ignore_eos": True, **asked}
     if seeded and asked["temperature"]:
-        raw = await model.generate(list(prompt), {**params, "seed": 5, "n": TEXTS}, raw_output=True)
+        raw = await model.run(list(prompt), {**params, "seed": 5, "n": TEXTS})
         return [list(sample.token_ids) for sample in raw.output.outputs]
-    raws: Any = await asyncio.gather(*(model.generate(list(prompt), params, raw_output=True) for _ in range(TEXTS)))
+    raws: Any = await asyncio.gather(*(model.run(list(prompt), params) for _ in range(TEXTS)))
     return [list(raw.output.outputs[0].token_ids) for raw in raws]
 
 

@@ -426,7 +426,7 @@ async def check_cache(run: Run, show: Show) -> None:
                 model = await run.engines.start(wanted, sites=sites)
                 try:
                     shown = {"start s": round(time.perf_counter() - before, 1)}
-                    idle = await model.generate(_cache_prompts(), {"max_tokens": 12, **GREEDY}, raw_output=True)
+                    idle = await model.run(_cache_prompts(), {"max_tokens": 12, **GREEDY})
                     tokens[name] = [list(raw.output.outputs[0].token_ids) for raw in idle]
                     handles = await captured(model, (20, 50), 12, capture=CaptureSpec(sites=sites))
                     shown["worst row"] = figures(worst_of(await asyncio.to_thread(hold, handles, reference)))
@@ -554,7 +554,7 @@ async def check_spec(run: Run, show: Show) -> None:
         _, handles = await model.generate(prompts, params, capture=EVERYTHING)
         await model.fetch_captures_batch(handles)
         drafts = {name: count - before[name] for name, count in _drafts(model).items()}
-        plain = await single.generate(prompts, params, raw_output=True)
+        plain = await single.run(prompts, params)
         texts = zip(plain, handles, strict=True)
         equal = sum(tuple(raw.output.outputs[0].token_ids) == handle.output_token_ids for raw, handle in texts)
         shown: Show = {"drafts": drafts, "rows written again": sum(h.receipt.writes - h.receipt.rows for h in handles)}

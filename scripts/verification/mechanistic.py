@@ -33,8 +33,8 @@ async def check_lens(run: Run, show: dict[str, Any]) -> None:
     model, reference = await run.engines.get("qwen3"), run.engines.reference(tiny_checkpoint("qwen3"))
     asked = {"max_tokens": 5, "logprobs": 8, **GREEDY}
     prompts = [random_prompt(length, length) for length in (3, 30, 90)]
-    handles: Any
-    answers, handles = await model.generate(prompts, asked, capture=CaptureSpec(), raw_output=True)
+    answers = await model.run(prompts, asked, capture=CaptureSpec())
+    handles = [answer.handle for answer in answers]
     await model.fetch_captures_batch(handles)
     said_off = rows_off = 0.0
     for answer, handle in zip(answers, handles, strict=True):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from steercap.cli.terminal import Terminal
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
-    from steercap.requests.answers import RawOutput
+    from steercap.requests.call_types import Generation
     from steercap.steering.spec import SteeringSpec
 
 
@@ -155,7 +155,7 @@ async def capture_to(
     engine = model.serving.here()
     asked = {**asked_before(prompts, params, spec), **asked_of(model, spec, steering)}
 
-    def take(place: int, _raw: RawOutput | None, handle: CaptureHandle | None) -> None:
+    def take(place: int, _raw: Generation | None, handle: CaptureHandle | None) -> None:
         assert handle is not None
         number = todo[place]
         written = store.save(handle, names[number])

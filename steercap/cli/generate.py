@@ -23,7 +23,7 @@ from steercap.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
-    from steercap.requests.answers import RawOutput
+    from steercap.requests.call_types import Generation
     from steercap.steering.spec import SteeringSpec
 
 PANEL: Final = "Sampling"
@@ -98,7 +98,7 @@ async def answer(
     """
     found = [[PrintedAnswer(prompt.shown, sample) for sample in range(params.get("n", 1))] for prompt in prompts]
 
-    def take(number: int, raw: RawOutput | None, _handle: object) -> None:
+    def take(number: int, raw: Generation | None, _handle: object) -> None:
         assert raw is not None, "a pooling model answers nothing"
         for sample, given in enumerate(raw.output.outputs):
             tokens = found[number][sample].tokens + len(given.token_ids)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from steercap.cli.prompts import Prompt
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
-    from steercap.requests.answers import RawOutput
+    from steercap.requests.call_types import Generation
     from steercap.steering.spec import SteeringSpec
 
 #: Maximum requests under way: more than vLLM runs at once by default, so that its batch is full.
@@ -25,7 +25,7 @@ async def run_each(
     model: SteerModel,
     prompts: Sequence[Prompt],
     params: Mapping[str, Any],
-    take: Callable[[int, RawOutput | None, CaptureHandle | None], None],
+    take: Callable[[int, Generation | None, CaptureHandle | None], None],
     *,
     steering: SteeringSpec | None = None,
     capture: CaptureSpec | None = None,
@@ -36,7 +36,7 @@ async def run_each(
         model: an open model.
         prompts: texts and conversations.
         params: fields of vLLM's SamplingParams; unused by a pooling model.
-        take: called with the number of the prompt, its RawOutput (None for a pooling model, which only reads it),
+        take: called with the number of the prompt, its Generation (None for a pooling model, which only reads it),
             and a fetched handle if rows are kept, which is released afterwards.
         steering: edits of all requests.
         capture: capture spec of all requests, with one sample each.
@@ -57,13 +57,11 @@ async def run_each(
             async with await model.read(prompt.content, **asked) as read:
                 take(number, None, read)
             return
-        ask: Any = model.generate if isinstance(prompt.content, str) else model.chat
-        found = await ask(prompt.content, params, raw_output=True, **asked)
+        found: Generation = await model.run(prompt.content, params, **asked)
         if capture is None:
             take(number, found, None)
             return
-        raw, handle = found
-        async with handle:
-            take(number, raw, handle)
+        async with found.handle as handle:
+            take(number, found, handle)
 
     await each_of(enumerate(prompts), run, UNDER_WAY if capture is None else CAPTURING)

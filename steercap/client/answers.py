@@ -1,4 +1,4 @@
-"""Calls on a server: each prompt is one request to it, and its choices become texts and handles."""
+"""Calls on a server: each prompt is one request to it, and its choices become a `Generation`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ from steercap.core.chat import MessageSpan
 from steercap.core.extras import extra
 from steercap.core.prompts import (
     CallArguments,
-    conversations_in,
     each,
-    flag_asked,
-    listed,
+    is_conversation,
     repeating,
     template_arguments,
     warn_of_doubled,
@@ -40,8 +38,8 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.values import shown
 from steercap.errors import InvalidPrompt, InvalidRequest, ServerFailure, SteeringNotApplied
 from steercap.files.fingerprint import names_of, warn_of_other_model
-from steercap.requests.answers import RawOutput, one_to_stream, require_one_sample, require_raw
-from steercap.requests.monitoring import MonitorReport
+from steercap.requests.answers import one_to_stream, require_one_sample
+from steercap.requests.call_types import Generation
 from steercap.requests.stream import Chunk
 from steercap.steering.monitor import held_back, monitors_of
 from steercap.steering.spec import spec_of
@@ -76,25 +74,6 @@ class PromptOfCall:
 
 
 @dataclass(frozen=True)
-class RemoteResult:
-    """Result of one prompt.
-
-    Args:
-        document: the server's answer.
-        texts: text of each sample.
-        handles: handle of each sample; None if nothing is kept.
-        receipts: steering receipt of each sample; None without steering.
-        monitors: report of each monitor, for each sample; None without monitors.
-    """
-
-    document: Mapping[str, Any]
-    texts: list[str]
-    handles: list[CaptureHandle] | None
-    receipts: list[SteeringReceipt] | None
-    monitors: list[tuple[MonitorReport, ...]] | None
-
-
-@dataclass(frozen=True)
 class RemoteAnswers:
     """Implementation of the calls of `Calls` on a server.
 
@@ -106,38 +85,55 @@ class RemoteAnswers:
     connection: Connection
     uploads: Uploads
 
-    async def generated(self, prompts: Any, call: CallArguments) -> Any:
-        """Return the result of `RemoteModel.generate`."""
-        many, given = listed(prompts)
-        return await self._answered([(prompt, ()) for prompt in given], call, many=many)
-
-    async def encoded(self, _prompts: Any, _call: CallArguments) -> Any:
-        """Refuse the call: a server cannot encode.
+    async def run(self, prompts: Sequence[Any], call: CallArguments) -> list[Generation]:
+        """Run prompts and conversations; return their results in order.
 
         Raises:
-            InvalidRequest: always.
+            InvalidRequest: the call is `encode`, which a server cannot do.
         """
-        raise InvalidRequest("encode cannot be asked of a server, which captures of models that generate; open it here")
+        if call.encoding:
+            raise InvalidRequest(
+                "encode cannot be asked of a server, which captures of models that generate; open it here"
+            )
+        rendered = await self._rendered(prompts, call)
+        params = each(_READ if call.reading else call.sampling_params, len(prompts), "sampling_params")
+        specs = each(call.spec, len(prompts), "capture")
+        edits = each(call.steering, len(prompts), "steering")
+        for spec in specs:
+            require_specs(spec)
+        asked = [
+            PromptOfCall(prompt, own, spec, steering, call, spans)
+            for (prompt, spans), own, spec, steering in zip(rendered, params, specs, edits, strict=True)
+        ]
+        self._look_at_models(asked)
+        done = await self.connection.run(lambda: each_of(asked, self._one, AT_ONCE))
+        try:
+            await self._look_at_prompts([(one, result.output) for one, result in zip(asked, done, strict=True)])
+            return [replace(one, output=_completion(one.output)) for one in done] if call.name == "run" else done
+        except BaseException:  # as where warnings are errors: nobody gets these handles
+            for handle in (handle for one in done for handle in one.handles or ()):
+                handle.release()
+            raise
 
-    async def read(self, prompts: Any, call: CallArguments) -> Any:
-        """Return the result of `RemoteModel.read`."""
-        return (await self.generated(prompts, replace(call, sampling_params=_READ)))[1]
-
-    async def replied(self, messages: Any, call: CallArguments, template_kwargs: Any) -> Any:
-        """Return the result of `RemoteModel.chat`."""
-        many, conversations = conversations_in(messages)
-        for conversation in conversations:
-            without_media(conversation)
-        arguments, spans = template_arguments(template_kwargs), call.spec is not None
+    async def _rendered(
+        self, prompts: Sequence[Any], call: CallArguments
+    ) -> Sequence[tuple[Any, tuple[MessageSpan, ...]]]:
+        """Return prompts with the spans of their messages: conversations as token ids, others as they are."""
+        if not any(map(is_conversation, prompts)):
+            return [(prompt, ()) for prompt in prompts]
+        for prompt in filter(is_conversation, prompts):
+            without_media(prompt)
+        arguments, spans = template_arguments(call.template_kwargs), call.spec is not None
         if call.add_special_tokens is not None:
             arguments["add_special_tokens"] = call.add_special_tokens
 
-        async def render(conversation: Any) -> tuple[Any, tuple[MessageSpan, ...]]:
-            ids, found = await templated(self.connection, conversation, arguments, spans=spans)
+        async def render(prompt: Any) -> tuple[Any, tuple[MessageSpan, ...]]:
+            if not is_conversation(prompt):
+                return prompt, ()
+            ids, found = await templated(self.connection, prompt, arguments, spans=spans)
             return {"prompt_token_ids": ids}, found
 
-        prompts = await self.connection.run(lambda: each_of(conversations, render, AT_ONCE))
-        return await self._answered(prompts, call, many=many)
+        return await self.connection.run(lambda: each_of(prompts, render, AT_ONCE))
 
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of `RemoteModel.stream`."""
@@ -157,7 +153,7 @@ class RemoteAnswers:
                     yield chunk
         yield await self._last(self._done(asked, sample.document), sample)
 
-    async def _last(self, done: RemoteResult, sample: Streamed) -> Chunk:
+    async def _last(self, done: Generation, sample: Streamed) -> Chunk:
         """Return the last chunk of a stream: all of its rows, its steering receipt, and the monitors' reports."""
         last = Chunk(
             "",
@@ -165,7 +161,7 @@ class RemoteAnswers:
             None,
             None,
             finished=True,
-            steering=done.receipts[0] if done.receipts else None,
+            steering=done.steering[0] if done.steering else None,
             crossings=sample.crossings,
             monitors=done.monitors[0] if done.monitors else (),
             finish_reason=sample.finish_reason,
@@ -203,35 +199,6 @@ class RemoteAnswers:
         if failed is not None:
             raise self.connection.error_said(failed.get("code") or 500, {"error": failed}, "")
 
-    async def _answered(
-        self, prompts: Sequence[tuple[Any, tuple[MessageSpan, ...]]], call: CallArguments, *, many: bool
-    ) -> Any:
-        """Run prompts, each with the spans of its messages, and return the result of the call."""
-        captured, raw = call.spec is not None, flag_asked("raw_output", call.raw_output)
-        require_raw(call.monitors, raw=raw)
-        params = each(call.sampling_params, len(prompts), "sampling_params")
-        specs = each(call.spec, len(prompts), "capture")
-        edits = each(call.steering, len(prompts), "steering")
-        for spec in specs:
-            require_specs(spec)
-        asked = [
-            PromptOfCall(prompt, own, spec, steering, call, spans)
-            for (prompt, spans), own, spec, steering in zip(prompts, params, specs, edits, strict=True)
-        ]
-        self._look_at_models(asked)
-        done = await self.connection.run(lambda: each_of(asked, self._one, AT_ONCE))
-        try:
-            await self._look_at_prompts([(one, result.document) for one, result in zip(asked, done, strict=True)])
-        except BaseException:  # as where warnings are errors: nobody gets these handles
-            for handle in (handle for one in done for handle in one.handles or ()):
-                handle.release()
-            raise
-        texts = [_raw(one) if raw else _alone(one.texts) for one in done]
-        handles = [None if one.handles is None else _alone(one.handles) for one in done]
-        if not many:
-            return (texts[0], handles[0]) if captured else texts[0]
-        return (texts, handles) if captured else texts
-
     async def _look_at_prompts(self, asked: Sequence[tuple[PromptOfCall, Mapping[str, Any]]]) -> None:
         """Warn once per call about doubled special tokens, and about a `max_tokens` beyond the context length.
 
@@ -261,7 +228,7 @@ class RemoteAnswers:
         for what, label in found:
             warn_of_other_model(what, label, (*names_of(here.model), here.name))
 
-    async def _one(self, asked: PromptOfCall) -> RemoteResult:
+    async def _one(self, asked: PromptOfCall) -> Generation:
         async with self._body(asked) as body:
             return self._done(asked, await self.connection.ask("POST", _COMPLETIONS, json=body))
 
@@ -321,8 +288,8 @@ class RemoteAnswers:
 
     # Results
 
-    def _done(self, asked: PromptOfCall, document: Mapping[str, Any]) -> RemoteResult:
-        """Return the result that an answer holds, checked.
+    def _done(self, asked: PromptOfCall, document: Mapping[str, Any]) -> Generation:
+        """Return the result that an answer holds, checked; its `output` is the answer itself.
 
         Raises:
             SteeringNotApplied: edits were asked for, and the server does not confirm that they were made.
@@ -331,19 +298,19 @@ class RemoteAnswers:
         with self.connection.answering():
             choices = sorted(document["choices"], key=lambda choice: choice["index"])
             results = {one["choice"]: one for one in document.get("steercap", {}).get("results", ())}
-            texts = [choice["text"] for choice in choices]
+            texts = tuple(choice["text"] for choice in choices)
             receipts = handles = monitors = None
             edited = [results.get(choice["index"], {}).get("steering") for choice in choices]
             if asked.steering is not None and not all(edited):
                 raise SteeringNotApplied(f"{self.connection.url} says nothing of the edits that were asked for")
             if choices and all(edited):  # a preset steers those who do not ask
-                receipts = [_receipt(said) for said in edited]
+                receipts = tuple(_receipt(said) for said in edited)
             if asked.spec is not None:
-                handles = [self._handle(asked, choice, results[choice["index"]]["capture"]) for choice in choices]
+                handles = tuple(self._handle(asked, choice, results[choice["index"]]["capture"]) for choice in choices)
             if watching := monitors_of(asked.call.monitors):
                 said = [results.get(choice["index"], {}).get("monitors") for choice in choices]
-                monitors = [reports_of(watching, one) for one in said]
-        return RemoteResult(document, texts, handles, receipts, monitors)
+                monitors = tuple(reports_of(watching, one) for one in said)
+        return Generation(document, texts, handles, receipts, monitors)
 
     def _handle(self, asked: PromptOfCall, choice: Mapping[str, Any], capture: Mapping[str, Any]) -> CaptureHandle:
         header = msgspec.json.decode(msgspec.json.encode(capture["header"]), type=files.Header)
@@ -413,15 +380,10 @@ def _options_asked(call: CallArguments) -> dict[str, Any]:
     return {"priority": options["priority"]} if options.get("priority") else {}
 
 
-def _alone(several: list[Any]) -> Any:
-    return several[0] if len(several) == 1 else several
-
-
-def _raw(done: RemoteResult) -> RawOutput:
+def _completion(document: Mapping[str, Any]) -> Any:
+    """Return an answer as OpenAI's own client makes it, which passes words that its types do not know."""
     with extra("client"):
         from openai.types import Completion
 
-    # As OpenAI's own client makes it: a word that its types do not know, such as "steercap_probe", is no error.
-    output: Any = Completion.construct(**done.document)
-    receipts = None if done.receipts is None else tuple(done.receipts)
-    return RawOutput(output, receipts, None if done.monitors is None else tuple(done.monitors))
+    found: Any = Completion
+    return found.construct(**document)

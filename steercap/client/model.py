@@ -56,13 +56,13 @@ LACKING: Final[Mapping[str, str]] = {
 class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     """Model that `steercap serve` has open, with the methods of a `SteerModel`; made by `SteerModel.connect`.
 
-    `generate`, `chat`, `read` and `stream` do the same as for a local model, and take the same specs; a field that a
-    server does not support is refused by name. Sampling uses vLLM's own defaults, as there, not those of the server's
-    configuration. Differences:
+    `generate`, `chat`, `run`, `read` and `stream` do the same as for a local model, and take the same specs; a field
+    that a server does not support is refused by name. Sampling uses vLLM's own defaults, as there, not those of the
+    server's configuration. Differences:
 
     - Rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
     - `stream` gives texts and crossings of monitors as they come, and all rows with the last chunk.
-    - `raw_output=True` gives as `output` OpenAI's `Completion`.
+    - `run` gives as `output` OpenAI's `Completion`.
     - `steering=` may be the name of vectors or of steering on the server.
 
     Args:
@@ -90,7 +90,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     ) -> None:
         self.connection = Connection(url, api_key, model, timeout, transport)
         self._uploads = Uploads(self.connection)
-        self._answers = RemoteAnswers(self.connection, self._uploads)
+        self._backend = RemoteAnswers(self.connection, self._uploads)
 
     # Life
 

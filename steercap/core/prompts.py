@@ -24,29 +24,31 @@ class CallArguments:
     """Arguments of one call of a model, such as `SteerModel.generate`, besides its prompts.
 
     Args:
+        name: name of the method.
         sampling_params: sampling parameters, or pooling parameters if the prompts are encoded.
         capture_layers, capture: as given to the call, see `SteerModel.generate`.
         steering: as given to the call, or the spec in force where it is made.
         options: the call's `lora_request` and `priority`.
-        raw_output: True if the call returns vLLM's own outputs.
         reading: True if the prompts alone are wanted, and the token that vLLM must sample is kept from the caller.
         sketches: running sketches (`model.sketch`) in force where the call is made; its rows are added to them.
         encoding: True if the prompts are encoded by a pooling model.
         monitors: monitors that watch each request.
         add_special_tokens: see `special_asked`.
+        template_kwargs: further arguments of the chat template, for conversations.
     """
 
+    name: str
     sampling_params: Any
     capture_layers: Layers | None
     capture: Any
     steering: Any
     options: dict[str, Any]
-    raw_output: bool = False
     reading: bool = False
     sketches: Sequence[Any] = ()
     encoding: bool = False
     monitors: Any = None
     add_special_tokens: bool | None = None
+    template_kwargs: Any = None
 
     @property
     def spec(self) -> Any:
@@ -171,19 +173,54 @@ def conversations_in(messages: Any) -> tuple[bool, list[Any]]:
     Raises:
         InvalidPrompt: no conversation, or something that cannot be one.
     """
-    if _is_conversation(messages):
+    if _is_messages(messages):
         return False, [messages]
-    if isinstance(messages, (list, tuple)) and messages and all(map(_is_conversation, messages)):
+    if isinstance(messages, (list, tuple)) and messages and all(map(_is_messages, messages)):
         return True, [*messages]
     raise InvalidPrompt(
         f"messages={shown(messages)}; give a list of {{'role', 'content'}} dicts, or a list of such lists"
     )
 
 
-def _is_conversation(messages: Any) -> bool:
+def _is_messages(messages: Any) -> bool:
     if not isinstance(messages, (list, tuple)) or not messages:
         return False
     return all(isinstance(message, Mapping) and message for message in messages)
+
+
+def prompts_or_conversations(prompts: Any, template_kwargs: Any) -> tuple[bool, list[Any]]:
+    """Return the arguments of `run` as a list, and True before it if several were given.
+
+    A list of dicts that each have a "role" is a conversation, and stays a list; a prompt is a str or a dict.
+
+    Raises:
+        InvalidPrompt: no prompt, or something that cannot be one.
+        InvalidRequest: there are arguments of the chat template, but a prompt is no conversation.
+    """
+    if _has_roles(prompts):
+        many, found = False, [prompts]
+    elif isinstance(prompts, (list, tuple)) and any(map(_has_roles, prompts)):
+        many, found = True, [one if _has_roles(one) else _one_prompt(one) for one in prompts]
+    else:
+        many, found = listed(prompts)
+    others = [one for one in found if not is_conversation(one)]
+    if lonely := [one for one in others if isinstance(one, Mapping) and "role" in one]:
+        raise InvalidPrompt(f"{shown(lonely[0])} is a message alone; give a list of {{'role', 'content'}} dicts")
+    if template_kwargs is not None and others:
+        raise InvalidRequest(
+            f"chat_template_kwargs= with the prompt {shown(others[0])}, which is no conversation; leave it out, or "
+            "give a list of {'role', 'content'} dicts"
+        )
+    return many, found
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Return True if an entry of `prompts_or_conversations` or `conversations_in` is a conversation."""
+    return isinstance(prompt, (list, tuple))
+
+
+def _has_roles(messages: Any) -> bool:
+    return _is_messages(messages) and all("role" in message for message in messages)
 
 
 def without_media(conversation: Sequence[Mapping[str, Any]]) -> None:

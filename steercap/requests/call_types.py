@@ -1,20 +1,30 @@
-"""Types of the calls' arguments, which determine the type of each call's result."""
+"""Types of the calls' arguments and results; an argument's type determines that of the result."""
 
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Required, TypeAlias, TypedDict, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypedDict, TypeVar
 
-from steercap.core.spec import CaptureSpec, Layers
+from steercap.core.receipt import SteeringReceipt
+from steercap.errors import InvalidRequest
 from steercap.requests.context import FromContext
+from steercap.requests.monitoring import MonitorReport
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar as DefaultingTypeVar
+
     from steercap.adapters.types import PoolingParams, SamplingParams
+    from steercap.captures.handle import CaptureHandle
     from steercap.steering.edits import Edit
     from steercap.steering.logit_bias import LogitBias
     from steercap.steering.monitor import Monitor
 
+    #: Type of the handles of captured rows: awaited ones, or those of `steercap.sync`.
+    Handle = DefaultingTypeVar("Handle", default=CaptureHandle)
+else:
+    Handle = TypeVar("Handle")
 
 Value = TypeVar("Value")
 One_co = TypeVar("One_co", covariant=True)
@@ -32,8 +42,6 @@ Steering: TypeAlias = "SteeringSpec | Edit | LogitBias | None"
 Params: TypeAlias = "SamplingParams | Mapping[str, Any] | Sequence[Any] | None"
 #: vLLM's PoolingParams or their fields, for all prompts or one each.
 Pooling: TypeAlias = "PoolingParams | Mapping[str, Any] | Sequence[Any] | None"
-On: TypeAlias = Literal[True]
-Off: TypeAlias = Literal[False]
 
 
 class Several(Protocol[One_co]):
@@ -46,7 +54,7 @@ class Several(Protocol[One_co]):
 
 
 class Options(TypedDict, total=False):
-    """Arguments of `Calls.generate` that do not change the type of its result."""
+    """Arguments of every call that do not change the type of its result."""
 
     steering: Steering | Sequence[Steering] | FromContext
     add_special_tokens: bool | None
@@ -54,96 +62,59 @@ class Options(TypedDict, total=False):
     priority: int
 
 
-class Plain(Options, total=False):
-    """Arguments of a call that captures nothing."""
-
-    capture_layers: None
-    capture: None
-
-
-class ByLayers(Options, total=False):
-    """Arguments of a call that captures layers."""
-
-    capture_layers: Required[Layers]
-    capture: None
-
-
-class BySpec(Options, total=False):
-    """Arguments of a call that captures by one spec."""
-
-    capture_layers: None
-    capture: Required[CaptureSpec]
-
-
-class BySpecs(Options, total=False):
-    """Arguments of a call with a capture spec for each prompt; None captures nothing of that prompt."""
-
-    capture_layers: None
-    capture: Required[Sequence[CaptureSpec | None]]
-
-
-class Reading(Options, total=False):
-    """Arguments of `read`, which captures by a spec or layers; all layers if neither is given."""
-
-    capture_layers: Layers | None
-    capture: CaptureSpec | None
-
-
-class Template(TypedDict, total=False):
-    """Further arguments of `chat`."""
+class ChatOptions(Options, total=False):
+    """Arguments of `chat` that do not change the type of its result."""
 
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-class ChatPlain(Plain, Template):
-    """Arguments of `chat` that captures nothing."""
-
-
-class ChatByLayers(ByLayers, Template):
-    """Arguments of `chat` that captures layers."""
-
-
-class ChatBySpec(BySpec, Template):
-    """Arguments of `chat` that captures by one spec."""
-
-
-class ChatBySpecs(BySpecs, Template):
-    """Arguments of `chat` that captures by a spec for each prompt."""
-
-
-class Watched(TypedDict, total=False):
-    """Further arguments of `generate` and `chat` with `raw_output=True`."""
+class RunOptions(ChatOptions, total=False):
+    """Arguments of `run` that do not change the type of its result."""
 
     monitors: Sequence[Monitor] | None
 
 
-class RawPlain(Plain, Watched):
-    """Arguments of `generate` with `raw_output=True` that captures nothing: monitors, too."""
+@dataclass(frozen=True)
+class Generation(Generic[Handle]):
+    """Result of one prompt: its texts, captures and reports, an entry for each sample.
+
+    Args:
+        output: vLLM's RequestOutput, unchanged: `output.outputs[0].token_ids`, `.logprobs`. From a server, OpenAI's
+            `Completion`.
+        texts: the generated texts.
+        handles: handles of the captured rows; None if nothing is captured.
+        steering: receipts of the edits; None if the request was not steered.
+        monitors: the report of each monitor; None if there were no monitors.
+    """
+
+    output: Any
+    texts: tuple[str, ...]
+    handles: tuple[Handle, ...] | None = None
+    steering: tuple[SteeringReceipt, ...] | None = None
+    monitors: tuple[tuple[MonitorReport, ...], ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the only sample.
+
+        Raises:
+            InvalidRequest: there are several samples.
+        """
+        return _only(self.texts, "text", "texts")
+
+    @property
+    def handle(self) -> Handle:
+        """Handle of the only sample.
+
+        Raises:
+            InvalidRequest: nothing was captured, or there are several samples.
+        """
+        if self.handles is None:
+            raise InvalidRequest("nothing of this prompt was captured; give run capture= or capture_layers=")
+        return _only(self.handles, "handle", "handles")
 
 
-class RawByLayers(ByLayers, Watched):
-    """Arguments of `generate` with `raw_output=True` that captures layers: monitors, too."""
-
-
-class RawBySpec(BySpec, Watched):
-    """Arguments of `generate` with `raw_output=True` that captures by one spec: monitors, too."""
-
-
-class RawBySpecs(BySpecs, Watched):
-    """Arguments of `generate` with `raw_output=True` that captures by a spec for each prompt: monitors, too."""
-
-
-class RawChatPlain(ChatPlain, Watched):
-    """Arguments of `chat` with `raw_output=True` that captures nothing: monitors, too."""
-
-
-class RawChatByLayers(ChatByLayers, Watched):
-    """Arguments of `chat` with `raw_output=True` that captures layers: monitors, too."""
-
-
-class RawChatBySpec(ChatBySpec, Watched):
-    """Arguments of `chat` with `raw_output=True` that captures by one spec: monitors, too."""
-
-
-class RawChatBySpecs(ChatBySpecs, Watched):
-    """Arguments of `chat` with `raw_output=True` that captures by a spec for each prompt: monitors, too."""
+def _only(values: Sequence[Value], name: str, several: str) -> Value:
+    if len(values) != 1:
+        raise InvalidRequest(f"this generation has {len(values)} samples, and no one {name}; use {several}")
+    return values[0]

@@ -1,39 +1,25 @@
-"""Calls of an open model (generate, chat, read, encode, stream) and the types of their results."""
+"""Calls of an open model (generate, chat, run, read, encode, stream) and the types of their results."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, Unpack, overload
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Unpack, overload
 
 from steercap.captures.pooled import Encoded
-from steercap.core.prompts import CallArguments, special_asked
+from steercap.core.prompts import CallArguments, conversations_in, listed, prompts_or_conversations, special_asked
 from steercap.core.spec import CaptureSpec, Layers
-from steercap.requests.answers import RawOutput
 from steercap.requests.call_types import (
-    ByLayers,
-    BySpec,
-    BySpecs,
-    ChatByLayers,
-    ChatBySpec,
-    ChatBySpecs,
-    ChatPlain,
+    ChatOptions,
     Coming,
     Conversation,
-    Off,
-    On,
+    Generation,
+    Handle,
+    Options,
     Params,
-    Plain,
     Pooling,
     Prompt,
-    RawByLayers,
-    RawBySpec,
-    RawBySpecs,
-    RawChatByLayers,
-    RawChatBySpec,
-    RawChatBySpecs,
-    RawChatPlain,
-    RawPlain,
-    Reading,
+    RunOptions,
     Several,
     Steering,
     Text,
@@ -47,24 +33,15 @@ if TYPE_CHECKING:
 
 #: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.
 READ: Final = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
-#: Type of the handles that the calls return.
-Handle = TypeVar("Handle")
+#: Calls whose values hold their handles, or are them.
+_ALONE: Final = frozenset({"run", "read"})
 
 
 class Backend(Protocol):
-    """Backend that answers the calls: a local engine or a server."""
+    """Backend of the calls: a local engine or a server."""
 
-    def generated(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
-        """Return the result of `Calls.generate`."""
-
-    def encoded(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
-        """Return the result of `Calls.encode`."""
-
-    def read(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
-        """Return the result of `Calls.read`."""
-
-    def replied(self, messages: Any, call: CallArguments, template_kwargs: Any) -> Coroutine[Any, Any, Any]:
-        """Return the result of `Calls.chat`."""
+    def run(self, prompts: Sequence[Any], call: CallArguments) -> Coroutine[Any, Any, Sequence[Generation[Any]]]:
+        """Run prompts and conversations (`core.prompts.is_conversation`); return their results in order."""
 
     def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of `Calls.stream`."""
@@ -77,89 +54,92 @@ class Calls(Generic[Handle]):
     whether there is one text or a list of them, the declared type is the union of both.
     """
 
-    _answers: Backend
+    _backend: Backend
 
-    def _called(self, name: str, coming: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
-        """Name a coroutine after the call that made it, for Python's warning about a forgotten `await`."""
-        coming.__qualname__ = f"{type(self).__name__}.{name}"  # type: ignore[attr-defined]  # of coroutine objects
+    def _begun(
+        self,
+        call: CallArguments,
+        prompts: Any,
+        listing: Callable[[Any], tuple[bool, list[Any]]],
+        value: Callable[[Generation[Any]], Any],
+    ) -> Coroutine[Any, Any, Any]:
+        """Return the coroutine of a call, named after it for Python's warning about a forgotten `await`.
+
+        Args:
+            call: its arguments.
+            prompts: its prompts as given.
+            listing: function that returns them as a list, and True before it if several were given.
+            value: function that returns the value of one result.
+        """
+        coming: Coroutine[Any, Any, Any] = self._values(call, prompts, listing, value)
+        coming.__qualname__ = f"{type(self).__name__}.{call.name}"  # type: ignore[attr-defined]  # of coroutine objects
         return coming
+
+    async def _values(
+        self,
+        call: CallArguments,
+        prompts: Any,
+        listing: Callable[[Any], tuple[bool, list[Any]]],
+        value: Callable[[Generation[Any]], Any],
+    ) -> Any:
+        many, given = listing(prompts)
+        found = await self._backend.run(given, call)
+        values: Any = [value(one) for one in found]
+        if call.name in _ALONE or call.spec is None:
+            return values if many else values[0]
+        handles = [None if one.handles is None else _unnested(one.handles) for one in found]
+        return (values, handles) if many else (values[0], handles[0])
 
     @overload
     def generate(
-        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: Off = False, **asked: Unpack[Plain]
+        self,
+        prompts: Prompt,
+        sampling_params: Params = None,
+        *,
+        capture_layers: None = None,
+        capture: None = None,
+        **asked: Unpack[Options],
     ) -> Coming[Text]: ...
     @overload
     def generate(
-        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawPlain]
-    ) -> Coming[RawOutput]: ...
-    @overload
-    def generate(
-        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: Off = False, **asked: Unpack[ByLayers]
+        self,
+        prompts: Prompt,
+        sampling_params: Params = None,
+        *,
+        capture_layers: Layers = ...,
+        capture: CaptureSpec = ...,
+        **asked: Unpack[Options],
     ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
-    @overload
-    def generate(
-        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawByLayers]
-    ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
-    @overload
-    def generate(
-        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: Off = False, **asked: Unpack[BySpec]
-    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
-    @overload
-    def generate(
-        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawBySpec]
-    ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
     @overload
     def generate(
         self,
         prompts: Several[Prompt],
         sampling_params: Params = None,
         *,
-        raw_output: Off = False,
-        **asked: Unpack[Plain],
+        capture_layers: None = None,
+        capture: None = None,
+        **asked: Unpack[Options],
     ) -> Coming[list[Text]]: ...
     @overload
     def generate(
-        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawPlain]
-    ) -> Coming[list[RawOutput]]: ...
-    @overload
-    def generate(
         self,
         prompts: Several[Prompt],
         sampling_params: Params = None,
         *,
-        raw_output: Off = False,
-        **asked: Unpack[ByLayers],
+        capture_layers: Layers = ...,
+        capture: CaptureSpec = ...,
+        **asked: Unpack[Options],
     ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
     @overload
     def generate(
-        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawByLayers]
-    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
-    @overload
-    def generate(
         self,
         prompts: Several[Prompt],
         sampling_params: Params = None,
         *,
-        raw_output: Off = False,
-        **asked: Unpack[BySpec],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
-    @overload
-    def generate(
-        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawBySpec]
-    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
-    @overload
-    def generate(
-        self,
-        prompts: Several[Prompt],
-        sampling_params: Params = None,
-        *,
-        raw_output: Off = False,
-        **asked: Unpack[BySpecs],
+        capture_layers: None = None,
+        capture: Sequence[CaptureSpec | None],
+        **asked: Unpack[Options],
     ) -> Coming[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
-    @overload
-    def generate(
-        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawBySpecs]
-    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle] | None]]]: ...
     def generate(
         self,
         prompts: Any,
@@ -168,8 +148,6 @@ class Calls(Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
-        monitors: Sequence[Monitor] | None = None,
-        raw_output: bool = False,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -184,11 +162,6 @@ class Calls(Generic[Handle]):
             capture: the rows to keep, for all prompts, or one spec each (None keeps nothing).
             steering: the edits to apply: a SteeringSpec (or one edit) for all prompts, or one each; None changes
                 nothing. Left out, the steering of the enclosing `model.steered` applies.
-            monitors: probes with thresholds that watch each request while it runs, and may end it: `Monitor`. Their
-                reports are in the `RawOutput`, so they need `raw_output=True`.
-            raw_output: return a `RawOutput` in place of each text: vLLM's RequestOutput as `output`, as `steering`
-                a `SteeringReceipt` for each sample (None without steering), and as `monitors` the report of each
-                monitor for each sample.
             add_special_tokens: True adds the tokenizer's special tokens, such as <bos>, to each text. Left out, they
                 are added too, as in vLLM, with a warning if the text has them already, as a rendered chat has; False
                 takes the text as it stands, True keeps both without a warning.
@@ -198,7 +171,7 @@ class Calls(Generic[Handle]):
         Returns:
             The text, or a list of texts for a list of prompts; with `n > 1`, a list of n texts for each prompt. If
             anything is captured, the pair (texts, handles), where handles is nested like texts and holds a
-            `CaptureHandle` for each text, None where nothing is kept.
+            `CaptureHandle` for each text, None where nothing is kept. `run` returns vLLM's output and receipts too.
 
         There are prompt + generated - 1 rows: the last sampled token is never an input to the model. Layer `i` of
         "resid_post" is transformers' `hidden_states[i + 1]`, before the final norm for the last layer.
@@ -210,18 +183,10 @@ class Calls(Generic[Handle]):
             SteeringNotApplied: a worker did not make every edit; the text is withheld.
             ModelClosed: the model is not open.
         """
-        options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(
-            sampling_params,
-            capture_layers,
-            capture,
-            steering,
-            options,
-            raw_output=raw_output,
-            monitors=monitors,
-            add_special_tokens=special_asked(add_special_tokens),
+        asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
+        return self._begun(
+            asked.call(self, "generate", sampling_params), prompts, listed, lambda one: _unnested(one.texts)
         )
-        return self._called("generate", self._answers.generated(prompts, in_context(self, call)))
 
     @overload
     def chat(
@@ -229,52 +194,29 @@ class Calls(Generic[Handle]):
         messages: Conversation,
         sampling_params: Params = None,
         *,
-        raw_output: Off = False,
-        **asked: Unpack[ChatPlain],
+        capture_layers: None = None,
+        capture: None = None,
+        **asked: Unpack[ChatOptions],
     ) -> Coming[Text]: ...
     @overload
     def chat(
-        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawChatPlain]
-    ) -> Coming[RawOutput]: ...
-    @overload
-    def chat(
         self,
         messages: Conversation,
         sampling_params: Params = None,
         *,
-        raw_output: Off = False,
-        **asked: Unpack[ChatByLayers],
+        capture_layers: Layers = ...,
+        capture: CaptureSpec = ...,
+        **asked: Unpack[ChatOptions],
     ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
-    @overload
-    def chat(
-        self,
-        messages: Conversation,
-        sampling_params: Params = None,
-        *,
-        raw_output: On,
-        **asked: Unpack[RawChatByLayers],
-    ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
-    @overload
-    def chat(
-        self,
-        messages: Conversation,
-        sampling_params: Params = None,
-        *,
-        raw_output: Off = False,
-        **asked: Unpack[ChatBySpec],
-    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
-    @overload
-    def chat(
-        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawChatBySpec]
-    ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
     @overload
     def chat(
         self,
         messages: Sequence[Conversation],
         sampling_params: Params = None,
         *,
-        raw_output: Off = False,
-        **asked: Unpack[ChatPlain],
+        capture_layers: None = None,
+        capture: None = None,
+        **asked: Unpack[ChatOptions],
     ) -> Coming[list[Text]]: ...
     @overload
     def chat(
@@ -282,17 +224,9 @@ class Calls(Generic[Handle]):
         messages: Sequence[Conversation],
         sampling_params: Params = None,
         *,
-        raw_output: On,
-        **asked: Unpack[RawChatPlain],
-    ) -> Coming[list[RawOutput]]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Conversation],
-        sampling_params: Params = None,
-        *,
-        raw_output: Off = False,
-        **asked: Unpack[ChatByLayers],
+        capture_layers: Layers = ...,
+        capture: CaptureSpec = ...,
+        **asked: Unpack[ChatOptions],
     ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
     @overload
     def chat(
@@ -300,45 +234,10 @@ class Calls(Generic[Handle]):
         messages: Sequence[Conversation],
         sampling_params: Params = None,
         *,
-        raw_output: On,
-        **asked: Unpack[RawChatByLayers],
-    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Conversation],
-        sampling_params: Params = None,
-        *,
-        raw_output: Off = False,
-        **asked: Unpack[ChatBySpec],
-    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Conversation],
-        sampling_params: Params = None,
-        *,
-        raw_output: On,
-        **asked: Unpack[RawChatBySpec],
-    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Conversation],
-        sampling_params: Params = None,
-        *,
-        raw_output: Off = False,
-        **asked: Unpack[ChatBySpecs],
+        capture_layers: None = None,
+        capture: Sequence[CaptureSpec | None],
+        **asked: Unpack[ChatOptions],
     ) -> Coming[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
-    @overload
-    def chat(
-        self,
-        messages: Sequence[Conversation],
-        sampling_params: Params = None,
-        *,
-        raw_output: On,
-        **asked: Unpack[RawChatBySpecs],
-    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle] | None]]]: ...
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -347,8 +246,6 @@ class Calls(Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
-        monitors: Sequence[Monitor] | None = None,
-        raw_output: bool = False,
         add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
@@ -359,8 +256,7 @@ class Calls(Generic[Handle]):
         Args:
             messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations. Text only; for
                 pictures use `generate`.
-            sampling_params, capture_layers, capture, steering, monitors, raw_output, lora_request, priority: as for
-                `generate`.
+            sampling_params, capture_layers, capture, steering, lora_request, priority: as for `generate`.
             add_special_tokens: True adds the tokenizer's special tokens to those of the chat template; left out, they
                 are not added.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
@@ -373,25 +269,111 @@ class Calls(Generic[Handle]):
             InvalidRequest: the tokenizer has no chat template, or it refuses the messages.
             The errors of `generate`.
         """
-        options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(
-            sampling_params,
-            capture_layers,
-            capture,
-            steering,
-            options,
-            raw_output=raw_output,
-            monitors=monitors,
-            add_special_tokens=special_asked(add_special_tokens),
+        asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
+        return self._begun(
+            asked.call(self, "chat", sampling_params, template_kwargs=chat_template_kwargs),
+            messages,
+            conversations_in,
+            lambda one: _unnested(one.texts),
         )
-        return self._called("chat", self._answers.replied(messages, in_context(self, call), chat_template_kwargs))
 
     @overload
-    def read(self, prompts: Prompt, **asked: Unpack[Reading]) -> Coming[Handle]: ...
+    def run(
+        self,
+        prompts: Prompt,
+        sampling_params: Params = None,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | None = None,
+        **asked: Unpack[RunOptions],
+    ) -> Coming[Generation[Handle]]: ...
     @overload
-    def read(self, prompts: Several[Prompt], **asked: Unpack[Reading]) -> Coming[list[Handle]]: ...
+    def run(
+        self,
+        prompts: Conversation,
+        sampling_params: Params = None,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        **asked: Unpack[RunOptions],
+    ) -> Coming[Any]: ...  # one conversation, or several prompt dicts: no type tells
     @overload
-    def read(self, prompts: Several[Prompt], **asked: Unpack[BySpecs]) -> Coming[list[Handle | None]]: ...
+    def run(
+        self,
+        prompts: Several[Prompt | Conversation],
+        sampling_params: Params = None,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        **asked: Unpack[RunOptions],
+    ) -> Coming[list[Generation[Handle]]]: ...
+    def run(
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        monitors: Sequence[Monitor] | None = None,
+        add_special_tokens: bool | None = None,
+        lora_request: Any = None,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Coroutine[Any, Any, Any]:
+        """Generate as `generate` and `chat` do, and return all that is known of each prompt.
+
+        Args:
+            prompts: a str, token ids, one of vLLM's prompt dicts, a conversation (a list of {"role", "content"} dicts),
+                or a list of these.
+            sampling_params, capture_layers, capture, steering, lora_request, priority: as for `generate`.
+            monitors: probes with thresholds that watch each request while it runs, and may end it: `Monitor`.
+            add_special_tokens: for prompts as for `generate`, for conversations as for `chat`.
+            chat_template_kwargs: further arguments of the tokenizer's chat template, for conversations alone.
+
+        Returns:
+            A `Generation` for one prompt, or a list of them for several: vLLM's output, texts, handles, receipts of the
+            steering and reports of the monitors.
+
+        Raises:
+            InvalidRequest: `chat_template_kwargs` with a prompt that is no conversation.
+            The errors of `generate` and `chat`.
+        """
+        asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
+        return self._begun(
+            asked.call(self, "run", sampling_params, monitors=monitors, template_kwargs=chat_template_kwargs),
+            prompts,
+            partial(prompts_or_conversations, template_kwargs=chat_template_kwargs),
+            lambda one: one,
+        )
+
+    @overload
+    def read(
+        self,
+        prompts: Prompt,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | None = None,
+        **asked: Unpack[Options],
+    ) -> Coming[Handle]: ...
+    @overload
+    def read(
+        self,
+        prompts: Several[Prompt],
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | None = None,
+        **asked: Unpack[Options],
+    ) -> Coming[list[Handle]]: ...
+    @overload
+    def read(
+        self,
+        prompts: Several[Prompt],
+        *,
+        capture_layers: None = None,
+        capture: Sequence[CaptureSpec | None],
+        **asked: Unpack[Options],
+    ) -> Coming[list[Handle | None]]: ...
     def read(
         self,
         prompts: Any,
@@ -420,38 +402,65 @@ class Calls(Generic[Handle]):
             EmptySelection: `tokens="generated"`: nothing is generated.
             The errors of `generate`.
         """
-        options = {"lora_request": lora_request, "priority": priority}
-        left_out = capture_layers is None and capture is None and not sketches_in_force(self)
-        spec = CaptureSpec() if left_out else capture
-        special = special_asked(add_special_tokens)
-        call = CallArguments(READ, capture_layers, spec, steering, options, reading=True, add_special_tokens=special)
-        return self._called("read", self._answers.read(prompts, in_context(self, call)))
+        if capture_layers is None and capture is None and not sketches_in_force(self):
+            capture = CaptureSpec()
+        asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
+        return self._begun(
+            asked.call(self, "read", READ, reading=True),
+            prompts,
+            listed,
+            lambda one: one.handles[0] if one.handles else None,
+        )
 
     @overload
-    def encode(self, prompts: Prompt, pooling: Pooling = None, **asked: Unpack[Plain]) -> Coming[Encoded]: ...
+    def encode(
+        self,
+        prompts: Prompt,
+        pooling: Pooling = None,
+        *,
+        capture_layers: None = None,
+        capture: None = None,
+        **asked: Unpack[Options],
+    ) -> Coming[Encoded]: ...
     @overload
     def encode(
-        self, prompts: Prompt, pooling: Pooling = None, **asked: Unpack[ByLayers]
+        self,
+        prompts: Prompt,
+        pooling: Pooling = None,
+        *,
+        capture_layers: Layers = ...,
+        capture: CaptureSpec = ...,
+        **asked: Unpack[Options],
     ) -> Coming[tuple[Encoded, Handle]]: ...
     @overload
     def encode(
-        self, prompts: Prompt, pooling: Pooling = None, **asked: Unpack[BySpec]
-    ) -> Coming[tuple[Encoded, Handle]]: ...
-    @overload
-    def encode(
-        self, prompts: Several[Prompt], pooling: Pooling = None, **asked: Unpack[Plain]
+        self,
+        prompts: Several[Prompt],
+        pooling: Pooling = None,
+        *,
+        capture_layers: None = None,
+        capture: None = None,
+        **asked: Unpack[Options],
     ) -> Coming[list[Encoded]]: ...
     @overload
     def encode(
-        self, prompts: Several[Prompt], pooling: Pooling = None, **asked: Unpack[ByLayers]
+        self,
+        prompts: Several[Prompt],
+        pooling: Pooling = None,
+        *,
+        capture_layers: Layers = ...,
+        capture: CaptureSpec = ...,
+        **asked: Unpack[Options],
     ) -> Coming[tuple[list[Encoded], list[Handle]]]: ...
     @overload
     def encode(
-        self, prompts: Several[Prompt], pooling: Pooling = None, **asked: Unpack[BySpec]
-    ) -> Coming[tuple[list[Encoded], list[Handle]]]: ...
-    @overload
-    def encode(
-        self, prompts: Several[Prompt], pooling: Pooling = None, **asked: Unpack[BySpecs]
+        self,
+        prompts: Several[Prompt],
+        pooling: Pooling = None,
+        *,
+        capture_layers: None = None,
+        capture: Sequence[CaptureSpec | None],
+        **asked: Unpack[Options],
     ) -> Coming[tuple[list[Encoded], list[Handle | None]]]: ...
     def encode(
         self,
@@ -485,18 +494,10 @@ class Calls(Generic[Handle]):
             EmptySelection: `tokens="generated"`: nothing is generated.
             The errors of `generate`.
         """
-        options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(
-            pooling,
-            capture_layers,
-            capture,
-            steering,
-            options,
-            reading=True,
-            encoding=True,
-            add_special_tokens=special_asked(add_special_tokens),
+        asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
+        return self._begun(
+            asked.call(self, "encode", pooling, reading=True, encoding=True), prompts, listed, lambda one: one.output
         )
-        return self._called("encode", self._answers.encoded(prompts, in_context(self, call)))
 
     def stream(
         self,
@@ -517,7 +518,7 @@ class Calls(Generic[Handle]):
             prompt: one prompt, as for `generate`.
             sampling_params, capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for
                 `generate`, for one sample.
-            monitors: as for `generate`; the chunks hold their crossings.
+            monitors: as for `run`; the chunks hold their crossings.
 
         Yields:
             Chunks, whose texts, token ids and rows concatenate to those of the whole request; the first chunk has the
@@ -528,9 +529,27 @@ class Calls(Generic[Handle]):
             InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
-        options = {"lora_request": lora_request, "priority": priority}
-        special = special_asked(add_special_tokens)
-        call = CallArguments(
-            sampling_params, capture_layers, capture, steering, options, monitors=monitors, add_special_tokens=special
-        )
-        return self._answers.streamed(prompt, in_context(self, call))
+        asked = _SharedArguments(capture_layers, capture, steering, add_special_tokens, lora_request, priority)
+        return self._backend.streamed(prompt, asked.call(self, "stream", sampling_params, monitors=monitors))
+
+
+class _SharedArguments(NamedTuple):
+    """Arguments that every call takes."""
+
+    capture_layers: Layers | None
+    capture: Any
+    steering: Any
+    add_special_tokens: bool | None
+    lora_request: Any
+    priority: int
+
+    def call(self, model: object, name: str, params: Any, **own: Any) -> CallArguments:
+        """Return all arguments of a call, with the steering and sketches in force where it is made."""
+        options = {"lora_request": self.lora_request, "priority": self.priority}
+        special = special_asked(self.add_special_tokens)
+        given = self.capture_layers, self.capture, self.steering, options
+        return in_context(model, CallArguments(name, params, *given, add_special_tokens=special, **own))
+
+
+def _unnested(values: Sequence[Any]) -> Any:
+    return values[0] if len(values) == 1 else [*values]

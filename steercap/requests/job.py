@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -57,14 +57,8 @@ class Sample:
     token_ids: Sequence[int] = (-1,)
 
 
-class Recipe(Protocol):
-    """Means to prepare a request again for the engine that replaces a dead one."""
-
-    async def with_restart(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
-        """Run `work` on the request, with the next engine if one dies meanwhile; see `requests.recompute`."""
-
-    def lost(self, job: Job, sample: Sample) -> Lost | None:
-        """Return the means to recompute a finished sample's rows, or None."""
+def ends_with_engine(_job: Job, _sample: Sample) -> Lost | None:
+    """Return None: the rows of the job cannot be recomputed."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class Job:
         sketches: the sketches that its rows enter when it has ended.
         hands_over: True if the user gets its rows; False if they are for sketches or monitors alone, or there are none.
         watch: its monitors, None if there are none.
-        recipe: means to prepare it again, or None.
+        recompute: function that returns the means to recompute a finished sample's rows, or None.
     """
 
     engine: Engine
@@ -110,7 +104,7 @@ class Job:
     sketches: tuple[RunningSketch, ...] = ()
     hands_over: bool = True
     watch: Watch | None = None
-    recipe: Recipe | None = None
+    recompute: Callable[[Job, Sample], Lost | None] = ends_with_engine
 
     def samples_of(self, output: Any) -> Sequence[Sample]:
         """Return the samples of a vLLM output; for a pooling model one empty `Sample`."""
@@ -324,8 +318,7 @@ def handles_of(
 
 def _source(job: Job, plan: Plan, sample: Sample, ticket: Ticket, expected: Expected) -> Source:
     """Return the source that the rows of a sample are fetched from."""
-    lost = None if job.recipe is None else job.recipe.lost(job, sample)
-    return Source(job.engine, Owner(plan.key, sample.index), ticket, expected, lost)
+    return Source(job.engine, Owner(plan.key, sample.index), ticket, expected, job.recompute(job, sample))
 
 
 def _rules_of(job: Job) -> Mapping[int, AttentionRule]:

@@ -8,7 +8,7 @@ The equations that its rows must satisfy are in `equations`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from msgspec import structs
 
 from steercap.architectures.sites import SITES
 from steercap.captures.fetching import fetch_all
-from steercap.captures.pooled import probing
+from steercap.captures.pooled import Encoded, probing
 from steercap.core.messages import Owner, Wanted
 from steercap.core.names import is_module
 from steercap.core.plan import CapturePlan, Plan
@@ -25,11 +25,11 @@ from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
+from steercap.requests.call_types import Generation
 from steercap.requests.equations import ATTENTION, STREAM, Claim, closes, edited, pools, worst
 from steercap.requests.family_equations import of_norms, of_projections, of_rows
-from steercap.requests.job import Job
 from steercap.requests.preparing import prepare
-from steercap.requests.running import Done, run_all
+from steercap.requests.running import run_all, run_job
 from steercap.requests.stream_equations import STREAMS
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
@@ -304,7 +304,9 @@ async def _run(
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}
 
-    async def jobs(some: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Job]:
+    whole = object()
+
+    async def jobs(some: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Coroutine[Any, Any, Generation]]:
         for point, edit in some:
             spec = None if edit is None else SteeringSpec([edit])
             params = await probing(engine) if engine.vllm.pools else _greedy(engine, 1)
@@ -315,7 +317,7 @@ async def _run(
                 capture = _all_rows(tuple(sorted(engine.armed[one] for one in near)))
                 plan = structs.replace(job.plan, capture=capture)
                 job = replace(job, plan=plan, points=near, hands_over=True)
-            yield job
+            yield run_job(job, whole)
 
     most = max(engine.pages_needed(_all_rows(tuple(engine.armed.values())), _PROMPT), 1)
     together = max(1, min(engine.settings.steering_slots, engine.admission.budget.pages // most))
@@ -330,7 +332,7 @@ async def _run(
     return found
 
 
-async def _taken(done: Done) -> _Probed:
+async def _taken(done: Generation) -> _Probed:
     """Return a request's output and rows; the rows are fetched and released."""
     if not done.handles:
         return _Probed({}, done.output)
@@ -354,8 +356,7 @@ def _said(probed: _Probed) -> object:
 
     That is the log probabilities of the most probable next tokens, by their ids, or the pooled values.
     """
-    outputs = probed.output.outputs
-    if not isinstance(outputs, list):
-        return outputs.data.tolist()
-    logprobs = outputs[0].logprobs or [{}]
+    if isinstance(probed.output, Encoded):
+        return probed.output.data.tolist()
+    logprobs = probed.output.outputs[0].logprobs or [{}]
     return {token: value.logprob for token, value in logprobs[0].items()}

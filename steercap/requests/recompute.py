@@ -7,8 +7,9 @@ checks. They differ from the lost rows as rows of different batches differ; thei
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from steercap.captures.rows import Found
@@ -18,7 +19,7 @@ from steercap.engine.engine import Engine
 from steercap.errors import EngineDied
 from steercap.requests.job import Job, Sample
 from steercap.requests.preparing import OriginalLengths, prepare
-from steercap.requests.running import run_one
+from steercap.requests.running import run_job
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch
 
@@ -57,14 +58,10 @@ class Recipe:
             InvalidRequest: see `prepare`.
             EngineFailure: the engine has died.
         """
+        return await self.serving.with_restart(self.prepared)
 
-        async def itself(job: Job) -> Job:
-            return job
-
-        return await self.with_restart(itself)
-
-    async def with_restart(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
-        """Run `work` on the request; if the engine dies meanwhile and is restarted, run it once more.
+    def with_restart(self, work: Callable[[Job], Awaitable[Value]], job: Job) -> Coroutine[Any, Any, Value]:
+        """Run `work` on the request; if the engine dies meanwhile and is restarted, prepare and run it once more.
 
         Args:
             work: coroutine function of the job; it must leave nothing behind if it fails.
@@ -75,19 +72,20 @@ class Recipe:
             Whatever `work` and `prepare` raise.
         """
 
-        async def attempt(engine: Engine) -> Value:
-            return await work(job if job is not None and job.engine is engine else await self._made(engine))
+        def attempt(engine: Engine) -> Awaitable[Value]:
+            return work(job) if job.engine is engine else self._prepared_and(engine, work)
 
-        return await self.serving.with_restart(attempt, None if job is None else job.engine)
+        return self.serving.with_restart(attempt, job.engine)
 
-    async def _made(self, engine: Engine) -> Job:
+    async def prepared(self, engine: Engine) -> Job:
+        """Prepare the request for an engine; see `job`."""
         names = ("options", "spans", "reading", "sketches", "encoding", "monitors", "known")
         asked = {name: getattr(self, name) for name in names}
-        return replace(await prepare(engine, self.prompt, self.params, self.spec, self.steering, **asked), recipe=self)
+        job = await prepare(engine, self.prompt, self.params, self.spec, self.steering, **asked)
+        return replace(job, recompute=partial(Recompute, self)) if self.serving.settings.restart else job
 
-    def lost(self, job: Job, sample: Sample) -> Recompute | None:
-        """Return the means to recompute a finished sample's rows; None if engines are not restarted."""
-        return Recompute(self, job, sample) if self.serving.settings.restart else None
+    async def _prepared_and(self, engine: Engine, work: Callable[[Job], Awaitable[Value]]) -> Value:
+        return await work(await self.prepared(engine))
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class Recompute:
         """
         if reason := self._reason():
             raise EngineDied(f"{self.job.engine.death}; its rows are not computed again, since {reason}")
-        found = await self._reading().with_restart(_read)
+        found = await self.recipe.serving.with_restart(self._read)
         return found._replace(receipt=replace(found.receipt, recomputed=True))
 
     def _reason(self) -> str:
@@ -157,13 +155,10 @@ class Recompute:
             known=OriginalLengths(len(ids), self.job.plan.limit),
         )
 
-
-async def _read(job: Job) -> Found:
-    handles = (await run_one(job, object())).handles
-    assert handles is not None
-    (handle,) = handles
-    try:
-        await handle.fetch()
-        return handle.lifecycle.require_here()
-    finally:
-        handle.release()
+    async def _read(self, engine: Engine) -> Found:
+        handle = (await run_job(await self._reading().prepared(engine), object())).handle
+        try:
+            await handle.fetch()
+            return handle.lifecycle.require_here()
+        finally:
+            handle.release()

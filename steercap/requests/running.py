@@ -3,50 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterable, Coroutine, Sequence
+from typing import Any
 
-from steercap.captures.handle import CaptureHandle
-from steercap.core.receipt import SteeringReceipt
+from steercap.captures.pooled import Encoded
 from steercap.errors import ModelClosed, first_error
+from steercap.requests.call_types import Generation
 from steercap.requests.job import Job, enter_sketches, handles_of, memory_for, outputs_of, planned, receipts_of
-from steercap.requests.monitoring import MonitorReport
 
 
-class Done(NamedTuple):
-    """Result of one prompt.
-
-    Args:
-        output: vLLM's output.
-        handles: a handle for each sample, None if nothing is kept.
-        receipts: a steering receipt for each sample, None without steering.
-        task: task of a pooling model; None for a model that generates.
-        monitors: the monitors' reports for each sample, None without monitors.
-    """
-
-    output: Any
-    handles: list[CaptureHandle] | None
-    receipts: list[SteeringReceipt] | None
-    task: str | None = None
-    monitors: list[tuple[MonitorReport, ...]] | None = None
-
-
-async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
+async def run_all(
+    jobs: AsyncIterable[Coroutine[Any, Any, Generation]], running: set[asyncio.Task[Any]]
+) -> list[Generation]:
     """Run jobs concurrently, each as soon as it is prepared; the first error cancels the others.
 
     Args:
-        jobs: the jobs, in the order in which memory is claimed.
+        jobs: coroutines of the jobs (`run_job`), in the order in which memory is claimed.
         running: set that holds the tasks while they run; closing the model cancels the tasks in it.
 
     Raises:
         ModelClosed: the tasks were cancelled through `running`.
     """
-    call = object()
-    tasks: list[asyncio.Task[Done]] = []
+    tasks: list[asyncio.Task[Generation]] = []
     try:
         async with asyncio.TaskGroup() as group:
             async for job in jobs:
-                task = group.create_task(run_one(job, call))
+                task = group.create_task(job)
                 tasks.append(task)
                 running.add(task)
                 task.add_done_callback(running.discard)
@@ -60,23 +42,22 @@ async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> 
     return [task.result() for task in tasks]
 
 
-async def run_one(job: Job, call: object) -> Done:
-    """Run one job; if its engine dies meanwhile and is restarted, run it on the new engine.
+async def run_job(job: Job, call: object) -> Generation:
+    """Run one job to its end on its engine; if that fails, nothing of it stays behind.
+
+    The `output` of a pooling model's job is an `Encoded`.
 
     Args:
         job: the job.
         call: identity of the call that it is part of.
     """
-    if job.recipe is None:
-        return await _run(job, call)
-    return await job.recipe.with_restart(lambda job: _run(job, call), job)
-
-
-async def _run(job: Job, call: object) -> Done:
     ticket = await memory_for(job, call)
     try:
         async with planned(job) as complete:
-            output = await _last(outputs_of(job, complete, ticket, partial=False))
+            output: Any = None
+            async for output in outputs_of(job, complete, ticket, partial=False):  # noqa: B007 -- the last is wanted
+                pass
+            assert output is not None, "the engine ended a request without an output"
             found = job.samples_of(output)
             samples = [(sample.index, len(sample.token_ids)) for sample in found]
             receipts = await receipts_of(job, complete.plan, samples, ended=True)
@@ -85,25 +66,22 @@ async def _run(job: Job, call: object) -> Done:
         if job.plan is not None:
             job.engine.abandon(job.plan, ticket)
         raise
-    reports = None if job.watch is None else [job.watch.reports(sample.index) for sample in found]
+    texts = tuple(sample.text for sample in found)
+    reports = None if job.watch is None else tuple(job.watch.reports(sample.index) for sample in found)
+    steering = None if receipts is None else tuple(receipts)
+    if job.task is not None:
+        receipt = steering[0] if steering else None
+        output = Encoded(output.outputs.data, job.task, tuple(output.prompt_token_ids), receipt)
     handles = None
     if ticket is not None and job.plan is not None:
         if job.hands_over:
-            handles = handles_of(job, found, ticket, receipts)
+            handles = tuple(handles_of(job, found, ticket, receipts))
         else:
             job.engine.done_with(job.plan, ticket)
-    return Done(output, handles, receipts, job.task, reports)
+    return Generation(output, texts, handles, steering, reports)
 
 
-async def _last(outputs: AsyncIterator[Any]) -> Any:
-    last = None
-    async for output in outputs:
-        last = output
-    assert last is not None, "the engine ended a request without an output"
-    return last
-
-
-def _release_done(tasks: Sequence[asyncio.Task[Done]]) -> None:
+def _release_done(tasks: Sequence[asyncio.Task[Generation]]) -> None:
     """Release the handles of the finished jobs of a failed call, which nobody will get."""
     for task in tasks:
         if task.done() and not task.cancelled() and task.exception() is None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from steercap.captures.handle import CaptureHandle as Awaited
 from steercap.core.call_style import BLOCKING, Idiom
 from steercap.errors import ModelClosed
+from steercap.requests.call_types import Generation
 from steercap.requests.sketching import RunningSketch
 from steercap.sync.handle import CaptureHandle
 from steercap.sync.loop import LoopThread
@@ -122,6 +124,8 @@ class Bridge(Generic[Model_co]):
         if isinstance(found, Awaited):
             assert self._thread is not None
             return CaptureHandle(found, self._thread)
+        if isinstance(found, Generation):
+            return replace(found, handles=self._wrapped(found.handles))
         if type(found) in {list, tuple}:
             return type(found)(self._wrapped(item) for item in found)
         return found

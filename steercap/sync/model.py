@@ -83,6 +83,7 @@ class SteerModel(NonCopyable, Bridged[_model.SteerModel], instead=_model.INSTEAD
 
     generate = calling(Calls[CaptureHandle].generate)
     chat = calling(Calls[CaptureHandle].chat)
+    run = calling(Calls[CaptureHandle].run)
     read = calling(Calls[CaptureHandle].read)
     encode = calling(Calls[CaptureHandle].encode)
     stream = iterating(_model.SteerModel.stream)

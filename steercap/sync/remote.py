@@ -60,6 +60,7 @@ class RemoteModel(NonCopyable, Bridged[Awaited], instead=INSTEAD):
 
     generate = calling(Calls[CaptureHandle].generate)
     chat = calling(Calls[CaptureHandle].chat)
+    run = calling(Calls[CaptureHandle].run)
     read = calling(Calls[CaptureHandle].read)
     encode = calling(Calls[CaptureHandle].encode)
     stream = iterating(Awaited.stream)

@@ -112,13 +112,11 @@ async def test_samples_of_one_prompt_are_told_apart(tiny, tiny_reference) -> Non
 async def test_a_stop_string_ends_the_rows_where_the_tokens_end(tiny, tiny_reference) -> None:
     """The engine may run on past a stop string that only the client sees; those rows are not handed over."""
     prompt = random_prompt(8, 6)
-    full = await tiny.generate(prompt, {"max_tokens": 40, **GREEDY}, raw_output=True)
+    full = await tiny.run(prompt, {"max_tokens": 40, **GREEDY})
     text = full.output.outputs[0].text
     stop = next(text[at : at + 2] for at in range(6, len(text) - 2) if text[at : at + 2].strip())
-    raw, handle = await tiny.generate(
-        prompt, {"max_tokens": 40, "stop": [stop], **GREEDY}, capture_layers="all", raw_output=True
-    )
-    await handle.fetch()
+    raw = await tiny.run(prompt, {"max_tokens": 40, "stop": [stop], **GREEDY}, capture_layers="all")
+    handle = await raw.handle.fetch()
     tokens = len(raw.output.outputs[0].token_ids)
     assert tokens < 40
     assert handle.receipt.rows == 8 + tokens - 1
@@ -141,8 +139,9 @@ async def test_tokens_are_the_same_with_and_without_capture(tiny) -> None:
     """Capturing changes no token."""
     prompts = [random_prompt(length, length) for length in (1, 5, 60)]
     params = {"max_tokens": 30, **GREEDY}
-    bare = await tiny.generate(prompts, params, raw_output=True)
-    raws, handles = await tiny.generate(prompts, params, capture=CaptureSpec(sites=ALL_SITES), raw_output=True)
+    bare = await tiny.run(prompts, params)
+    raws = await tiny.run(prompts, params, capture=CaptureSpec(sites=ALL_SITES))
+    handles = [raw.handle for raw in raws]
     assert [raw.output.outputs[0].token_ids for raw in raws] == [raw.output.outputs[0].token_ids for raw in bare]
     assert [tuple(raw.output.outputs[0].token_ids) for raw in raws] == [handle.output_token_ids for handle in handles]
 
@@ -190,13 +189,11 @@ async def test_reading_takes_what_generating_takes(tiny) -> None:
 async def test_generated_rows_that_never_came_are_an_empty_tensor(tiny) -> None:
     """A reply of one token has no generated row: empty, with or without reduction, never made up."""
     prompt = random_prompt(10, 11)
-    (first,) = (await tiny.generate(prompt, {"max_tokens": 1, **GREEDY}, raw_output=True)).output.outputs[0].token_ids
+    (first,) = (await tiny.run(prompt, {"max_tokens": 1, **GREEDY})).output.outputs[0].token_ids
     params = {"max_tokens": 8, "temperature": 0.0, "stop_token_ids": [first]}
     for reduce in (None, "mean"):
-        raw, handle = await tiny.generate(
-            prompt, params, capture=CaptureSpec(layers=1, tokens="generated", reduce=reduce), raw_output=True
-        )
-        await handle.fetch()
+        raw = await tiny.run(prompt, params, capture=CaptureSpec(layers=1, tokens="generated", reduce=reduce))
+        handle = await raw.handle.fetch()
         assert len(raw.output.outputs[0].token_ids) == 1
         assert handle.captures[1].shape == (0, 128)
         assert handle.positions.tolist() == []
@@ -268,6 +265,33 @@ async def test_a_file_gives_the_handle_back(tiny, tmp_path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rows.safetensors"]
 
 
+async def test_run_takes_what_generate_and_chat_take(tiny) -> None:
+    """Prompts and conversations in one list; each gives what the other calls do, and rows of its messages."""
+    talk = [{"role": "user", "content": "hi"}]
+    template = {"chat_template": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"}
+    text, handle = await tiny.chat(talk, SIX, capture_layers=[1], chat_template_kwargs=template)
+    told = await tiny.run(talk, SIX, capture_layers=[1], chat_template_kwargs=template)
+    assert (told.text, told.handle.messages) == (text, handle.messages)
+    assert told.output.outputs[0].text == text
+    assert (told.steering, told.monitors) == (None, None)
+    await tiny.fetch_captures_batch([handle, told.handles])
+    assert torch.equal(told.handle.captures[1], handle.captures[1])
+    plain = await tiny.generate("hi", SIX)
+    alone, asked = await tiny.run(["hi", {"prompt": "hi"}], SIX, capture=[None, CaptureSpec(layers=1)])
+    assert (alone.text, alone.handles, asked.text) == (plain, None, plain)
+    assert list((await asked.handle.fetch()).captures) == [(1, "resid_post")]
+    several = await tiny.run("hi", {**SIX, "n": 2, "temperature": 1.0}, capture_layers=[1])
+    assert several.texts == tuple(one.text for one in several.handles)
+    with pytest.raises(errors.InvalidRequest, match="use texts"):
+        _ = several.text
+    with pytest.raises(errors.InvalidPrompt, match="a message alone"):
+        await tiny.run(talk[0])
+    with pytest.raises(TypeError, match="raw_output"):
+        await tiny.generate("hi", raw_output=True)
+    for one in several.handles:
+        one.release()
+
+
 async def test_numpy_has_the_same_rows(tiny) -> None:
     """`to_numpy` is the rows, by point."""
     _, handle = await tiny.generate(random_prompt(4, 8), SIX, capture_layers=[2])
@@ -281,8 +305,8 @@ async def test_a_stream_brings_each_row_once(tiny, tiny_reference) -> None:
     """Chunks put together are the whole: text, tokens and rows; the first has the prompt's rows."""
     prompt = random_prompt(30, 9)
     params = {"max_tokens": 60, **GREEDY}
-    raw, whole = await tiny.generate(prompt, params, capture=CaptureSpec(sites=ALL_SITES), raw_output=True)
-    await whole.fetch()
+    raw = await tiny.run(prompt, params, capture=CaptureSpec(sites=ALL_SITES))
+    whole = await raw.handle.fetch()
     chunks = [chunk async for chunk in tiny.stream(prompt, params, capture=CaptureSpec(sites=ALL_SITES))]
     assert len(chunks) > 1
     assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]

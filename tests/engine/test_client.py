@@ -185,8 +185,8 @@ async def test_texts_prompts_and_samples_come_as_they_do_locally(remote: RemoteM
         prompts = ["a b c" * 5, random_prompt(30, 60)]
         with pytest.warns(UserWarning, match=f"max_tokens={most}") if most else nullcontext():
             assert await remote.generate(prompts, greedy) == await tiny.generate(prompts, greedy)
-    raw = await remote.generate(prompt, {**GREEDY, "logprobs": 2}, steering=Add(vector(2), layer=1), raw_output=True)
-    known = await tiny.generate(prompt, {**GREEDY, "logprobs": 2}, steering=Add(vector(2), layer=1), raw_output=True)
+    raw = await remote.run(prompt, {**GREEDY, "logprobs": 2}, steering=Add(vector(2), layer=1))
+    known = await tiny.run(prompt, {**GREEDY, "logprobs": 2}, steering=Add(vector(2), layer=1))
     assert raw.output.choices[0].text == known.output.outputs[0].text
     assert raw.steering[0].rows == known.steering[0].rows
     assert raw.output.choices[0].logprobs.token_logprobs == pytest.approx(
@@ -304,8 +304,8 @@ async def test_monitors_are_asked_and_answered_as_here(
     asked: dict[str, Any] = {"monitors": monitors, "capture": spec, "steering": Add(vector(3), 0.01, layer=0)}
 
     async def notebook(model: Any) -> tuple[Any, CaptureHandle, list[Any]]:
-        raw, handle = await model.generate(prompt, params, raw_output=True, **asked)
-        return raw, await handle.fetch(), [chunk async for chunk in model.stream(prompt, params, **asked)]
+        raw = await model.run(prompt, params, **asked)
+        return raw, await raw.handle.fetch(), [chunk async for chunk in model.stream(prompt, params, **asked)]
 
     (raw, here, chunks), (other, there, events) = await notebook(tiny), await notebook(remote)
     same(here, there)
@@ -340,8 +340,9 @@ async def test_a_monitor_steers_from_where_it_says(remote: RemoteModel, tiny: St
     steering: Any = SteeringSpec([SteeringSpec([add], preserve_norm=True)]) if held else add
     monitor = Monitor(vector(20), await middling(tiny, prompt, 12), 3, do="steer", steering=steering, name="begins")
     for model in (tiny, remote):
-        asked: dict[str, Any] = {"capture": CaptureSpec(layers=3), "monitors": [monitor], "raw_output": True}
-        raw, handle = await model.generate(prompt, params, **asked)
+        asked: dict[str, Any] = {"capture": CaptureSpec(layers=3), "monitors": [monitor]}
+        raw = await model.run(prompt, params, **asked)
+        handle = raw.handle
         (report,) = raw.monitors[0]
         start, inputs = report.steered_from, [*handle.prompt_token_ids, *handle.output_token_ids[:-1]]
         assert start is not None
@@ -360,8 +361,8 @@ async def test_each_sample_has_reports_of_its_own(remote: RemoteModel, tiny: Ste
     params = {"max_tokens": 9, "seed": 5, "n": 2, "ignore_eos": True}
     prompts = [random_prompt(12, 71), random_prompt(9, 72)]
     monitors = [Monitor(vector(20), 0.0, 3), Monitor(vector(20), 8.0, 3, do="stop", name="ends")]
-    here = await tiny.generate(prompts, params, monitors=monitors, raw_output=True)
-    there = await remote.generate(prompts, params, monitors=monitors, raw_output=True)
+    here = await tiny.run(prompts, params, monitors=monitors)
+    there = await remote.run(prompts, params, monitors=monitors)
     for one, other in zip(here, there, strict=True):
         assert [noticed(many) for many in other.monitors] == [noticed(many) for many in one.monitors]
         assert [choice.text for choice in other.output.choices] == [sample.text for sample in one.output.outputs]
@@ -374,7 +375,7 @@ async def test_each_sample_has_reports_of_its_own(remote: RemoteModel, tiny: Ste
     for kind, asked in wrong:
         for model in (tiny, remote):
             with pytest.raises(kind):
-                await model.generate(prompts[0], params, monitors=asked, raw_output=True)
+                await model.run(prompts[0], params, monitors=asked)
     assert await settled(tiny) == (0, 0, 0)
 
 
@@ -430,8 +431,8 @@ async def test_what_the_server_says_of_the_model(remote: RemoteModel, tiny: Stee
         assert [one.id async for one in client.models.list()] == ["tiny", "tiny+calm"]
     prompt = random_prompt(8, 12)
     async with SteerModel.connect(f"{url}/v1/", api_key="mine", model="tiny+calm") as preset:
-        raw = await preset.generate(prompt, GREEDY, raw_output=True)
-        known = await tiny.generate(prompt, GREEDY, steering=Add(CALM[1], 4.0, layer=1), raw_output=True)
+        raw = await preset.run(prompt, GREEDY)
+        known = await tiny.run(prompt, GREEDY, steering=Add(CALM[1], 4.0, layer=1))
         assert raw.output.choices[0].text == known.output.outputs[0].text
         assert raw.steering[0].digest == known.steering[0].digest
 
@@ -611,7 +612,7 @@ async def test_without_await(tiny: SteerModel, url: str) -> None:
             chunks = list(model.stream(prompt, GREEDY, capture_layers=[1], steering=edit))
             assert "".join(chunk.text for chunk in chunks) == text
             assert model.chat([{"role": "user", "content": "a"}], GREEDY)
-            raw = model.generate(prompt, GREEDY, monitors=[Monitor(vector(20), -1e6, 3)], raw_output=True)
+            raw = model.run(prompt, GREEDY, monitors=[Monitor(vector(20), -1e6, 3)])
             assert [at.token for at in raw.monitors[0][0].crossings] == [0, 1, 2, 3, 4]
             assert model.stats().capture_bytes > 0
             with model.openai as client:

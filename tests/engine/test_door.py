@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from support.rows import TINY_ENGINE
 from transformers import AutoConfig
 
-from steercap import CaptureSpec, SteerModel
+import steercap
+from steercap import Add, CaptureSpec, SteerModel
 from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName, WrongEventLoop
 
 
@@ -70,3 +73,32 @@ async def test_a_capture_is_checked_in_the_loop_that_compiles_specs(tiny: SteerM
     for check in (lambda: asyncio.run(elsewhere()), lambda: tiny.check_capture(CaptureSpec(layers=0))):
         with pytest.raises(WrongEventLoop):
             await asyncio.to_thread(check)
+
+
+#: Frames of steercap between the call and vLLM's `AsyncLLM.generate`, in the task of the call and that of the request.
+FRAMES = 6
+
+
+@pytest.mark.parametrize("asked", [{}, {"capture_layers": [1], "steering": Add([1.0] * 128, layer=1)}])
+async def test_a_request_takes_a_short_path_to_vllm(tiny: SteerModel, monkeypatch, asked) -> None:
+    """Every frame is in each traceback that a user reads, and is passed by each request."""
+    llm, frames = tiny.engine, []
+    original = llm.generate
+
+    def generate(*args, **kwargs):
+        frame, waiting = sys._getframe(1), caller.get_coro()
+        while frame is not None:
+            frames.append(frame.f_code)
+            frame = frame.f_back
+        while inspect.iscoroutine(waiting):
+            frames.append(waiting.cr_code)
+            waiting = waiting.cr_await
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(llm, "generate", generate)
+    caller = asyncio.create_task(tiny.generate("hi", {"max_tokens": 1}, **asked))
+    await caller
+    package = str(Path(steercap.__file__).parent)
+    ours = [code.co_qualname for code in frames if code.co_filename.startswith(package)]
+    assert "Calls._values" in ours
+    assert len(ours) <= FRAMES, ours

@@ -81,9 +81,7 @@ async def test_a_text_that_is_read_has_the_log_probabilities_with_which_it_was_w
     not those of the model without steering.
     """
     spec, prompt = STEERED[name], smol.tokenizer.encode("The weather in the north is")
-    raw = await smol.generate(
-        {"prompt_token_ids": prompt}, {"max_tokens": 16, "logprobs": 0, **GREEDY}, steering=spec, raw_output=True
-    )
+    raw = await smol.run({"prompt_token_ids": prompt}, {"max_tokens": 16, "logprobs": 0, **GREEDY}, steering=spec)
     (sample,) = raw.output.outputs
     ids = list(sample.token_ids)
     written = [entry[token].logprob for entry, token in zip(sample.logprobs, ids, strict=True)]

@@ -23,8 +23,8 @@ def logits_of(reference, rows: torch.Tensor) -> torch.Tensor:
 
 async def test_the_last_row_says_what_vllm_says(tiny) -> None:
     """Of generated tokens and of those of the prompt."""
-    output, handle = await tiny.generate(random_prompt(30, 1), ASKED, capture=BOTH, raw_output=True)
-    async with handle:
+    output = await tiny.run(random_prompt(30, 1), ASKED, capture=BOTH)
+    async with output.handle as handle:
         found = await handle.lens(tokens=["last_prompt", "generated"], top=8)
         assert found.positions.tolist() == [29, 30, 31, 32, 33]
         for row, said in enumerate(output.output.outputs[0].logprobs):

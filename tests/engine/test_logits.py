@@ -59,7 +59,7 @@ async def said(model: SteerModel, number: int, asked: dict[str, Any]) -> list[di
     """The rank and log probability of each token that vLLM gives, position by position."""
     prompt = random_prompt(6, number) * 4  # from which there is something to draft
     params = {"max_tokens": 12, **GREEDY, **asked}
-    raw = await model.generate(prompt, params, raw_output=True)
+    raw = await model.run(prompt, params)
     (sample,) = raw.output.outputs
     return [{token: (one.rank, one.logprob) for token, one in at.items()} for at in sample.logprobs or []]
 
@@ -136,10 +136,10 @@ async def test_the_cache_is_shared_by_requests_that_differ_in_biases_alone(plain
     change = edit("add", 128, layer=0)
     cached = []
     for spec in [None, LogitBias({3: 1.0}), LogitBias({4: 1.0}, tokens="last_prompt"), change]:
-        raw = await plain.generate(prompt, params, steering=spec, raw_output=True)
+        raw = await plain.run(prompt, params, steering=spec)
         cached.append(raw.output.num_cached_tokens)
     for bias in (LogitBias({3: 1.0}), LogitBias(varied(1))):
-        raw = await plain.generate(prompt, params, steering=SteeringSpec([change, bias]), raw_output=True)
+        raw = await plain.run(prompt, params, steering=SteeringSpec([change, bias]))
         cached.append(raw.output.num_cached_tokens)
     assert cached[0] == cached[3] == 0
     assert min(cached[1], cached[2], cached[4], cached[5]) >= 128
@@ -154,10 +154,7 @@ async def test_chunks_preemption_and_the_prefix_cache_change_nothing(cramped, ti
     prompts = [random_prompt(100 + number, 200 + number) for number in range(16)]
     params = {"max_tokens": 60, **GREEDY}
     raws = await asyncio.gather(
-        *(
-            cramped.generate(prompt, params, steering=spec, raw_output=True)
-            for prompt, spec in zip(prompts, specs, strict=True)
-        )
+        *(cramped.run(prompt, params, steering=spec) for prompt, spec in zip(prompts, specs, strict=True))
     )
     assert counts.since()["preemptions"] > 0
     for prompt, spec, raw in zip(prompts, specs, raws, strict=True):
@@ -169,17 +166,16 @@ async def test_stop_strings_samples_and_streams_have_receipts(plain) -> None:
     """Tokens past a stop string do not count; each sample is biased by itself; a stream that is left ends."""
     favoured = LogitBias(dict.fromkeys(plain.tokenizer.encode("ab"), 1e3))
     prompt = random_prompt(20, 3)
-    stopped = await plain.generate(
+    stopped = await plain.run(
         prompt,
         {"max_tokens": 20, **GREEDY, "stop": ["aaa", "bbb", "aba", "bab", "aab", "bba", "abb", "baa"]},
         steering=favoured,
-        raw_output=True,
     )
     length = len(stopped.output.outputs[0].token_ids)
     assert length == 3
     assert stopped.steering[0].rows == (3,)
-    sampled = await plain.generate(
-        prompt, {"max_tokens": 8, "n": 3, "temperature": 1.0, "ignore_eos": True}, steering=favoured, raw_output=True
+    sampled = await plain.run(
+        prompt, {"max_tokens": 8, "n": 3, "temperature": 1.0, "ignore_eos": True}, steering=favoured
     )
     assert [receipt.rows for receipt in sampled.steering] == [(8,)] * 3
     for sample in sampled.output.outputs:
@@ -205,7 +201,7 @@ async def test_contexts_add_up(plain, tiny_reference) -> None:
     prompt = random_prompt(24, 5)
     outer, inner = LogitBias(varied(1)), SteeringSpec([edit("add", 128, layer=1), LogitBias(varied(2))])
     async with plain.steered(outer), plain.steered(inner) as spec:
-        raw = await plain.generate(prompt, {"max_tokens": 10, **GREEDY}, raw_output=True)
+        raw = await plain.run(prompt, {"max_tokens": 10, **GREEDY})
     assert list(raw.output.outputs[0].token_ids) == tiny_reference.greedy(prompt, 10, spec)[0]
     assert raw.steering[0].rows == (10, 33, 10)
 
@@ -221,10 +217,8 @@ async def test_what_cannot_be_biased_is_refused(plain) -> None:
     scored = {**params, "prompt_logprobs": 2}
     with pytest.raises(InvalidSpec, match="prompt_logprobs"):
         await plain.generate(prompt, scored, steering=LogitBias({3: 1.0}))
-    raw = await plain.generate(
-        prompt, scored, steering=LogitBias({3: 1.0}, tokens=["last_prompt", "generated"]), raw_output=True
-    )
-    clean = await plain.generate(prompt, scored, raw_output=True)
+    raw = await plain.run(prompt, scored, steering=LogitBias({3: 1.0}, tokens=["last_prompt", "generated"]))
+    clean = await plain.run(prompt, scored)
     for found, expected in zip(raw.output.prompt_logprobs[1:], clean.output.prompt_logprobs[1:], strict=True):
         assert {token: one.logprob for token, one in found.items()} == pytest.approx(
             {token: one.logprob for token, one in expected.items()}, abs=1e-5

@@ -19,7 +19,6 @@ from support.rows import random_prompt, settled
 from steercap import Add, CaptureSpec, Monitor, SteerModel
 from steercap.errors import (
     CaptureIncomplete,
-    InvalidRequest,
     InvalidSelection,
     InvalidSpec,
     PointNotArmed,
@@ -281,9 +280,8 @@ async def test_a_capture_beside_it_ends_with_the_text(tiny: SteerModel, capture)
     token = run.records[0]
     monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="stop")
     spec = CaptureSpec(**capture)
-    raw, handle = await tiny.generate(
-        run.prompt, {**GREEDY, **IGNORED}, capture=spec, steering=steering, monitors=[monitor], raw_output=True
-    )
+    raw = await tiny.run(run.prompt, {**GREEDY, **IGNORED}, capture=spec, steering=steering, monitors=[monitor])
+    handle = raw.handle
     short = {**GREEDY, **IGNORED, "max_tokens": token + 1}
     text, other = await tiny.generate(run.prompt, short, capture=spec, steering=steering)
     async with handle, other:
@@ -301,14 +299,13 @@ async def test_samples_end_each_for_itself(tiny: SteerModel) -> None:
     """Of four samples some are stopped: their texts are beginnings of what they would be, the others are whole."""
     prompt, params = random_prompt(22, 14), {"max_tokens": 24, "seed": 5, "n": 4, "logprobs": 1, **IGNORED}
     spec = CaptureSpec(layers=LAYER, tokens="generated")
-    raw, handles = await tiny.generate(prompt, params, capture=spec, raw_output=True)
+    raw = await tiny.run(prompt, params, capture=spec)
+    handles = raw.handles
     await tiny.fetch_captures_batch(handles)
     scores = [(handle.captures[LAYER].double() @ CALM[LAYER].double()).tolist() for handle in handles]
     tops = sorted(max(one) for one in scores)
     threshold = (tops[1] + tops[2]) / 2  # two of them reach it
-    watched = await tiny.generate(
-        prompt, params, monitors=[Monitor(CALM[LAYER], threshold, LAYER, do="stop")], raw_output=True
-    )
+    watched = await tiny.run(prompt, params, monitors=[Monitor(CALM[LAYER], threshold, LAYER, do="stop")])
     assert watched.monitors is not None
     whole = {one.index: one for one in raw.output.outputs}
     reasons = []
@@ -390,7 +387,8 @@ async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
     monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="steer", steering=Add(push, layer=1), name="calm")
     spec = CaptureSpec(layers=[1, LAYER])
     params = {**GREEDY, **IGNORED, "max_tokens": 200}
-    raw, handle = await tiny.generate(run.prompt, params, capture=spec, monitors=[monitor], raw_output=True)
+    raw = await tiny.run(run.prompt, params, capture=spec, monitors=[monitor])
+    handle = raw.handle
     plain, other = await tiny.generate(run.prompt, params, capture=spec)
     ((report,),) = raw.monitors
     start = report.steered_from
@@ -417,7 +415,7 @@ async def test_samples_are_steered_or_say_that_they_were_not(tiny: SteerModel) -
     monitor = Monitor(CALM[LAYER], -1e6, LAYER, do="steer", steering=Add(TRAITS["warm"][1], layer=1), name="calm")
     for length in (2, 24):
         params = {"max_tokens": length, "seed": 5, "n": 16, **IGNORED}
-        raw = await tiny.generate(prompt, params, monitors=[monitor], raw_output=True)
+        raw = await tiny.run(prompt, params, monitors=[monitor])
         inputs = len(prompt) + length - 1
         for receipt, (report,) in zip(raw.steering, raw.monitors, strict=True):
             assert report.crossings[0].position == len(prompt)
@@ -506,7 +504,7 @@ async def test_rows_that_cannot_be_trusted_have_no_scores(tiny: SteerModel) -> N
     wild = Add(torch.full((128,), 3e38), 3.0, layer=1, tokens="generated")
     monitor = Monitor(CALM[LAYER], 1e30, LAYER)
     with pytest.raises((CaptureIncomplete, SteeringNotApplied), match="overflows"):
-        await tiny.generate(random_prompt(9, 61), GREEDY, steering=wild, monitors=[monitor], raw_output=True)
+        await tiny.run(random_prompt(9, 61), GREEDY, steering=wild, monitors=[monitor])
     run = await run_of(tiny, 19)
     assert await text_of(tiny, run, 24) == run.text
     assert await settled(tiny) == (0, 0, 0)
@@ -527,11 +525,10 @@ async def test_a_client_that_leaves_ends_what_is_watched(served: AsyncOpenAI, ti
     await chunks.close()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await tiny.generate(
+            await tiny.run(
                 random_prompt(30, 51),
                 {"max_tokens": 200, **IGNORED},
                 monitors=[Monitor(CALM[LAYER], 0.0, LAYER)],
-                raw_output=True,
             )
     assert await settled(tiny) == (0, 0, 0)
 
@@ -583,19 +580,18 @@ async def test_what_does_not_fit_is_an_error_before_any_token(served: AsyncOpenA
 @pytest.mark.parametrize(
     ("asked", "error", "says"),
     [
-        ({"monitors": [Monitor(CALM[3], 0.0, 3)]}, InvalidRequest, "raw_output=True"),
-        ({"monitors": [Monitor(CALM[3], 0.0, 3, site="k")], "raw_output": True}, PointNotArmed, "k"),
-        ({"monitors": [Monitor(CALM[3], 0.0, 9)], "raw_output": True}, InvalidSpec, "layer 9"),
-        ({"monitors": "calm", "raw_output": True}, InvalidSpec, "a list of Monitor"),
-        ({"monitors": [Monitor(CALM[3], 0.0, 3, tokens=[900])], "raw_output": True}, InvalidSelection, "900"),
+        ({"monitors": [Monitor(CALM[3], 0.0, 3, site="k")]}, PointNotArmed, "k"),
+        ({"monitors": [Monitor(CALM[3], 0.0, 9)]}, InvalidSpec, "layer 9"),
+        ({"monitors": "calm"}, InvalidSpec, "a list of Monitor"),
+        ({"monitors": [Monitor(CALM[3], 0.0, 3, tokens=[900])]}, InvalidSelection, "900"),
     ],
 )
 async def test_a_local_call_refuses_what_does_not_fit(tiny: SteerModel, asked, error, says) -> None:
     with pytest.raises(error, match=says):
-        await tiny.generate([3, 4, 5], GREEDY, **asked)
+        await tiny.run([3, 4, 5], GREEDY, **asked)
 
 
 async def test_sketches_have_no_monitors(tiny: SteerModel) -> None:
     async with tiny.sketch(layers=[1]):
         with pytest.raises(InvalidSpec, match="keeps rows once"):
-            await tiny.generate([3, 4, 5], GREEDY, monitors=[Monitor(CALM[3], 0.0, 3)], raw_output=True)
+            await tiny.run([3, 4, 5], GREEDY, monitors=[Monitor(CALM[3], 0.0, 3)])

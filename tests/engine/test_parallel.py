@@ -114,7 +114,7 @@ async def test_two_engines_give_the_rows_of_transformers(tiny_reference) -> None
         assert sum(held) == 24
         assert min(held) >= 1  # each request goes to the engine that has less to do just then
         _, samples = await model.generate(prompts[9], {**SIX_STEPS, "n": 4}, capture=both, steering=added)
-        alone = await model.generate(prompts, {**SIX_STEPS, "n": 3}, steering=added, raw_output=True)
+        alone = await model.run(prompts, {**SIX_STEPS, "n": 3}, steering=added)
         _, steered = await model.generate(prompts, SEVEN, capture=both, steering=added)
         await sketches_agree(model)
         chunks = [one async for one in model.stream(prompts[5], SEVEN, capture=both, steering=added)]

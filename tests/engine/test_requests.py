@@ -96,8 +96,8 @@ async def test_seeds_of_chunked_prompts(cramped) -> None:
     """64 seeded prompts that are chunked and preempted: each text is the one it has alone, whatever ran beside it."""
     prompts = [random_prompt(100, seed) for seed in range(64)]
     params = [{"max_tokens": 20, "temperature": 1.0, "seed": seed % 7, "ignore_eos": True} for seed in range(64)]
-    raws = await cramped.generate(prompts, params, raw_output=True)
-    alone = [await cramped.generate(prompts[place], params[place], raw_output=True) for place in range(0, 64, 9)]
+    raws = await cramped.run(prompts, params)
+    alone = [await cramped.run(prompts[place], params[place]) for place in range(0, 64, 9)]
     found = [raws[place].output.outputs[0].token_ids for place in range(0, 64, 9)]
     assert found == [one.output.outputs[0].token_ids for one in alone]
     assert len({tuple(raw.output.outputs[0].token_ids) for raw in raws}) > 50
@@ -131,17 +131,17 @@ async def test_the_lens_takes_rows_of_any_adapter_behind_any_batch(lora, tmp_pat
     async with asyncio.TaskGroup() as group:
         done = [
             group.create_task(
-                lora.generate(
+                lora.run(
                     [random_prompt(length, length) for length in (4, 30, 9)],
                     asked,
                     capture_layers=[-1],
                     lora_request=adapter,
-                    raw_output=True,
                 )
             )
             for adapter in (None, *adapters)
         ]
-    for raws, handles in (one.result() for one in done):
+    for raws in (one.result() for one in done):
+        handles = [raw.handle for raw in raws]
         await lora.fetch_captures_batch(handles)
         for raw, handle in zip(raws, handles, strict=True):
             found = await handle.lens(tokens=["last_prompt", "generated"], top=4)
@@ -154,7 +154,7 @@ async def test_logprobs_of_prompts_are_refused_beside_adapters(lora) -> None:
     """vLLM has no adapter by row for them, with an adapter or without; the next request runs."""
     with pytest.raises(errors.InvalidRequest, match="prompt_logprobs on an engine with enable_lora=True"):
         await lora.generate([random_prompt(30, 1)] * 2, {"prompt_logprobs": 2})
-    raws = await lora.generate([random_prompt(30, 1)] * 2, {"logprobs": 2, "max_tokens": 2}, raw_output=True)
+    raws = await lora.run([random_prompt(30, 1)] * 2, {"logprobs": 2, "max_tokens": 2})
     assert [len(raw.output.outputs[0].logprobs) for raw in raws] == [2, 2]
 
 

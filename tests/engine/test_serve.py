@@ -157,9 +157,7 @@ async def test_a_preset_is_a_model(served: Clients, tiny: SteerModel) -> None:
 
 async def test_logprobs_are_those_of_what_is_steered(served: Clients, tiny: SteerModel) -> None:
     prompt = random_prompt(20, 6)
-    raw = await tiny.generate(
-        prompt, {**GREEDY, **IGNORED, "logprobs": 2}, steering=Add(CALM[1], layer=1), raw_output=True
-    )
+    raw = await tiny.run(prompt, {**GREEDY, **IGNORED, "logprobs": 2}, steering=Add(CALM[1], layer=1))
     answer = await served.openai().completions.create(
         model="tiny", prompt=prompt, logprobs=2, extra_body={"steercap": {"steering": "calm"}, **IGNORED}, **GREEDY
     )

@@ -75,8 +75,8 @@ async def test_tokens_are_those_of_plain_vllm(smol) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     params = {"max_tokens": 40, **GREEDY}
-    idle = await smol.generate(PROMPTS, params, raw_output=True)
-    captured, _ = await smol.generate(PROMPTS, params, capture_layers="all", raw_output=True)
+    idle = await smol.run(PROMPTS, params)
+    captured = await smol.run(PROMPTS, params, capture_layers="all")
     plain = await asyncio.to_thread(
         AsyncLLM.from_engine_args,
         AsyncEngineArgs(

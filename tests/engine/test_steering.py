@@ -98,7 +98,7 @@ async def test_a_steered_prefix_is_read_by_its_equals_alone(cramped) -> None:
 
     async def cached(steering, tokens=prompt, **fields) -> int:
         given = {"prompt_token_ids": tokens, **fields}
-        raw = await cramped.generate(given, PARAMS, steering=steering, raw_output=True)
+        raw = await cramped.run(given, PARAMS, steering=steering)
         if raw.steering:
             assert raw.steering[0].cached == raw.output.num_cached_tokens
         return raw.output.num_cached_tokens
@@ -129,7 +129,8 @@ async def test_cached_and_computed_prefixes_give_the_same_rows(cramped, tiny_ref
     for _ in range(2):
         _, handle = await cramped.generate(random_prompt(150, 8), PARAMS, capture=capture, steering=steering)
         handles.append(handle)
-    raw, clean = await cramped.generate(random_prompt(150, 8), PARAMS, capture=capture, raw_output=True)
+    raw = await cramped.run(random_prompt(150, 8), PARAMS, capture=capture)
+    clean = raw.handle
     await cramped.fetch_captures_batch([*handles, clean])
     assert [handle.receipt.steering.cached for handle in handles] == [0, 128]
     assert raw.output.num_cached_tokens == 0
@@ -255,7 +256,7 @@ async def test_random_vectors_do_not_do_what_a_vector_does(tiny) -> None:
         SteeringSpec([Add(v, 6.0, relative=True, layer=3, tokens=["last_prompt", "generated"])])
         for v in (direction, *(vector(WIDTH, seed=50 + number) for number in range(20)))
     ]
-    outputs = await tiny.generate([prompt] * 21, PARAMS, steering=specs, raw_output=True)
+    outputs = await tiny.run([prompt] * 21, PARAMS, steering=specs)
     said = [set(raw.output.outputs[0].token_ids) for raw in outputs]
     assert said[0] == {wanted}
     assert sum(wanted in one for one in said[1:]) == 0
@@ -273,7 +274,7 @@ async def test_a_worker_that_does_not_edit_is_found_out(tiny) -> None:
     with pytest.raises(SteeringNotApplied, match="does not hold this request's configuration"):
         await tiny.generate(prompt, PARAMS, steering=steering)
     held.places = right
-    raw = await tiny.generate(prompt, PARAMS, steering=steering, raw_output=True)
+    raw = await tiny.run(prompt, PARAMS, steering=steering)
     assert raw.output.num_cached_tokens == 0
     assert raw.steering[0].rows == (149,)
     await settled(tiny)
@@ -300,16 +301,16 @@ async def test_a_stop_string_ends_the_count(tiny, tiny_reference) -> None:
     """The engine runs on for a moment past a stop string; text, rows and receipt end where the text does."""
     steering = spec("relative", WIDTH, seed=21, layers="all")
     prompt = random_prompt(12, 17)
-    whole = await tiny.generate(prompt, {"max_tokens": 60, **GREEDY}, steering=steering, raw_output=True)
+    whole = await tiny.run(prompt, {"max_tokens": 60, **GREEDY}, steering=steering)
     ids = list(whole.output.outputs[0].token_ids)
     stop = tiny.tokenizer.decode([next(token for token in ids[8:] if token < 128)])
-    raws, handles = await tiny.generate(
+    raws = await tiny.run(
         [prompt] * 8,
         {"max_tokens": 60, "stop": [stop], **GREEDY},
         capture=EVERYTHING,
         steering=steering,
-        raw_output=True,
     )
+    handles = [raw.handle for raw in raws]
     await tiny.fetch_captures_batch(handles)
     assert raws[0].output.outputs[0].finish_reason == "stop"
     total = len(prompt) + len(handles[0].output_token_ids) - 1

@@ -128,7 +128,7 @@ async def test_losses_are_those_of_the_engine(family, changes) -> None:
     """What is trained on is what vLLM runs: each token's loss is its log probability there, whatever caps attention."""
     path, ids = tiny_checkpoint(family, **changes), random_prompt(150, 3)
     async with opened(path, **TINY_ENGINE) as model:
-        raw = await model.generate(ids, {"max_tokens": 1, "prompt_logprobs": 0}, raw_output=True)
+        raw = await model.run(ids, {"max_tokens": 1, "prompt_logprobs": 0})
     known = [-step[token].logprob for token, step in zip(ids[1:], raw.output.prompt_logprobs[1:], strict=True)]
     with torch.no_grad():
         scores = HookedModel(path).model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]

@@ -105,7 +105,7 @@ async def test_a_rendered_chat_has_its_special_tokens_once_or_says_so(
         assert list((await model.chat(chat, GREEDY, capture_layers=[1]))[1].prompt_token_ids) == once[0]
         _, handle = await model.chat(chat, GREEDY, capture_layers=[1], add_special_tokens=True)
         assert list(handle.prompt_token_ids) == twice[0]
-        (raw,) = await model.generate(texts[:1], GREEDY, raw_output=True, add_special_tokens=False)
+        (raw,) = await model.run(texts[:1], GREEDY, add_special_tokens=False)
         assert side == "remote" or raw.output.prompt == texts[0]
         assert [one.start for one in handle.messages][:1] == [3]
     with pytest.warns(UserWarning, match=TWICE):
@@ -217,10 +217,10 @@ async def test_more_tokens_than_there_is_room_for(side, tiny: SteerModel) -> Non
 async def ask_too_much(model: Any, prompt: Any, context: int) -> None:
     asked = {**GREEDY, "max_tokens": 5000}
     with pytest.warns(UserWarning, match=rf"max_tokens=5000 is more than the context of {context:,} tokens holds"):
-        (raw,) = await model.generate([prompt], asked, raw_output=True)
+        (raw,) = await model.run([prompt], asked)
     with silent():
-        (free,) = await model.generate([prompt], {**asked, "max_tokens": None}, raw_output=True)
-        (fits,) = await model.generate([prompt], {**asked, "max_tokens": 9}, raw_output=True)
+        (free,) = await model.run([prompt], {**asked, "max_tokens": None})
+        (fits,) = await model.run([prompt], {**asked, "max_tokens": 9})
     lengths = [
         len(one.output.choices[0].token_ids if hasattr(one.output, "choices") else one.output.outputs[0].token_ids)
         for one in (raw, free, fits)
@@ -239,7 +239,7 @@ def asks_of(vectors: LayerVectors) -> dict[str, dict[str, Any]]:
         "spec": {"steering": SteeringSpec([replace(Add(vectors, layer=1), scale=0.5)])},
         "project": {"capture": CaptureSpec(project=vectors)},
         "directions": {"capture": CaptureSpec(project=DirectionSet({"it": vectors}))},
-        "monitors": {"monitors": [Monitor(vectors, 1e9, 1)], "raw_output": True},
+        "monitors": {"monitors": [Monitor(vectors, 1e9, 1)]},
     }
 
 
@@ -249,12 +249,12 @@ async def test_vectors_of_another_model_are_named(how, tiny: SteerModel) -> None
     own = Path(tiny.model).name
     asked = asks_of(of("openai/gpt2"))[how]
     with pytest.warns(UserWarning, match=rf"made for model 'openai/gpt2', and this one is '{own}'"):
-        await tiny.generate([5, 6, 7], GREEDY, **asked)
+        await tiny.run([5, 6, 7], GREEDY, **asked)
     with silent():
         if how != "monitors":  # which are read anew for each request
-            await tiny.generate([5, 6, 7], GREEDY, **asked)
+            await tiny.run([5, 6, 7], GREEDY, **asked)
         for name in (own, own.upper(), f"somebody/{own}", "qwen3", ""):
-            await tiny.generate([5, 6, 7], GREEDY, **asks_of(of(name))[how])
+            await tiny.run([5, 6, 7], GREEDY, **asks_of(of(name))[how])
 
 
 async def test_a_file_of_another_model_is_named(tiny: SteerModel, tmp_path: Path) -> None:

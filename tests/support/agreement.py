@@ -202,7 +202,7 @@ async def workers_agree(model: SteerModel, reference: Reference) -> tuple[dict[s
     (last,) = flat(given)
     specs = [spec(name, 128, seed=7, layers="all", site=site) for name, site in product(OPERATIONS, ALL_SITES)]
     steered = await captured(model, [10] * len(specs), 7, seed=100, steering=specs)
-    cached = await model.generate(list(steered[0].prompt_token_ids), SEVEN, steering=specs[0], raw_output=True)
+    cached = await model.run(list(steered[0].prompt_token_ids), SEVEN, steering=specs[0])
     await last.fetch()
     found = await asyncio.to_thread(hold, handles, reference)
     edits = await asyncio.to_thread(hold, steered, reference, specs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from steercap.core.tokens import selected
-from steercap.requests.answers import RawOutput
+from steercap.requests.call_types import Generation
 from steercap.steering.edits.add import Add
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec, spec_of
@@ -89,10 +89,7 @@ async def biases_agree(model: SteerModel, reference: Reference) -> float:
     worst = 0.0
     for _ in range(2):
         raws: Any = await asyncio.gather(
-            *(
-                model.generate(prompt, params, steering=given, raw_output=True)
-                for prompt, given in zip(prompts, specs, strict=True)
-            )
+            *(model.run(prompt, params, steering=given) for prompt, given in zip(prompts, specs, strict=True))
         )
         for given, raw, (tokens, logprobs) in zip(specs, raws, wanted, strict=True):
             worst = max(worst, _difference(given, raw, tokens, logprobs))
@@ -100,7 +97,7 @@ async def biases_agree(model: SteerModel, reference: Reference) -> float:
     return worst
 
 
-def _difference(given: Any, raw: RawOutput, tokens: Sequence[int], logprobs: torch.Tensor) -> float:
+def _difference(given: Any, raw: Generation, tokens: Sequence[int], logprobs: torch.Tensor) -> float:
     """The largest difference of log probabilities, of the same tokens."""
     (sample,) = raw.output.outputs
     assert list(sample.token_ids) == list(tokens), given

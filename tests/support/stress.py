@@ -83,14 +83,14 @@ async def a_prompt_longer_than_a_step(model: SteerModel, reference: Reference) -
 async def prefix_cache_hits(model: SteerModel, reference: Reference) -> Shown:
     """The same prompt with and without capture, in any order: captured rows are all there; others use the cache."""
     prompt, params = random_prompt(200, 2), {"max_tokens": 6, **GREEDY}
-    first = await model.generate(prompt, params, raw_output=True)
-    again = await model.generate(prompt, params, raw_output=True)
+    first = await model.run(prompt, params)
+    again = await model.run(prompt, params)
     assert again.output.num_cached_tokens == 192  # whole blocks of 32 below 200
-    captured, whole = await model.generate(prompt, params, capture=EVERYTHING, raw_output=True)
+    captured = await model.run(prompt, params, capture=EVERYTHING)
     assert captured.output.num_cached_tokens == 0
-    late, last = await model.generate(prompt, params, capture=LATE, raw_output=True)
+    late = await model.run(prompt, params, capture=LATE)
     assert late.output.num_cached_tokens == 192  # what it keeps is computed anyway
-    handle, tail = flat([whole, last])
+    handle, tail = captured.handle, late.handle
     said = {tuple(raw.output.outputs[0].token_ids) for raw in (first, again, captured, late)}
     assert said == {handle.output_token_ids}
     await model.fetch_captures_batch([handle, tail])
@@ -125,7 +125,7 @@ async def reductions_along(model: SteerModel, reference: Reference) -> Shown:
     """Rows that are reduced as they come: chunks, preemption, and ends that the scheduler learns of a pass late."""
     prompts = [random_prompt(100 + seed, 400 + seed) for seed in range(16)]
     params = [{"max_tokens": 60, **GREEDY} for _ in prompts]
-    outputs = await model.generate(prompts, params, raw_output=True)
+    outputs = await model.run(prompts, params)
     for number, (one, raw) in enumerate(zip(params, outputs, strict=True)):
         one["stop_token_ids"] = [raw.output.outputs[0].token_ids[40 + number]]  # which may have come before
     chosen: list[Any] = ["all", "generated", "prompt", [7, -1, "generated"], slice(3, None, 5)]

@@ -105,22 +105,21 @@ async def structured_outputs(
     async def ask() -> None:
         structure = rng.choice((None, *STRUCTURES, *STRUCTURES))
         params = _params(rng) | ({} if structure is None else {"structured_outputs": structure.asked})
-        arguments: dict[str, Any] = {"raw_output": True}
+        arguments: dict[str, Any] = {}
         if rng.random() < 0.5:
             direction = torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
             arguments["steering"] = Add(direction, layer=rng.randrange(4), scale=rng.choice((1, 30, 1000)))
         if rng.random() < 0.6:
             arguments["capture"] = CaptureSpec(tokens=rng.choice(("all", "last_prompt")))
         await asyncio.sleep(rng.random() * 0.5)
-        task = asyncio.create_task(model.generate(_prompt(rng), params, **arguments))
+        task = asyncio.create_task(model.run(_prompt(rng), params, **arguments))
         if rng.random() < 0.1:
             asyncio.get_running_loop().call_later(rng.random(), task.cancel)
         await asyncio.wait([task])
         if task.cancelled():
             counts["cancelled"] += 1
             return
-        output = task.result()[0] if "capture" in arguments else task.result()
-        for sample in output.output.outputs:
+        for sample in task.result().output.outputs:
             counts[_judged(structure, sample, params)] += 1
 
     for start in range(0, count, together):

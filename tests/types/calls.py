@@ -12,9 +12,9 @@ from steercap import (
     CaptureSpec,
     Chunk,
     Encoded,
+    Generation,
     Monitor,
     MonitorReport,
-    RawOutput,
     SteeringReceipt,
     SteerModel,
     sync,
@@ -55,21 +55,24 @@ async def many_prompts(model: SteerModel) -> None:
     )
 
 
-async def raw_outputs(model: SteerModel) -> None:
-    """vLLM's output stands where the text would."""
-    raw = await model.generate("Hello", PARAMS, raw_output=True)
-    assert_type(raw, RawOutput)
-    assert_type(raw.steering, tuple[SteeringReceipt, ...] | None)
-    watched = await model.generate("Hello", PARAMS, raw_output=True, monitors=[Monitor([1.0], 0.0, 4)])
+async def generations(model: SteerModel) -> None:
+    """All that is known of each prompt, whatever is captured."""
+    found = await model.run("Hello", PARAMS)
+    assert_type(found, Generation)
+    assert_type(found.text, str)
+    assert_type(found.texts, tuple[str, ...])
+    assert_type(found.handle, CaptureHandle)
+    assert_type(found.handles, tuple[CaptureHandle, ...] | None)
+    assert_type(found.steering, tuple[SteeringReceipt, ...] | None)
+    watched = await model.run("Hello", PARAMS, monitors=[Monitor([1.0], 0.0, 4)])
     assert_type(watched.monitors, tuple[tuple[MonitorReport, ...], ...] | None)
-    assert_type(await model.generate("Hello", raw_output=True, capture_layers=4), tuple[RawOutput, Handle])
-    assert_type(await model.generate("Hello", raw_output=True, capture=SPEC), tuple[RawOutput, Handle])
-    assert_type(await model.generate(["Hello"], raw_output=True), list[RawOutput])
-    assert_type(await model.generate(["Hello"], raw_output=True, capture=SPEC), tuple[list[RawOutput], list[Handle]])
-    assert_type(
-        await model.generate(["Hello"], raw_output=True, capture=[None]),
-        tuple[list[RawOutput], list[Handle | None]],
-    )
+    assert_type(await model.run("Hello", capture_layers=4), Generation)
+    assert_type(await model.run([1, 2, 3], capture=SPEC), Generation)
+    assert_type(await model.run(["Hello"]), list[Generation])
+    assert_type(await model.run(["Hello", [1, 2]], [PARAMS] * 2, capture=SPEC), list[Generation])
+    assert_type(await model.run(["Hello"], capture=[None]), list[Generation])
+    assert_type(await model.run([TALK, TALK], chat_template_kwargs={}), list[Generation])
+    assert_type(await model.run(TALK), Any)
 
 
 async def what_is_not_known(model: SteerModel, prompts: str | list[str], spec: CaptureSpec | None) -> None:
@@ -82,7 +85,7 @@ async def conversations(model: SteerModel) -> None:
     """As for prompts."""
     assert_type(await model.chat(TALK, PARAMS, chat_template_kwargs={"enable_thinking": False}), Text)
     assert_type(await model.chat([TALK, TALK]), list[Text])
-    assert_type(await model.chat(TALK, raw_output=True), RawOutput)
+    assert_type(await model.chat([TALK], capture=SPEC), tuple[list[Text], list[Handle]])
     assert_type(await model.chat(TALK, capture_layers="all"), tuple[Text, Handle])
     assert_type(await model.chat([TALK], capture=[None]), tuple[list[Text], list[Handle | None]])
 
@@ -118,7 +121,8 @@ def without_await(model: sync.SteerModel) -> None:
     assert_type(model.generate(["Hello"], PARAMS), list[Text])
     assert_type(model.generate("Hello", PARAMS, capture_layers=[4]), tuple[Text, SyncHandle])
     assert_type(model.generate(["Hello"], capture=SPEC), tuple[list[Text], list[SyncHandle]])
-    assert_type(model.generate("Hello", raw_output=True), RawOutput)
+    assert_type(model.run("Hello"), Generation[sync.CaptureHandle])
+    assert_type(model.run("Hello").handle, sync.CaptureHandle)
     assert_type(model.chat(TALK, capture=SPEC), tuple[Text, SyncHandle])
     assert_type(model.read("Hello"), sync.CaptureHandle)
     assert_type(model.encode("Hello", capture=SPEC), tuple[Encoded, sync.CaptureHandle])
@@ -130,8 +134,10 @@ def without_await(model: sync.SteerModel) -> None:
 
 def what_is_refused(model: sync.SteerModel, anything: Any) -> None:
     """Arguments that no call takes. An ignored error that is none is an error: `warn_unused_ignores`."""
-    model.generate("Hello", capture_layers=4, capture=SPEC)  # type: ignore[call-overload]  # one or the other
+    model.generate("Hello", capture=[SPEC])  # type: ignore[call-overload]  # a list for a list of prompts
     model.generate("Hello", captures=SPEC)  # type: ignore[call-overload]  # no such argument
     model.generate(3)  # type: ignore[call-overload]  # no prompt
-    model.read("Hello", raw_output=True)  # type: ignore[call-overload]  # no text is given
+    model.generate("Hello", raw_output=True)  # type: ignore[call-overload]  # `run` gives vLLM's output
+    model.generate("Hello", monitors=[])  # type: ignore[call-overload]  # `run` gives reports
+    model.run(3)  # type: ignore[call-overload]  # no prompt
     assert_type(model.generate(anything, anything), Any)

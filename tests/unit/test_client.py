@@ -369,7 +369,7 @@ async def test_a_text_that_no_monitor_watched_is_withheld() -> None:
     """A server that knows no monitors answers as if none had been asked for."""
     async with model_of(JSONResponse({"choices": [choice()]})) as model:
         with pytest.raises(ServerFailure, match="nothing of the monitors"):
-            await model.generate("a", raw_output=True, monitors=[steercap.Monitor(torch.ones(4), 1.0, 0)])
+            await model.run("a", monitors=[steercap.Monitor(torch.ones(4), 1.0, 0)])
 
 
 async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> None:
@@ -378,8 +378,6 @@ async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> No
             await model.encode("a")
         with pytest.raises(InvalidRequest, match="lora_request= cannot be asked"):
             await model.generate("a", lora_request=object())
-        with pytest.raises(InvalidRequest, match="give raw_output=True"):
-            await model.generate("a", monitors=[steercap.Monitor(torch.ones(4), 1.0, 0)])
         with pytest.raises(InvalidPrompt, match="'multi_modal_data' cannot be asked"):
             await model.generate({"prompt": "a", "multi_modal_data": {}})
         with pytest.raises(InvalidRequest, match="stream takes one prompt"):

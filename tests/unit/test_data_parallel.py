@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 import torch
 from workers import batch, some_runtime, tap
 
-from steercap import CaptureSpec
+from steercap import CaptureSpec, Generation
 from steercap.config import Settings
 from steercap.core.messages import Owner, Read, Wanted, decode_call
 from steercap.core.plan import CapturePlan, Plan
@@ -23,9 +23,8 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.engine import Engine
 from steercap.errors import InvalidRequest, SteeringNotApplied, WorkerFailure
-from steercap.requests.job import Job
 from steercap.requests.preparing import prepare
-from steercap.requests.running import run_all
+from steercap.requests.running import run_all, run_job
 from steercap.requests.stats import stats_of
 from steercap.steering.edits.add import Add
 from steercap.steering.lowering import scopes_of
@@ -192,12 +191,14 @@ async def test_a_request_runs_where_its_rows_have_room() -> None:
     async with engine_of(cluster) as engine:
         spec = CaptureSpec(layers="all")
 
-        async def jobs() -> AsyncIterator[Job]:
+        call = object()
+
+        async def jobs() -> AsyncIterator[Coroutine[Any, Any, Generation]]:
             for _ in range(4):
-                yield await prepare(engine, range(3), None, spec, None, options={})
-            yield await prepare(engine, range(3), None, spec, None, options={"data_parallel_rank": 0})
-            yield await prepare(engine, range(3), None, None, SPEC, options={})
-            yield await prepare(engine, range(3), None, None, None, options={})
+                yield run_job(await prepare(engine, range(3), None, spec, None, options={}), call)
+            yield run_job(await prepare(engine, range(3), None, spec, None, options={"data_parallel_rank": 0}), call)
+            yield run_job(await prepare(engine, range(3), None, None, SPEC, options={}), call)
+            yield run_job(await prepare(engine, range(3), None, None, None, options={}), call)
 
         done = await run_all(jobs(), set())
         assert sorted(cluster.ran, key=str) == [0, 0, 0, 1, 1, None, None]
@@ -221,7 +222,9 @@ async def test_an_error_of_one_request_comes_with_its_cause() -> None:
 
     cluster.generate = refused
     async with engine_of(cluster) as engine:
-        jobs = (await prepare(engine, range(3), None, CaptureSpec(), None, options={}) for _ in range(2))
+        call = object()
+        asked = engine, range(3), None, CaptureSpec(), None
+        jobs = (run_job(await prepare(*asked, options={}), call) for _ in range(2))
         with pytest.raises(InvalidRequest) as failed:
             await run_all(jobs, set())
         assert failed.value.__cause__ is cause

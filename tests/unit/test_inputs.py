@@ -23,6 +23,7 @@ from steercap import (
     AddIf,
     CaptureHandle,
     CaptureSpec,
+    Generation,
     Replace,
     SAEFeature,
     SetProjection,
@@ -35,9 +36,11 @@ from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.config import Settings
 from steercap.core.chat import MessageSpan
+from steercap.core.prompts import prompts_or_conversations
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point, check_armed, existing
 from steercap.errors import (
+    InvalidPrompt,
     InvalidRequest,
     InvalidSelection,
     InvalidSetting,
@@ -750,3 +753,37 @@ def test_what_is_a_value_is_copied() -> None:
     for value in (vectors(), directions(), CaptureSpec(layers=[True, False, True], tokens=-1)):
         assert copy.deepcopy(value) == value == pickle.loads(pickle.dumps(value))
     assert torch.equal(pickle.loads(pickle.dumps(captures()))[0], captures()[0])
+
+
+def test_run_tells_a_conversation_from_prompts_by_its_keys() -> None:
+    """Dicts with a role are messages of one conversation; those of vLLM are prompts, and both may stand in one list."""
+    talk = [{"role": "user", "content": "hi"}]
+    told = partial(prompts_or_conversations, template_kwargs=None)
+    assert told("hi") == (False, ["hi"])
+    assert told([1, 2]) == (False, [{"prompt_token_ids": [1, 2]}])
+    assert told(talk) == (False, [talk])
+    assert told([talk, talk]) == (True, [talk, talk])
+    assert told([{"prompt": "hi"}]) == (True, [{"prompt": "hi"}])
+    assert told(["hi", talk, [1]]) == (True, ["hi", talk, {"prompt_token_ids": [1]}])
+    for wrong in (talk[0], [*talk, {"prompt": "hi"}], [*talk, {"content": "hi"}], [[*talk, {}]], [talk, 3], []):
+        with pytest.raises(InvalidPrompt):
+            told(wrong)
+
+
+def test_run_takes_arguments_of_the_template_for_conversations_alone() -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    assert prompts_or_conversations([talk], template_kwargs={"x": 1}) == (True, [talk])
+    for prompts in ("hi", [talk, "hi"], [1, 2]):
+        with pytest.raises(InvalidRequest, match=r"chat_template_kwargs= with the prompt .*no conversation"):
+            prompts_or_conversations(prompts, template_kwargs={})
+
+
+def test_a_generation_of_one_sample_has_a_text_and_a_handle() -> None:
+    one = Generation(None, ("a",), ("rows",))
+    assert (one.text, one.handle) == ("a", "rows")
+    several = Generation(None, ("a", "b"), ("rows", "others"))
+    for name in ("text", "handle"):
+        with pytest.raises(InvalidRequest, match=f"2 samples, and no one {name}; use {name}s"):
+            getattr(several, name)
+    with pytest.raises(InvalidRequest, match="nothing of this prompt was captured"):
+        _ = Generation(None, ("a",)).handle

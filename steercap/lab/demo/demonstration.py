@@ -135,9 +135,9 @@ async def _turned(model: SteerModel, told: dict[str, torch.Tensor], bar: Any) ->
         "towards complaint": Add(direction, -DOSE, layer=LAYER, tokens=slice(1, None)),
     }
     params = {"max_tokens": 14, "temperature": 0.0}
-    raws = await model.generate([OPENING] * len(specs), params, steering=list(specs.values()), raw_output=True)
+    found = await model.generate([OPENING] * len(specs), params, steering=list(specs.values()))
     bar.advance(todo)
-    return {name: raw.output.outputs[0].text for name, raw in zip(specs, raws, strict=True)}
+    return {name: str(text) for name, text in zip(specs, found, strict=True)}
 
 
 def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,7 +36,7 @@ class Perplexity(Measure):
     async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:
         longest = model.max_model_len - 1
         read = [[*record.prompt_token_ids, *record.output_token_ids][:longest] for record in records]
-        outputs = await model.generate(read, READ, steering=None, raw_output=True)
+        outputs = await model.run(read, READ, steering=None)
         return [
             _perplexity(ids, len(record.prompt_token_ids), raw.output.prompt_logprobs)
             for ids, record, raw in zip(read, records, outputs, strict=True)

@@ -53,7 +53,7 @@ async def generate(
     """Return the answers to all requests, in order; those in the folder are not generated again.
 
     Raises:
-        The errors of `SteerModel.chat`.
+        The errors of `SteerModel.run`.
     """
     path, wanted = folder.path / "responses.parquet", list(all_requests(settings))
     if not folder.is_done("generate"):
@@ -103,7 +103,7 @@ async def answer_groups(
         count: counter of answers.
 
     Raises:
-        The errors of `SteerModel.chat`.
+        The errors of `SteerModel.run`.
     """
     ends = functools.cache(lambda: ends_in(model))
     lacking = dict[AnswerGroup[AnyResponse], int]()
@@ -122,8 +122,8 @@ async def answer_groups(
     async def ask(asked: tuple[AnswerGroup[AnyResponse], Request | RoleRequest]) -> None:
         group, request = asked
         messages = messages_of(request.system_prompt, request.question_text)
-        raw = await model.chat(messages, sampling_of(settings, request.seed), raw_output=True)
-        (sample,) = raw.output.outputs
+        generation = await model.run(messages, sampling_of(settings, request.seed))
+        (sample,) = generation.output.outputs
         finish, told = str(sample.finish_reason), msgspec.structs.asdict(request)
         token_ids = said(sample.token_ids, ends(), finish, sample.stop_reason)
         group.parts.add(kind(**told, answer=sample.text, token_ids=token_ids, finish=finish))

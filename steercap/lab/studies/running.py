@@ -92,8 +92,7 @@ async def ask(model: SteerModel, prompt: Any, sampling: Mapping[str, Any], spec:
     Returns:
         The fields of `Answered` except `prompt`, and "finish_reason", vLLM's: "stop" or "length".
     """
-    call: Any = model.generate if isinstance(prompt, str) else model.chat
-    output = (await call(prompt, sampling, steering=spec, raw_output=True)).output
+    output = (await model.run(prompt, sampling, steering=spec)).output
     (sample,) = output.outputs
     return {
         "prompt_token_ids": tuple(output.prompt_token_ids),

@@ -115,8 +115,7 @@ class Runs:
         """Run a prompt and return its metric."""
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
-        raw: Any = await self.model.generate(prompt, asked.sampling, steering=change, raw_output=True)
-        return asked.read(raw.output)
+        return asked.read((await self.model.run(prompt, asked.sampling, steering=change)).output)
 
     async def read(
         self, pair: int, ids: Sequence[int], spec: CaptureSpec, change: SteeringSpec | None = None
@@ -131,11 +130,10 @@ class Runs:
         """
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
-        found: Any = await self.model.generate(prompt, asked.sampling, capture=spec, steering=change, raw_output=True)
-        raw, handle = found
-        async with handle:
+        found = await self.model.run(prompt, asked.sampling, capture=spec, steering=change)
+        async with found.handle as handle:
             rows = {point: rows.flatten(1) for point, rows in handle.captures.items()}
-            return asked.read(raw.output), PatchSource(rows, tuple(handle.positions.tolist()))
+            return asked.read(found.output), PatchSource(rows, tuple(handle.positions.tolist()))
 
 
 def replaced(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from steercap.captures.handle import CaptureHandle
 from steercap.concurrency.bounded import each_of
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSpec
@@ -188,14 +187,13 @@ async def _answer(
     capture: CaptureSpec,
 ) -> _Answer:
     messages = messages_of(case.system_prompt, case.text)
-    raw, handle = await model.chat(messages, dict(params), steering=steering, capture=capture, raw_output=True)
-    assert isinstance(handle, CaptureHandle)  # of one sample
-    rows = (await handle.fetch()).captures
-    (sample,) = raw.output.outputs
+    found = await model.run(messages, dict(params), steering=steering, capture=capture)
+    rows = (await found.handle.fetch()).captures
+    (sample,) = found.output.outputs
     ids = said(sample.token_ids, ends, str(sample.finish_reason), sample.stop_reason)
     projection = {point.layer: _mean(rows[point][: len(ids), 0]) for point in rows}
-    handle.release()
-    return _Answer(sample.text, tuple(raw.output.prompt_token_ids), ids, projection)
+    found.handle.release()
+    return _Answer(sample.text, tuple(found.output.prompt_token_ids), ids, projection)
 
 
 async def _read(

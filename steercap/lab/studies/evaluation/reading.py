@@ -77,8 +77,8 @@ async def logprobs_of(
     """
     prompts = [{"prompt_token_ids": one.ids} for one in parts]
     steering = [None if spec is None else over_read(spec, len(one.prompt), len(one.ids)) for one in parts]
-    outputs = await model.generate(prompts, READ, steering=steering, raw_output=True)
-    return [_scored(one, raw.output.prompt_logprobs) for one, raw in zip(parts, outputs, strict=True)]
+    found = await model.run(prompts, READ, steering=steering)
+    return [_scored(one, each.output.prompt_logprobs) for one, each in zip(parts, found, strict=True)]
 
 
 def _scored(parts: PromptAndText, logprobs: Sequence[Any] | None) -> npt.NDArray[np.float64]:
