@@ -208,9 +208,9 @@ class Written:
             if origin.module == f"steercap.sync.{self.module}":
                 return name
         known, before = self.imports.get(name, (origin, False))
-        if known != origin or name in self.own:
+        if home(known) != home(origin) or name in self.own:
             return self.use(f"{name}_{origin.module.split('.')[-1]}", origin, running=running)
-        self.imports[name] = (origin, before or running)
+        self.imports[name] = (known, before or running)
         return name
 
     def awaited(self, origin: Origin) -> str:
