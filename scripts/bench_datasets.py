@@ -68,7 +68,7 @@ class Ours:
         self.model = SteerModel(smollm2(), preset="cpu", use_tqdm_on_load=False).start()
 
     def to_disk(self, ids: list[list[int]], where: Path) -> int:
-        from steercap.sync.collecting import collect
+        from steercap.sync import collect
 
         return int(collect(self.model, ids, where, layers=LAYER, context=self.ask.context).totals.tokens)
 
@@ -84,7 +84,7 @@ class Ours:
         return count
 
     def live(self, ids: list[list[int]]) -> int:
-        from steercap.sync.collecting import activations
+        from steercap.sync import activations
 
         how: dict[str, Any] = {"context": self.ask.context, "batch_size": self.ask.batch, "buffer": self.ask.buffer}
         return sum(len(batch) for batch in activations(self.model, ids, layers=LAYER, **how))

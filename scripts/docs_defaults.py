@@ -14,10 +14,6 @@ class Defaults(griffe.Extension):
         """Called for every function that was read."""
         for parameter in func.parameters:
             if isinstance(parameter.default, (griffe.ExprName, griffe.ExprAttribute)):
-                # A twin shares its parameters with the function it was made of, whose module alone knows the name.
-                twin = func.module.path.startswith("steercap.sync.")
-                if twin and not is_known(str(parameter.default), func.module.path):
-                    continue
                 parameter.default = shown(value_of(str(parameter.default), func.module.path))
 
     def on_class(self, *, cls: griffe.Class, **_kwargs: Any) -> None:
@@ -27,11 +23,6 @@ class Defaults(griffe.Extension):
         for attribute in cls.attributes.values():
             if isinstance(attribute.value, (griffe.ExprName, griffe.ExprAttribute)):
                 attribute.value = shown(value_of(str(attribute.value), cls.module.path))
-
-
-def is_known(expression: str, module: str) -> bool:
-    """Whether a module has the first part of a dotted name."""
-    return hasattr(importlib.import_module(module), expression.partition(".")[0])
 
 
 def value_of(expression: str, module: str) -> Any:

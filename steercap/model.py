@@ -77,6 +77,11 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
+    Attributes:
+        model: path or name of the model.
+        settings: settings of steercap.
+        serving: lifecycle of the engine.
+
     Raises:
         InvalidSetting, InvalidSpec, UnknownName: a setting that does not fit, here or in the environment.
 
@@ -110,8 +115,8 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         restart: bool | None = None,
         **engine_args: Any,
     ) -> None:
-        self.model = str(model)
-        self.settings = environment.settings(
+        self.model: str = str(model)
+        self.settings: Settings = environment.settings(
             sites=sites,
             layers=layers,
             codec=codec,
@@ -133,7 +138,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             restart=restart,
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
-        self.serving = Serving(self.model, self.settings, arguments, cut=not own)
+        self.serving: Serving = Serving(self.model, self.settings, arguments, cut=not own)
         self._backend = LocalBackend(self.serving)
 
     @staticmethod

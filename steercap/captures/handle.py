@@ -63,11 +63,13 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
     process.
 
     Attributes:
-        request_id: steercap's name of the request.
+        request_id: name that steercap gave the request.
+        model: path or name of the model, as it was opened.
         text: generated text; empty after `read`, which generates none.
         prompt_token_ids: token ids of the prompt.
         output_token_ids: generated token ids; the last one has no row, since it was never an input.
         points: captured points, layer by layer.
+        num_layers: number of decoder layers of the model.
         messages: for `chat`, the spans of positions of each message, or the reason why it has none.
         media: the spans of positions of the prompt that stand for pictures, sound or video.
         directions: with `project=`, the names of the directions that rows were projected on.
@@ -93,19 +95,19 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         marks: Mapping[int, Sequence[Mark]] = MappingProxyType({}),
         attention_rules: Mapping[int, AttentionRule] = MappingProxyType({}),
     ) -> None:
-        self.request_id = request_id
-        self.model = model
-        self.text = text
-        self.prompt_token_ids = tuple(prompt_token_ids)
-        self.output_token_ids = tuple(output_token_ids)
-        self.points = tuple(points)
-        self.messages = tuple(messages)
-        self.media = tuple(media)
-        self.num_layers = num_layers
-        self.directions = tuple(directions)
-        self.marks = {layer: tuple(known) for layer, known in marks.items()}
-        self.attention_rules = dict(attention_rules)
-        self.lifecycle = lifecycle
+        self.request_id: str = request_id
+        self.model: str = model
+        self.text: str = text
+        self.prompt_token_ids: tuple[int, ...] = tuple(prompt_token_ids)
+        self.output_token_ids: tuple[int, ...] = tuple(output_token_ids)
+        self.points: tuple[Point, ...] = tuple(points)
+        self.messages: tuple[MessageSpan, ...] = tuple(messages)
+        self.media: tuple[MediaSpan, ...] = tuple(media)
+        self.num_layers: int = num_layers
+        self.directions: tuple[str, ...] = tuple(directions)
+        self.marks: dict[int, tuple[Mark, ...]] = {layer: tuple(known) for layer, known in marks.items()}
+        self.attention_rules: dict[int, AttentionRule] = dict(attention_rules)
+        self.lifecycle: Lifecycle = lifecycle
 
     async def fetch(self) -> CaptureHandle:
         """Bring the rows to this process, and free them in the worker. A second call does nothing.

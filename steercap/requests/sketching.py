@@ -41,7 +41,8 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
     included.
 
     Attributes:
-        kind, size: kind and size of the statistics; see `Sketch`.
+        kind: kind of the statistics; see `Sketch`.
+        size: number of rows of a frequent directions sketch; 0 for other kinds.
         points: the sketched points, layer by layer.
         spec: capture of each joining request until it has entered.
         book: record of what has entered.
@@ -49,9 +50,9 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
 
     def __init__(self, engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> None:
         self.spec = spec
-        self.kind = kind
-        self.size = SKETCHES[kind].checked_size(size)
-        self.points, _ = engine.captured(spec)
+        self.kind: str = kind
+        self.size: int = SKETCHES[kind].checked_size(size)
+        self.points: tuple[Point, ...] = engine.captured(spec)[0]
         self.book = Book(engine.new_key(), kind, self.size, {point: engine.armed[point] for point in self.points})
         self._engine = engine
 

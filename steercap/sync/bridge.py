@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 from steercap.captures.handle import CaptureHandle as Awaited
 from steercap.core.call_style import BLOCKING, Idiom
-from steercap.errors import ModelClosed
-from steercap.requests.call_types import Generation
+from steercap.errors import InvalidRequest, ModelClosed
+from steercap.requests.context import steered
 from steercap.requests.sketching import RunningSketch
-from steercap.sync.handle import CaptureHandle
+from steercap.steering.spec import SteeringSpec
 from steercap.sync.loop import LoopThread
+from steercap.sync.objects import CaptureHandle
+from steercap.sync.twins import HandleTwin, Run
+
+if TYPE_CHECKING:
+    from steercap.steering.edits import Edit
+    from steercap.steering.logit_bias import LogitBias
 
 Value = TypeVar("Value")
+Model_co = TypeVar("Model_co", covariant=True)
 
 
 class Life(Protocol):
@@ -42,20 +49,17 @@ class Opened(Protocol):
         """
 
 
-Model_co = TypeVar("Model_co", bound=Life, covariant=True)
-
-
-class Bridge(Generic[Model_co]):
-    """Asynchronous model, with the thread of its event loop.
+class Bridge:
+    """Thread with the event loop of an asynchronous model.
 
     Args:
         model: the model; not started.
         state: knows whether the model is open.
     """
 
-    def __init__(self, model: Model_co, state: Opened) -> None:
+    def __init__(self, model: Life, state: Opened) -> None:
         state.idiom = BLOCKING
-        self.model = model
+        self._model = model
         self._state = state
         self._thread: LoopThread | None = None
         self._life = threading.Lock()
@@ -65,7 +69,7 @@ class Bridge(Generic[Model_co]):
         with self._life:
             self._thread = self._thread or LoopThread()
         try:
-            self._thread.run(self.model.start())
+            self._thread.run(self._model.start())
         except BaseException:
             self.close()
             raise
@@ -76,7 +80,7 @@ class Bridge(Generic[Model_co]):
             thread, self._thread = self._thread, None
             if thread is not None:
                 try:
-                    thread.run(self.model.aclose())
+                    thread.run(self._model.aclose())
                 finally:
                     thread.stop()
 
@@ -92,8 +96,8 @@ class Bridge(Generic[Model_co]):
             raise AssertionError
         return self._thread.run(work)
 
-    def done(self, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any) -> Any:
-        """Call `work(model, *args, **kwargs)` in the model's loop, and return its result when it has ended.
+    def done(self, work: Callable[..., Coroutine[Any, Any, Value]], *args: Any, **kwargs: Any) -> Value:
+        """Call `work(*args, **kwargs)` in the model's loop, and return its result when it has ended.
 
         Blocking handles among the arguments are replaced by those behind them, and handles of the result by blocking
         ones.
@@ -101,9 +105,8 @@ class Bridge(Generic[Model_co]):
         Raises:
             ModelClosed: the model is not open.
         """
-        arguments = [unwrapped(argument) for argument in args]
-        named = {name: unwrapped(argument) for name, argument in kwargs.items()}
-        return self._wrapped(self.run(work(self.model, *arguments, **named)))
+        found: Value = self._blocking(self.run(direct(work, *args, **kwargs)))
+        return found
 
     def taken(self, chunks: AsyncGenerator[Value, None]) -> Generator[Value, None, None]:
         """Iterate over an asynchronous generator; closing this one closes it."""
@@ -120,23 +123,144 @@ class Bridge(Generic[Model_co]):
             with suppress(ModelClosed):
                 self._thread.run(sketch.aclose())
 
-    def _wrapped(self, found: Any) -> Any:
+    def _blocking(self, found: Any) -> Any:
+        """Return blocking handles for those in a result: in lists, and in the fields of a dataclass."""
         if isinstance(found, Awaited):
             assert self._thread is not None
-            return CaptureHandle(found, self._thread)
-        if isinstance(found, Generation):
-            return replace(found, handles=self._wrapped(found.handles))
+            return CaptureHandle(found, self._thread.run)
         if type(found) in {list, tuple}:
-            return type(found)(self._wrapped(item) for item in found)
+            return type(found)(self._blocking(item) for item in found)
+        if dataclasses.is_dataclass(found) and not isinstance(found, type):
+            values = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+            holding = {name: self._blocking(value) for name, value in values.items() if _has_handles(value)}
+            return dataclasses.replace(found, **holding) if holding else found
         return found
+
+
+def _has_handles(value: Any) -> bool:
+    return isinstance(value, Awaited) or (type(value) in {list, tuple} and any(map(_has_handles, value)))
 
 
 async def _after(chunks: AsyncGenerator[Value, None]) -> Value | None:
     return await anext(chunks, None)
 
 
+class Bridged(Generic[Model_co]):
+    """Blocking model, whose calls run on an event loop of its own. Use it as a context manager, or start and close it.
+
+    Args:
+        awaited: the asynchronous model; not started.
+        state: knows whether the model is open.
+
+    Attributes:
+        awaited: the asynchronous model, which runs on a loop of this one.
+        bridge: thread with that loop.
+    """
+
+    def __init__(self, awaited: Model_co, state: Opened) -> None:
+        self.awaited: Model_co = awaited
+        self.bridge: Bridge = Bridge(cast("Life", awaited), state)
+
+    def start(self) -> Self:
+        """Start the model.
+
+        Raises:
+            The errors of the asynchronous model's `start`.
+        """
+        self.bridge.start()
+        return self
+
+    def close(self) -> None:
+        """Cancel running calls, free everything held, and close the model. Idempotent."""
+        self.bridge.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    @contextmanager
+    def steered(self, steering: SteeringSpec | Edit | LogitBias) -> Iterator[SteeringSpec]:
+        """Steer every call inside that does not pass `steering=` itself: `with model.steered(spec): ...`.
+
+        When nested, its edits come after those of the outer one. It holds for the calls of this thread.
+
+        Args:
+            steering: a SteeringSpec, one edit, or a LogitBias.
+
+        Yields:
+            The spec in force, outer ones included.
+
+        Raises:
+            InvalidSpec: not a spec, or one that does not fit a model that is open here.
+        """
+        with steered(self.awaited, steering) as spec:
+            self._check(spec)
+            yield spec
+
+    def _check(self, spec: SteeringSpec) -> None:
+        """Check that the model is open, and that steering fits it."""
+        raise NotImplementedError
+
+
+def bridge_of(model: Bridged[Any], work: Callable[..., Any]) -> Bridge:
+    """Return the bridge of the model that the twin of a function was called with.
+
+    Raises:
+        InvalidRequest: the model is not a blocking one.
+    """
+    if not isinstance(model, Bridged):
+        raise InvalidRequest(
+            f"{work.__name__} of steercap.sync takes a steercap.sync.SteerModel, not {type(model).__name__}; "
+            f"for a steercap.SteerModel there is {work.__module__}.{work.__qualname__}"
+        )
+    return model.bridge
+
+
+def forward(
+    work: Callable[..., Coroutine[Any, Any, Value]], model: Bridged[Any], /, *args: Any, **kwargs: Any
+) -> Value:
+    """Call a coroutine function that takes an open model, and return its result when it has ended.
+
+    Raises:
+        InvalidRequest: the model is not a blocking one.
+        ModelClosed: the model is not open.
+    """
+    return bridge_of(model, work).run(direct(work, model.awaited, *args, **kwargs))
+
+
+def forward_made(
+    twin: Callable[[Any, Run], Value], work: Callable[..., Any], model: Bridged[Any], /, *args: Any, **kwargs: Any
+) -> Value:
+    """Call a function that takes an open model, in the model's loop, and return the twin of the object that it makes.
+
+    Args:
+        twin: makes the twin of the object and of a function that runs coroutines.
+        work: the function.
+        model: the blocking model.
+        *args: further arguments of the function.
+        **kwargs: likewise.
+
+    Raises:
+        InvalidRequest: the model is not a blocking one.
+        ModelClosed: the model is not open.
+    """
+    bridge = bridge_of(model, work)
+
+    async def made() -> Any:
+        return direct(work, model.awaited, *args, **kwargs)
+
+    return twin(bridge.run(made()), bridge.run)
+
+
+def direct(work: Callable[..., Value], /, *args: Any, **kwargs: Any) -> Value:
+    """Call a function here, with the asynchronous handles behind blocking ones."""
+    return work(*map(unwrapped, args), **{name: unwrapped(argument) for name, argument in kwargs.items()})
+
+
 def unwrapped(handles: Any) -> Any:
     """Return the asynchronous handles behind blocking ones, in lists of the same structure."""
-    if isinstance(handles, CaptureHandle):
+    if isinstance(handles, HandleTwin):
         return handles.awaited
     return type(handles)(unwrapped(item) for item in handles) if type(handles) in {list, tuple} else handles

@@ -1,100 +1,118 @@
-"""Blocking twins of asynchronous functions and methods that take an open model."""
+"""Bases of the blocking twins of objects that an open model gives: handles, sketches, streams of activations."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from collections.abc import Coroutine, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
-from steercap.errors import InvalidRequest
-from steercap.requests.calls import Calls
-from steercap.sync.bridge import Bridge, Life
-from steercap.sync.handle import CaptureHandle
+from torch.utils.data import IterableDataset
+
+from steercap.captures.handle import CaptureHandle
+from steercap.core.call_style import BLOCKING
+from steercap.errors import ModelClosed
+
+if TYPE_CHECKING:
+    from steercap.lab.datasets.collecting.streaming import ActivationStream
+    from steercap.lab.datasets.rows import Labelled, Rows
 
 Value = TypeVar("Value")
-Params = ParamSpec("Params")
-Model_co = TypeVar("Model_co", bound=Life, covariant=True)
+Awaited = TypeVar("Awaited")
 
 
-class Bridged(Generic[Model_co]):
-    """Blocking model, whose calls run on an event loop of its own.
+class Run(Protocol):
+    """Function that runs a coroutine to its end."""
 
-    Attributes:
-        bridge: bridge to the asynchronous model.
-    """
-
-    bridge: Bridge[Model_co]
+    def __call__(self, work: Coroutine[Any, Any, Value], /) -> Value:
+        """Return the coroutine's result."""
 
 
-def blocking(
-    work: Callable[Concatenate[Any, Params], Coroutine[Any, Any, Value]],
-) -> Callable[Concatenate[Bridged[Any], Params], Value]:
-    """Make the blocking twin of a coroutine function that takes an open model: same arguments and docstring.
-
-    Args:
-        work: function whose first argument is the model; it may take and return handles.
-    """
-    return _twin(work)
-
-
-def calling(
-    work: Callable[Concatenate[Calls[CaptureHandle], Params], Coroutine[Any, Any, Value]],
-) -> Callable[Concatenate[Bridged[Any], Params], Value]:
-    """Make the blocking twin of a method, overload by overload; it returns blocking handles."""
-    return _twin(work)
+def at_once(work: Coroutine[Any, Any, Value]) -> Value:
+    """Run a coroutine that waits for nothing, such as those of a handle that was loaded from a file."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        value: Value = done.value
+        return value
+    finally:
+        work.close()
+    raise AssertionError
 
 
-def _twin(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    @functools.wraps(work)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bridge, rest = bridge_of(work, args, kwargs)
-        return bridge.done(work, *rest, **kwargs)
-
-    return call
-
-
-def bridge_of(
-    work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Bridge[Any], tuple[Any, ...]]:
-    """Find the bridge of the model that a twin was called with, and the other positional arguments.
+class Twin(Generic[Awaited]):
+    """Blocking twin of an asynchronous object.
 
     Args:
-        work: the function, which takes the model first.
-        args, kwargs: arguments of the twin; a model given by name is removed from `kwargs`.
-
-    Raises:
-        InvalidRequest: the model is not a blocking one.
+        awaited: the asynchronous object.
+        run: runs its coroutines, on the model's event loop; by default they wait for nothing.
     """
-    name = next(iter(inspect.signature(work).parameters))
-    model, rest = (args[0], args[1:]) if args else (kwargs.pop(name, None), ())
-    if not isinstance(model, Bridged):
-        raise InvalidRequest(
-            f"{work.__name__} of steercap.sync takes a steercap.sync.SteerModel, not {type(model).__name__}; "
-            f"for a steercap.SteerModel there is {work.__module__}.{work.__qualname__}"
-        )
-    return model.bridge, rest
+
+    def __init__(self, awaited: Awaited, run: Run | None = None) -> None:
+        self.awaited: Awaited = awaited
+        self._run: Run = run or at_once
+
+    @classmethod
+    def around(cls, awaited: Awaited) -> Self:
+        """Make the twin of an object that waits for nothing."""
+        return cls(awaited)
+
+    def __repr__(self) -> str:
+        return repr(self.awaited)
 
 
-def iterating(
-    work: Callable[Concatenate[Any, Params], AsyncGenerator[Value, None]],
-) -> Callable[Concatenate[Bridged[Any], Params], Generator[Value, None, None]]:
-    """Make the blocking twin of an asynchronous generator method; closing it closes the generator."""
+class HandleTwin(Twin[CaptureHandle]):
+    """Blocking handle: a context manager that fetches its rows and frees them."""
 
-    @functools.wraps(work)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        model: Bridged[Any] = args[0]
-        return model.bridge.taken(work(model.bridge.model, *args[1:], **kwargs))
+    def __init__(self, awaited: CaptureHandle, run: Run | None = None) -> None:
+        awaited.lifecycle.idiom = BLOCKING
+        super().__init__(awaited, run)
 
-    return call
+    def fetch(self) -> Self:
+        """Bring the rows to this process, and free them in the worker. A second call does nothing.
+
+        Returns:
+            This handle, its `captures`, `positions`, `token_ids`, `token_types` and `receipt` readable.
+
+        Raises:
+            The errors of `steercap.CaptureHandle.fetch`.
+        """
+        if not self.awaited.fetched:
+            self._run(self.awaited.fetch())
+        return self
+
+    def __enter__(self) -> Self:
+        return self.fetch()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.awaited.release()
 
 
-def as_there(
-    there: Callable[Params, Any],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Params], None]]:
-    """Make a decorator that copies signature and docstring from the constructor of another class."""
+class StreamTwin(Twin["ActivationStream"], IterableDataset["Rows | Labelled"]):
+    """Blocking stream: an iterator, a data set for torch, and a context manager that closes it."""
 
-    def shown(here: Callable[..., None]) -> Callable[Concatenate[Any, Params], None]:
-        return functools.wraps(there.__init__)(here)
+    def __iter__(self) -> Iterator[Rows | Labelled]:
+        """Iterate over the remaining batches; a loop that ends, however it ends, closes the stream.
 
-    return shown
+        Raises:
+            The errors of `SteerModel.read` and of the corpus.
+        """
+        try:
+            while (batch := self._run(_after(self.awaited))) is not None:
+                yield batch
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop reading, and free everything held. Idempotent."""
+        with suppress(ModelClosed):  # closing the model has ended it
+            self._run(self.awaited.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+async def _after(awaited: ActivationStream) -> Rows | Labelled | None:
+    return await anext(awaited, None)

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from steercap import Add, CaptureSpec, errors, stack
 from steercap.lab.studies.sweeps import Sweep
-from steercap.sync import SteerModel, extract, mean_rows, run_sweep
-from steercap.sync.collecting import activations
+from steercap.sync import SteerModel, activations, extract, mean_rows, run_sweep
 from steercap.testing import tiny_checkpoint
 
 DOCUMENTS = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12, 33])]

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sync
 from handles import a_handle
 
 import steercap
@@ -53,20 +54,31 @@ def test_the_functions_that_need_a_twin_are_found() -> None:
     }
 
 
+def test_generated_modules_are_those_that_the_script_writes() -> None:
+    """After a change of an original: python scripts/sync.py."""
+    for name, text in sync.modules().items():
+        assert (sync.SYNC / f"{name}.py").read_text() == text, f"{name}.py differs; run python scripts/sync.py"
+
+
 @pytest.mark.parametrize("name", public_coroutine_functions())
 def test_a_coroutine_function_has_a_twin(name) -> None:
-    """`steercap.sync.PACKAGE.NAME`, of the last of its packages, takes the same arguments, says the same, and is not awaited."""
-    package, function = name.split(".")[-2:]
-    twin = getattr(importlib.import_module(f"steercap.sync.{package}"), function)
+    """`steercap.sync.NAME` takes the same arguments, says the same, and is not awaited."""
     there = public_coroutine_functions()[name]
-    assert inspect.signature(twin) == inspect.signature(there)
-    assert twin.__doc__ == there.__doc__
-    assert twin.__name__ == there.__name__
+    known = {path: twin for twin, path in sync.FUNCTIONS.items()}
+    assert f"steercap.{name}" in known, "write it into the table of scripts/sync.py"
+    twin = getattr(steercap.sync, known[f"steercap.{name}"])
+    assert bare(twin) == bare(there)
+    assert sync.blocking(there.__doc__, name) == twin.__doc__
     assert not inspect.iscoroutinefunction(twin)
     assert "await" not in (twin.__doc__ or "")
+    required = {known: [] for known, _, default in bare(twin)[1:] if default is inspect.Parameter.empty}
     with pytest.raises(errors.InvalidRequest, match=r"takes a steercap\.sync\.SteerModel, not SteerModel"):
-        twin(SteerModel("nothing"), [])
-    assert function == "run" or getattr(steercap.sync, function) is twin
+        twin(SteerModel("nothing"), **required)
+
+
+def bare(function) -> list[tuple[object, ...]]:
+    """Parameters of a function with their kinds and defaults."""
+    return [(known.name, known.kind, known.default) for known in inspect.signature(function).parameters.values()]
 
 
 OTHERWISE_NAMED = {"aclose": "close"}
@@ -78,9 +90,8 @@ def test_a_method_of_the_model_has_a_twin(name) -> None:
     there, here = getattr(SteerModel, name), getattr(steercap.sync.SteerModel, OTHERWISE_NAMED.get(name, name))
     assert here.__doc__
     if not isinstance(there, property):
-        assert list(inspect.signature(here).parameters) == list(inspect.signature(there).parameters)
-        assert not inspect.iscoroutinefunction(inspect.unwrap(here)) or here.__wrapped__ is there
-        assert not inspect.iscoroutinefunction(here)
+        assert bare(here) == bare(there)
+        assert not inspect.iscoroutinefunction(inspect.unwrap(here))
 
 
 def test_the_model_takes_the_same_arguments() -> None:
@@ -99,7 +110,6 @@ def test_completion_shows_what_a_handle_has() -> None:
     public = {name for name in dir(there) if not name.startswith("_")}
     assert public <= set(dir(here))
     assert all(getattr(here, name) is not None for name in public)
-    assert set(vars(steercap.sync.CaptureHandle)["__annotations__"]) <= public
     with pytest.raises(AttributeError, match="no attribute '_nothing'"):
         _ = here._nothing
     with pytest.raises(errors.InvalidRequest, match="cannot be copied"):
@@ -130,7 +140,7 @@ def test_dir_names_what_is_loaded_on_use(module) -> None:
 def test_packages_are_reached_from_the_top() -> None:
     """After `import steercap` alone, `steercap.lab.directions.extract` is there, and in `dir`."""
     code = "import steercap; assert {'lab', 'stack'} <= set(dir(steercap)); steercap.lab.directions.extract"
-    subprocess.run([sys.executable, "-c", code + "; import steercap.sync as s; s.personas.run"], check=True)
+    subprocess.run([sys.executable, "-c", code + "; import steercap.sync as s; s.run_persona"], check=True)
 
 
 def test_messages_without_await(tmp_path) -> None:

@@ -70,6 +70,10 @@ class ActivationStream:
     """Async iterator of shuffled batches of a model's rows, made by `activations`; read once.
 
     Use it as a context manager, or close it with `aclose`: that ends its requests and frees their rows.
+
+    Attributes:
+        rows: number of rows returned so far.
+        tokens: number of tokens that the model has read, for these rows and later ones.
     """
 
     def __init__(self, model: SteerModel, reading: Reading, source: DocumentSource, how: Streaming) -> None:
@@ -85,8 +89,8 @@ class ActivationStream:
         self._error: BaseException | None = None
         self._ended = self._closed = False
         self._normalisations: dict[str, Normalisation] | None = None
-        #: Rows that were handed over, and tokens that the model read for these and those to come.
-        self.rows = self.tokens = 0
+        self.rows: int = 0
+        self.tokens: int = 0
 
     @property
     def points(self) -> tuple[str, ...]:
