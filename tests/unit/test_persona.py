@@ -26,6 +26,7 @@ from steercap.core.spec import Point
 from steercap.engine.compiler import Compiler
 from steercap.errors import (
     InvalidFile,
+    InvalidRequest,
     InvalidSetting,
     JudgeFailed,
     LayerOutOfRange,
@@ -45,10 +46,11 @@ from steercap.lab.measures.scores.minilm import cross_validated, split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
 from steercap.lab.personas.folder import open_folder
-from steercap.lab.personas.generate import ends_of, generate, said
+from steercap.lab.personas.generate import AnswerGroup, answer_groups, ends_of, generate, said
 from steercap.lab.personas.keep import keep
 from steercap.lab.personas.outcomes import outcomes
 from steercap.lab.personas.pipeline import PersonaResult, check
+from steercap.lab.personas.progress import Count
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
 from steercap.lab.personas.report import write_report
 from steercap.lab.personas.score import score
@@ -615,6 +617,48 @@ def test_a_weak_trait_is_left_out_with_the_counts() -> None:
     ]
     with pytest.raises(TooFewKept, match="both kinds of 1 questions"):
         keep(made(), responses, lonely)
+
+
+async def test_answers_that_were_written_are_not_asked_for_again(tmp_path) -> None:
+    """After an error what came lies in parts; the next run asks for the others, and finishes each group once."""
+    settings, asked, finished = made(traits=("formal", "poetic"), max_in_flight=3), [], []
+    wanted = list(all_requests(settings))
+
+    async def chat(_messages: Any, params: Any, **_: Any) -> Any:
+        """Answer with the seed, as often as is left."""
+        await asyncio.sleep(0)
+        if not left:
+            raise InvalidRequest("no more")
+        asked.append(params["seed"])
+        left.pop()
+        sample = types.SimpleNamespace(
+            text=f"{params['seed']}", token_ids=[1, 7], finish_reason="stop", stop_reason=None
+        )
+        return types.SimpleNamespace(output=types.SimpleNamespace(outputs=[sample]))
+
+    def groups() -> Iterator[AnswerGroup[Response]]:
+        for name in ("formal", "poetic"):
+            mine = [request for request in wanted if request.trait == name]
+            yield AnswerGroup(mine, TableWriter(tmp_path / name, Response), finished.append)
+
+    def counted() -> Count:
+        return Count("generate", len(wanted), 0, reports.append)
+
+    reports: list[Progress] = []
+    left = [None] * 30
+    tokenizer = types.SimpleNamespace(all_special_ids=[7])
+    model = types.SimpleNamespace(chat=chat, generation_config={"eos_token_id": 7}, tokenizer=tokenizer)
+    with pytest.raises(InvalidRequest, match="no more"):
+        await answer_groups(model, settings, groups(), Response, counted())
+    assert [[one.id for one in group] for group in finished] == [[one.id for one in wanted[:24]]]
+    left += [None] * 99
+    finished.clear()
+    await answer_groups(model, settings, groups(), Response, counted())
+    assert sorted(asked) == sorted(request.seed for request in wanted)
+    assert [one for group in finished for one in group] == [
+        Response(**msgspec.structs.asdict(one), answer=f"{one.seed}", token_ids=(1,), finish="stop") for one in wanted
+    ]
+    assert reports[-1] == Progress("generate", 48, 48)
 
 
 async def test_traits_come_and_go_without_the_others_being_asked_again(tmp_path) -> None:
