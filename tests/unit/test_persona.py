@@ -624,7 +624,7 @@ async def test_answers_that_were_written_are_not_asked_for_again(tmp_path) -> No
     settings, asked, finished = made(traits=("formal", "poetic"), max_in_flight=3), [], []
     wanted = list(all_requests(settings))
 
-    async def chat(_messages: Any, params: Any, **_: Any) -> Any:
+    async def run(_messages: Any, params: Any, **_: Any) -> Any:
         """Answer with the seed, as often as is left."""
         await asyncio.sleep(0)
         if not left:
@@ -647,7 +647,7 @@ async def test_answers_that_were_written_are_not_asked_for_again(tmp_path) -> No
     reports: list[Progress] = []
     left = [None] * 30
     tokenizer = types.SimpleNamespace(all_special_ids=[7])
-    model = types.SimpleNamespace(chat=chat, generation_config={"eos_token_id": 7}, tokenizer=tokenizer)
+    model = types.SimpleNamespace(run=run, generation_config={"eos_token_id": 7}, tokenizer=tokenizer)
     with pytest.raises(InvalidRequest, match="no more"):
         await answer_groups(model, settings, groups(), Response, counted())
     assert [[one.id for one in group] for group in finished] == [[one.id for one in wanted[:24]]]
