@@ -31,6 +31,8 @@ _SEEDS: Final = (-(2**63), 2**63 - 1)
 #: Levels of `extra_args`: far fewer than the frames in which Python copies and pickles on the way to the workers.
 _DEPTH: Final = 50
 _FLOAT32: Final = torch.finfo(torch.float32)
+#: Types whose values cannot change, and need no copy.
+_ATOMS: Final = frozenset({type(None), bool, int, float, str})
 
 
 def read_params(given: Any) -> SamplingParams:
@@ -48,7 +50,8 @@ def read_params(given: Any) -> SamplingParams:
     try:
         if isinstance(rows := fields.get("prompt_logprob_token_ids"), list):
             fields["prompt_logprob_token_ids"] = np.asarray(rows)
-        params = msgspec.convert(copy.deepcopy(fields), SamplingParams)
+        copied = {name: one if type(one) in _ATOMS else copy.deepcopy(one) for name, one in fields.items()}
+        params = msgspec.convert(copied, SamplingParams)
     except Exception as error:  # of any kind: vLLM computes with the values, and copies run the user's own code
         raise InvalidRequest(f"sampling parameters: {named(str(error), fields)}") from error
     _check_numbers(params)

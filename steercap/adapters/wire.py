@@ -2,8 +2,9 @@
 
 vLLM checks ranges in the client, and types only where the engine decodes the request's frame: a wrong one ends the
 thread that reads all requests, and the engine seems to live. So vLLM's own preparation, encoder and typed decoder run
-here first. It relies on `AsyncLLM.get_supported_tasks`, `InputProcessor.process_inputs`, `EngineCoreRequest`,
-`MsgpackEncoder` and `MsgpackDecoder`. It can go when vLLM refuses such requests in the client.
+here first, but for requests of token ids and plain numbers alone, which are checked by then. It relies on
+`AsyncLLM.get_supported_tasks`, `InputProcessor.process_inputs`, `EngineCoreRequest`, `MsgpackEncoder` and
+`MsgpackDecoder`. It can go when vLLM refuses such requests in the client.
 """
 
 from __future__ import annotations
@@ -21,6 +22,35 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest
+
+#: Fields of sampling parameters that hold a number or a flag, whose types and bounds are checked where they are read.
+_NUMBERS: Final = frozenset(
+    {
+        "n",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "ignore_eos",
+        "max_tokens",
+        "min_tokens",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+        "skip_clone",
+        "output_text_buffer_length",
+    }
+)
+#: Every other field, those of later releases too.
+_OTHERS: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in _NUMBERS and name[0] != "_")
+#: Integers that every decoder and every tensor of a runner holds.
+_INT32: Final = range(2**31)
 
 
 class Wire:
@@ -46,6 +76,8 @@ class Wire:
         Raises:
             InvalidRequest: they cannot be sent; the message names the argument.
         """
+        if is_plain(payload, params, options):
+            return  # vLLM's own checks in `generate` come before it sends anything
         tasks = await self._llm.get_supported_tasks()
         try:
             request = self._llm.input_processor.process_inputs("steercap", payload, params, tasks, **options)
@@ -58,6 +90,31 @@ class Wire:
             given = msgspec.structs.asdict(request) | msgspec.structs.asdict(params)
             complaint = named(str(error), given, EngineCoreRequest.__struct_fields__)
             raise InvalidRequest(f"this request cannot be sent to the engine: {complaint}") from error
+
+
+def is_plain(payload: Any, params: SamplingParams | PoolingParams, options: Mapping[str, Any]) -> bool:
+    """Return True for a request of token ids, with parameters as `read_params` returns them that are numbers alone.
+
+    None of its values can be of a type that the engine does not expect, so that a trial would find nothing.
+    """
+    if type(payload) is not dict or payload["type"] != "token" or type(params) is not SamplingParams:
+        return False
+    ids, salt = payload["prompt_token_ids"], payload.get("cache_salt")
+    return (
+        set(map(type, ids)) == {int}
+        and min(ids) in _INT32
+        and max(ids) in _INT32
+        and (salt is None or salt.isascii())
+        and all(type(value) is int and value in _INT32 for value in options.values() if value is not None)
+        and all(value in _INT32 for value in (params.max_tokens, params.min_tokens, params.n) if value is not None)
+        and params.top_k <= _INT32[-1]
+        and not any(_is_set(getattr(params, name)) for name in _OTHERS)
+    )
+
+
+def _is_set(value: Any) -> bool:
+    """Return True for a value other than None, False, 0 and an empty list."""
+    return value is not None and (type(value) not in {bool, int, list} or bool(value))
 
 
 #: msgspec's message about a wrong value, with the path of the value.

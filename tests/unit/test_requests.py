@@ -22,6 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from steercap.adapters import cpu, detokenizer
 from steercap.adapters.prompts import prompt_dict
 from steercap.adapters.sampling import read_params
+from steercap.adapters.wire import is_plain
 from steercap.errors import InvalidPrompt, InvalidRequest
 from steercap.testing import tiny_checkpoint
 
@@ -157,3 +158,36 @@ def test_a_row_without_adapter_has_none_added(module, indices) -> None:
     torch.testing.assert_close(output, torch.stack(expected))
     module.bgmv_expand(torch.ones(rows, rank), up, embedded := torch.zeros(rows, wide), where, add_inputs=True)
     assert [bool(row.any()) for row in embedded] == [index >= 0 for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("payload", "fields", "options", "plain"),
+    [
+        ({}, {}, {}, True),
+        (
+            {"cache_salt": "mine"},
+            {"seed": 2**62, "n": 3, "max_tokens": None, "temperature": 0.5},
+            {"priority": 7},
+            True,
+        ),
+        ({}, {}, {"lora_request": None, "trace_headers": None}, True),
+        ({"type": "multimodal"}, {}, {}, False),
+        ({"prompt_token_ids": [3, 4.5]}, {}, {}, False),
+        ({"prompt_token_ids": [3, True]}, {}, {}, False),
+        ({"prompt_token_ids": [3, 2**31]}, {}, {}, False),
+        ({"prompt_token_ids": [3, -1]}, {}, {}, False),
+        ({"cache_salt": "\ud800"}, {}, {}, False),
+        ({}, {"max_tokens": 2**40}, {}, False),
+        ({}, {"stop": ["\ud800"]}, {}, False),
+        ({}, {"logprobs": 2}, {}, False),
+        ({}, {"allowed_token_ids": [5]}, {}, False),
+        ({}, {"extra_args": {"a": 1}}, {}, False),
+        ({}, {}, {"priority": "high"}, False),
+        ({}, {}, {"priority": True}, False),
+        ({}, {}, {"lora_request": object()}, False),
+    ],
+)
+def test_only_plain_requests_are_sent_without_a_trial(payload, fields, options, plain) -> None:
+    """Token ids and numbers that every decoder takes; whatever else is there is tried first."""
+    prompt = {"type": "token", "prompt_token_ids": [3, 4], **payload}
+    assert is_plain(prompt, read_params(fields), options) is plain
