@@ -42,7 +42,7 @@ _STAY = tl.constexpr("evict_last")
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fused_kernel(  # noqa: ANN202
-    hidden, residual, weight, normed, summed, point, tokens, counts, entries, responses, bank, arena, layouts, evidence,  # noqa: ANN001
+    hidden, residual, weight, normed, summed, point, tokens, counts, entries, responses, bank, arena, layouts, checksums,  # noqa: ANN001
     num_points, num_entries, num_tokens, eps,  # noqa: ANN001, ARG001
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr, EARLY: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -74,12 +74,12 @@ def _fused_kernel(  # noqa: ANN202
     if count > 0:
         active = (scopes >> scope) & 1
         row = row + active.to(tl.float32) * length * write
-        tl.atomic_add(evidence + token * 2, active.to(tl.int64) * (at + 1).to(tl.int64), sem="relaxed")
+        tl.atomic_add(checksums + token * 2, active.to(tl.int64) * (at + 1).to(tl.int64), sem="relaxed")
     rounded = row.to(summed.dtype.element_ty)
     tl.store(summed + there, rounded, mask=inside)
     if offset >= 0:
         tl.store(arena + (line + offset).to(tl.int64) * LINE + columns, rounded, mask=inside)
-        tl.atomic_add(evidence + token * 2 + 1, (at + 1).to(tl.int64), sem="relaxed")
+        tl.atomic_add(checksums + token * 2 + 1, (at + 1).to(tl.int64), sem="relaxed")
     rstd = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
     unit = (row * rstd).to(normed.dtype.element_ty).to(tl.float32)
     tl.store(normed + there, (unit * scale).to(normed.dtype.element_ty), mask=inside)
@@ -143,9 +143,9 @@ class Layers:
         """Add, tap and norm at one point, into `normed` and `summed`."""
         (tokens, width), early = self.hidden.shape, self.hidden.is_cuda
         tables = (taps._tokens, taps._counts, taps._entries, taps._responses)  # noqa: SLF001 -- those of the tap's kernel
-        bank, ring, layouts, evidence = taps._banks[0], taps._rings[0], taps._layouts, taps._evidence  # noqa: SLF001
+        bank, ring, layouts, checksums = taps._banks[0], taps._rings[0], taps._layouts, taps._checksums  # noqa: SLF001
         _fused_kernel[(tokens,)](
-            self.hidden, self.residual, self.scale, self.normed, self.summed, point, *tables, bank, ring, layouts, evidence,
+            self.hidden, self.residual, self.scale, self.normed, self.summed, point, *tables, bank, ring, layouts, checksums,
             layouts.shape[1], tables[2].shape[2], tokens, EPS,
             WIDTH=width, BLOCK=triton.next_power_of_2(width), LINE=ring.shape[1], BANK=bank.stride(0), EARLY=early,
             num_warps=8, **({"launch_pdl": True} if early else {}),
@@ -191,7 +191,7 @@ def between_graphs(layers: Layers, taps: CudaTaps) -> float:
     ids = torch.arange(tokens, device="cuda")
     table = taps._tokens[:tokens]  # noqa: SLF001 -- what is uploaded and closed before and after each pass
     upload = table.cpu().pin_memory()
-    others = (taps._evidence, taps._witness)  # noqa: SLF001
+    others = (taps._checksums, taps._reports)  # noqa: SLF001
 
     def whole() -> None:
         table.copy_(upload, non_blocking=True)

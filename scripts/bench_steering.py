@@ -129,7 +129,7 @@ def kernel_times() -> dict[str, float]:
             taps.configure(slot, ready.configuration, [[slot]])
         tokens, none = np.arange(64), np.full(64, -1)
         slots, masks = tokens // (64 // different), np.ones(64, dtype=np.int32)
-        edits = taps.programs.evidence(slots, masks)
+        edits = taps.programs.checksums(slots, masks)
         step = Step(
             requests=slots, tokens=tokens, positions=tokens, firsts=tokens, lines=none, accumulators=none, layouts=none,
             slots=slots, masks=masks, copies=0 * tokens, edits=edits, replaced={},

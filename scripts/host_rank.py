@@ -109,7 +109,7 @@ class NoDevice:
         if step is not None:
             given, options = self._closing
             said = _CLOSE.bind(*given, **options).arguments
-            rows = said["witness"].numpy()[said["first"] :][: len(step)]
+            rows = said["reports"].numpy()[said["first"] :][: len(step)]
             rows[:] = np.stack([np.full(len(step), 7), step.positions, step.edits, step.copies], axis=1)
         self._ran = self._launched
 

@@ -1,4 +1,4 @@
-"""Constants shared by the PyTorch and Triton implementations: bits of an entry's kind, reductions, codecs, evidence."""
+"""Constants shared by the PyTorch and Triton implementations: bits of an entry's kind, reductions, codecs, sums."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SUM, MAX, LAST = range(3)
 #: Constants of `weight`, chosen among random numbers so that no two sums of two weights are equal among 512 points,
 #: and none of three among 64.
 SPREAD, MIX, PRIME, FOLD, ROUNDS = 756_402_063, 1_218_545_865, (1 << 31) - 1, 15, 3
-#: Upper bound of a token's sum of weights, of 31 bits each. For a row that is not finite, `STRAY * (p + 1)` is added
-#: once, for the first such point `p`: either an edit left the row too large there, or the row was copied.
-STRAY: Final = 1 << 48
+#: Upper bound of a token's sum of weights, of 31 bits each. For a row that is not finite, `NOT_FINITE * (p + 1)` is
+#: added once, for the first such point `p`: either an edit left the row too large there, or the row was copied.
+NOT_FINITE: Final = 1 << 48
 
 
 #: Steps between the least and the greatest code of `kernels.codecs.full8`, and bytes before the codes: scale and zero.
@@ -46,7 +46,7 @@ GROUP: Final = 128
 
 
 def weight(point: int) -> int:
-    """Return the weight of one edit or copy at a point in a token's evidence: pseudorandom, 1 to 2^31.
+    """Return the weight of one edit or copy at a point in a token's checksum: pseudorandom, 1 to 2^31.
 
     One edit too few here and one too many there do not cancel; nor do two too few at points 1 and 3 and two too many
     at 2, as they would in a sum of the points' numbers. No intermediate product has more than 62 bits.
@@ -57,6 +57,6 @@ def weight(point: int) -> int:
     return mixed + 1
 
 
-def told_apart(evidence: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Split evidence into the sum of weights, and the first point whose row was not finite, -1 for none."""
-    return evidence % STRAY, evidence // STRAY - 1
+def split_checksum(checksums: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Split checksums into the sum of weights, and the first point whose row was not finite, -1 for none."""
+    return checksums % NOT_FINITE, checksums // NOT_FINITE - 1

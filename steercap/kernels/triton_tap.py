@@ -22,24 +22,24 @@ from steercap.kernels.finite import edited_most, overflows_later
 
 #: Columns of the table of a step's tokens, int32; -1 where a token has no such thing.
 TOKEN_COLUMNS: Final = 8
-SLOT, MASK, LINE, LAYOUT, BEFORE, REPLACED, WITNESS = range(7)
+SLOT, MASK, LINE, LAYOUT, BEFORE, REPLACED, REPORT = range(7)
 #: Integer columns of an entry; its eight floats are a table of their own.
 ENTRY_COLUMNS: Final = 8
 KIND, SCOPE, WRITE, READ, REPLACEMENT = range(5)
 #: Floats of an entry: `core.program.RESPONSE_NUMBERS`.
 RESPONSE_COLUMNS: Final = 8
-#: Columns of a token's witness: the id and position that the model read, the evidence of its edits and its copies.
-WITNESS_COLUMNS: Final = 4
+#: Columns of a token's report: the id and position that the model read, the checksums of its edits and its copies.
+REPORT_COLUMNS: Final = 4
 
 _TOKEN_COLUMNS = tl.constexpr(TOKEN_COLUMNS)
 _SLOT, _MASK, _LINE, _LAYOUT = tl.constexpr(SLOT), tl.constexpr(MASK), tl.constexpr(LINE), tl.constexpr(LAYOUT)
-_BEFORE, _REPLACED, _WITNESS = tl.constexpr(BEFORE), tl.constexpr(REPLACED), tl.constexpr(WITNESS)
+_BEFORE, _REPLACED, _REPORT = tl.constexpr(BEFORE), tl.constexpr(REPLACED), tl.constexpr(REPORT)
 _ENTRY_COLUMNS = tl.constexpr(ENTRY_COLUMNS)
 _KIND, _SCOPE, _WRITE, _READ = tl.constexpr(KIND), tl.constexpr(SCOPE), tl.constexpr(WRITE), tl.constexpr(READ)
 _REPLACEMENT = tl.constexpr(REPLACEMENT)
-_WITNESS_COLUMNS = tl.constexpr(WITNESS_COLUMNS)
+_REPORT_COLUMNS = tl.constexpr(REPORT_COLUMNS)
 _RESPONSE_COLUMNS = tl.constexpr(RESPONSE_COLUMNS)
-_STRAY = tl.constexpr(bits.STRAY)
+_NOT_FINITE = tl.constexpr(bits.NOT_FINITE)
 _SPREAD, _MIX = tl.constexpr(bits.SPREAD), tl.constexpr(bits.MIX)
 _PRIME, _FOLD, _ROUNDS = tl.constexpr(bits.PRIME), tl.constexpr(bits.FOLD), tl.constexpr(bits.ROUNDS)
 _READS, _RELATIVE, _REPLACES = tl.constexpr(bits.READS), tl.constexpr(bits.RELATIVE), tl.constexpr(bits.REPLACES)
@@ -52,7 +52,7 @@ _STAY = tl.constexpr("evict_last")
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tap_kernel(
-    hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
+    hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, checksums,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr,
@@ -76,14 +76,14 @@ def _tap_kernel(
         for number in range(TOKENS):
             _tap_token(
                 first + number, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena,
-                layouts, evidence, hidden_stride, residual_stride, num_points, num_entries, num_tokens,
+                layouts, checksums, hidden_stride, residual_stride, num_points, num_entries, num_tokens,
                 WIDTH, BLOCK, LINE, BANK, HAS_RESIDUAL, EARLY, MOST, LOOK,
             )  # fmt: skip
 
 
 @triton.jit
 def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
-    token, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
+    token, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, checksums,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr,
@@ -133,12 +133,12 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
         if HAS_RESIDUAL:
             row += other_part.to(tl.float32)
         target = arena + (line + offset).to(tl.int64) * LINE + columns
-        witness = evidence + token * 2
+        checksum = checksums + token * 2
         value = _weight(at.to(tl.int64))
         if offset >= 0:
-            tl.atomic_add(witness + 1, value, sem="relaxed")
+            tl.atomic_add(checksum + 1, value, sem="relaxed")
             if before > 0:
-                _copy(row, target, inside, witness + 1, at)
+                _copy(row, target, inside, checksum + 1, at)
         if edits:
             edited, applied = _edit(
                 row, columns, inside, scopes, replaced, count, kind, scope, write, length,
@@ -148,15 +148,15 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
             change = tl.max(tl.where(within, (edited != row).to(tl.int32), 2), 0)
             edited = tl.where(change > 1, 0.0, edited)
             if change > 1:
-                _tell_stray(witness, at)
+                _mark_not_finite(checksum, at)
             if change > 0:
                 tl.store(stream, edited.to(hidden.dtype.element_ty), mask=inside)
                 if HAS_RESIDUAL:
                     tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=inside)
-            tl.atomic_add(witness, applied.to(tl.int64) * value, sem="relaxed")
+            tl.atomic_add(checksum, applied.to(tl.int64) * value, sem="relaxed")
             row = edited
         if (offset >= 0) & (before <= 0):
-            _copy(row, target, inside, witness + 1, at)
+            _copy(row, target, inside, checksum + 1, at)
 
 
 @triton.jit
@@ -177,19 +177,19 @@ def _norm(row):
 
 
 @triton.jit
-def _copy(row, target, inside, evidence, at):
+def _copy(row, target, inside, checksum, at):
     """Copy a row, and record its point if it is not finite."""
     rounded = row.to(target.dtype.element_ty)
     tl.store(target, rounded, mask=inside)
     if tl.max(tl.where(tl.abs(rounded.to(tl.float32)) < float("inf"), 0, 1), 0) > 0:
-        _tell_stray(evidence, at)
+        _mark_not_finite(checksum, at)
 
 
 @triton.jit
-def _tell_stray(evidence, at):
-    """Record a point whose row is not finite, unless an earlier one was recorded."""
-    if tl.load(evidence) < _STRAY:
-        tl.atomic_add(evidence, (at.to(tl.int64) + 1) * _STRAY, sem="relaxed")
+def _mark_not_finite(checksum, at):
+    """Add `_NOT_FINITE` (point + 1) times to a checksum, unless an earlier point of the token did."""
+    if tl.load(checksum) < _NOT_FINITE:
+        tl.atomic_add(checksum, (at.to(tl.int64) + 1) * _NOT_FINITE, sem="relaxed")
 
 
 @triton.jit
@@ -261,20 +261,20 @@ def _edit(  # noqa: PLR0915 -- one loop, unrolled by one step
 
 
 @triton.jit(do_not_specialize=["first", "count"])
-def _close_kernel(tokens, evidence, witness, token_ids, positions, first, count, BLOCK: tl.constexpr):
-    """Write the witness of each token of a pass, and make the tables idle."""
+def _close_kernel(tokens, checksums, reports, token_ids, positions, first, count, BLOCK: tl.constexpr):
+    """Write a report of each token of a pass, and make the tables idle."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < count
     asked = tokens + token * _TOKEN_COLUMNS
-    row = tl.load(asked + _WITNESS, mask=inside, other=-1)
+    row = tl.load(asked + _REPORT, mask=inside, other=-1)
     known = row >= 0
-    said = witness + (first + row).to(tl.int64) * _WITNESS_COLUMNS
+    said = reports + (first + row).to(tl.int64) * _REPORT_COLUMNS
     tl.store(said, tl.load(token_ids + token, mask=known, other=0).to(tl.int64), mask=known)
     tl.store(said + 1, tl.load(positions + token, mask=known, other=0).to(tl.int64), mask=known)
-    tl.store(said + 2, tl.load(evidence + token * 2, mask=known, other=0), mask=known)
-    tl.store(said + 3, tl.load(evidence + token * 2 + 1, mask=known, other=0), mask=known)
-    tl.store(evidence + token * 2, tl.zeros_like(token).to(tl.int64), mask=inside)
-    tl.store(evidence + token * 2 + 1, tl.zeros_like(token).to(tl.int64), mask=inside)
+    tl.store(said + 2, tl.load(checksums + token * 2, mask=known, other=0), mask=known)
+    tl.store(said + 3, tl.load(checksums + token * 2 + 1, mask=known, other=0), mask=known)
+    tl.store(checksums + token * 2, tl.zeros_like(token).to(tl.int64), mask=inside)
+    tl.store(checksums + token * 2 + 1, tl.zeros_like(token).to(tl.int64), mask=inside)
     for column in tl.static_range(_TOKEN_COLUMNS):
         tl.store(asked + column, tl.zeros_like(token) - 1, mask=inside)
 
@@ -291,7 +291,7 @@ def launch_tap(
     replacements: Int[torch.Tensor, " replaced"],
     arena: Float[torch.Tensor, "lines line"],
     layouts: Int[torch.Tensor, "layouts points"],
-    evidence: Int[torch.Tensor, "most 2"],
+    checksums: Int[torch.Tensor, "most 2"],
 ) -> None:
     """Edit and copy the rows of one point.
 
@@ -306,7 +306,7 @@ def launch_tap(
         replacements: bank row that each replacement puts in place of a token's row, -1 for none: int32.
         arena: memory to copy rows to, rounded to its dtype: lines of `LINE_BYTES`.
         layouts: line of each point in a record, -1 where it is not kept: int32.
-        evidence: evidence of each token's edits and copies, int64; see `kernels.bits.weight`.
+        checksums: checksums of each token's edits and copies, int64; see `kernels.bits.weight`.
     """
     num_tokens, width = hidden.shape
     block = triton.next_power_of_2(width)
@@ -314,7 +314,7 @@ def launch_tap(
     together = 1 if num_tokens <= MANY_TOKENS else TOGETHER
     early = _can_be_early()
     _tap_kernel[(triton.cdiv(num_tokens, together),)](
-        hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
+        hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, checksums,
         hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2], num_tokens,
         WIDTH=width, BLOCK=block, LINE=arena.shape[1], BANK=bank.stride(0),
         HAS_RESIDUAL=residual is not None, TOKENS=together, EARLY=early,
@@ -342,24 +342,24 @@ def _can_be_early() -> bool:
 
 def launch_close(
     tokens: Int[torch.Tensor, "most columns"],
-    evidence: Int[torch.Tensor, "most 2"],
-    witness: Int[torch.Tensor, "witnesses columns"],
+    checksums: Int[torch.Tensor, "most 2"],
+    reports: Int[torch.Tensor, "rows columns"],
     token_ids: Int[torch.Tensor, " n"],
     positions: Int[torch.Tensor, " n"],
     first: int,
     count: int,
 ) -> None:
-    """Write the witness of the first `count` tokens of a pass, and leave the tables idle.
+    """Write a report of each of the first `count` tokens of a pass, and leave the tables idle.
 
     Args:
-        tokens, evidence: as for `launch_tap`.
-        witness: per token, the id and position that the model read, and the evidence of its edits and copies: int64;
+        tokens, checksums: as for `launch_tap`.
+        reports: per token, the id and position that the model read, and the checksums of its edits and copies: int64;
             on the device or in pinned host memory.
         token_ids, positions: the model's inputs.
-        first: row of `witness` that the first token is written to.
+        first: row of `reports` that the first token is written to.
         count: tokens of the pass, padding not counted.
     """
     block = 128
     _close_kernel[(triton.cdiv(count, block),)](
-        tokens, evidence, witness, token_ids, positions, first, count, BLOCK=block
+        tokens, checksums, reports, token_ids, positions, first, count, BLOCK=block
     )

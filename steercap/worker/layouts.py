@@ -89,8 +89,8 @@ class Layouts:
         self.encoded = np.zeros(size, dtype=np.bool_)
         #: True where rows are kept as they were before the edits of their point: bool [layouts].
         self.before = np.zeros(size, dtype=np.bool_)
-        #: Expected evidence of one token's copies, if all of them are made: int64 [layouts].
-        self.evidence = np.zeros(size, dtype=np.int64)
+        #: Expected checksum of one token's copies, if all of them are made: int64 [layouts].
+        self.checksums = np.zeros(size, dtype=np.int64)
         #: Numbers of layouts written to `offsets` since the taps last read them.
         self.fresh: dict[int, None] = {}
         self._known: dict[tuple[tuple[int, ...], Form], RecordLayout] = {}
@@ -142,7 +142,7 @@ class Layouts:
         self.raw_lines[number], self.lines[number] = raw.lines, stored.lines
         self.before[number], self.encoded[number] = form.before_edits, form.coding != RAW
         locals_ = tuple(local for local, point in enumerate(self._local) if point in lines)
-        self.evidence[number] = sum(map(weight, locals_))
+        self.checksums[number] = sum(map(weight, locals_))
         self.fresh[number] = None
         layout = self._used[number] = RecordLayout(number, points, locals_, form, raw, stored)
         return layout

@@ -90,8 +90,8 @@ class Programs:
         self.columns["replacement"][where] = max(entry.replacement, 0)
         self.responses[where] = entry.response.numbers
 
-    def evidence(self, slots: npt.NDArray[np.integer], masks: npt.NDArray[np.int32]) -> Ints:
-        """Return the evidence that the edits of tokens add up to if all of them are made: int64 [tokens].
+    def checksums(self, slots: npt.NDArray[np.integer], masks: npt.NDArray[np.int32]) -> Ints:
+        """Return the checksum of each token's edits, if all of them are made: int64 [tokens].
 
         Args:
             slots: slot of each token, NONE for none.

@@ -282,8 +282,8 @@ class RequestTable:
             layouts=layouts,
             slots=slots,
             masks=masks,
-            copies=self._layouts.evidence[layouts],
-            edits=self._programs.evidence(slots, masks),
+            copies=self._layouts.checksums[layouts],
+            edits=self._programs.checksums(slots, masks),
             replaced=replaced,
         )
 
@@ -304,7 +304,7 @@ class RequestTable:
             if steered.slot is not None:
                 slot = steered.steering.slot
         slots, masks = np.array([slot]), np.array([mask], dtype=np.int32)
-        edits = int(self._programs.evidence(slots, masks)[0])
+        edits = int(self._programs.checksums(slots, masks)[0])
         self._series = None
         self._state[request.index] = start, stop, line, accumulator, layout, slot, mask, edits
 
@@ -344,7 +344,7 @@ class RequestTable:
             layouts=layouts,
             slots=state[:, _SLOT],
             masks=state[:, _MASK].astype(np.int32),
-            copies=self._layouts.evidence[layouts],
+            copies=self._layouts.checksums[layouts],
             edits=state[:, _EDITS],
             replaced={},
         )

@@ -47,8 +47,8 @@ class Step:
         layouts: layout of each token's record, NONE if it is not kept: int64 [tracked].
         slots: slot of each token's configuration, NONE if it is not edited: int64 [tracked].
         masks: bits of the scopes that select each token, int32 [tracked].
-        copies: expected evidence of each token's copies, int64 [tracked].
-        edits: expected evidence of each token's edits, int64 [tracked].
+        copies: expected checksum of each token's copies, int64 [tracked].
+        edits: expected checksum of each token's edits, int64 [tracked].
         replaced: bank row of each replacement, NONE for none, int64 [replacements], by the index of the token in these
             tables; only for tokens with a replacement.
         series: identity of the series; the steps of one series differ in positions, firsts and lines alone.
@@ -127,8 +127,8 @@ class StepReport:
     Args:
         token_ids: token ids that the model read, int64 [tracked].
         positions: positions that the model read, int64 [tracked].
-        edits: evidence of the edits made, int64 [tracked].
-        copies: evidence of the copies made, int64 [tracked].
+        edits: checksum of the edits made, int64 [tracked].
+        copies: checksum of the copies made, int64 [tracked].
         overflowed: this rank's first point where an edit left a row that is not finite, NONE for none: int64 [tracked].
         nonfinite: this rank's first point with a kept row that is not finite, NONE for none: int64 [tracked].
         failure: reason why the whole pass cannot be trusted, or None.

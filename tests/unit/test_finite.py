@@ -30,7 +30,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.schema import RAW, PointSchema
 from steercap.core.tokens import Range
-from steercap.kernels.bits import STRAY, told_apart, weight
+from steercap.kernels.bits import NOT_FINITE, split_checksum, weight
 from steercap.kernels.finite import EDITED_MOST, edited_most, stray_rows
 
 WIDTH, POINTS, TOKENS = 24, 3, 5
@@ -197,8 +197,8 @@ def test_evidence_and_the_first_stray_point_are_told_apart(marks) -> None:
     for point, entries, stray in marks:
         total += entries * weight(point)
         first = point if stray and first < 0 else first
-    evidence, found = told_apart(np.array([total + (first + 1) * STRAY]))
-    assert (evidence[0], found[0]) == (total, first)
+    checksums, found = split_checksum(np.array([total + (first + 1) * NOT_FINITE]))
+    assert (checksums[0], found[0]) == (total, first)
 
 
 @given(st.lists(st.sampled_from([0.0, 1.5, -2e4, torch.inf, -torch.inf, torch.nan, 7e4]), min_size=1, max_size=12))

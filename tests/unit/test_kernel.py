@@ -44,7 +44,7 @@ from triton.compiler import ASTSource, compile
 from steercap.kernels.triton_tap import _tap_kernel
 
 width, dtype, deferred, together = json.loads(sys.argv[1])
-pointers = dict(hidden=dtype, residual=dtype, arena=dtype, responses="fp32", bank="fp32", evidence="i64")
+pointers = dict(hidden=dtype, residual=dtype, arena=dtype, responses="fp32", bank="fp32", checksums="i64")
 strides = ("hidden_stride", "residual_stride", "num_points", "num_entries", "num_tokens")
 block = 1 << (width - 1).bit_length()
 most = 65504.0 if dtype == "fp16" else 2.0**40

@@ -2,7 +2,7 @@
 
 All tables of the taps are on the device before vLLM traces or captures the model, and their addresses never change;
 between passes every token's entry is -1, so dummy runs, warm-up and graph capture find idle taps. A pass takes
-one copy to the device on the model's stream; the pass; one kernel that writes each token's witness and makes the
+one copy to the device on the model's stream; the pass; one kernel that writes each token's report and makes the
 tables idle again. Rows wait in a ring on the device while a stream of their own copies them into the pinned arena
 that the client maps. The model's stream never waits for the host, and for a copy only when the ring is full.
 """
@@ -25,7 +25,7 @@ from steercap.core.program import MAX_REPLACEMENTS, Configuration
 from steercap.core.rows import Ints
 from steercap.core.schema import LINE_BYTES
 from steercap.kernels import triton_tap as kernel
-from steercap.kernels.bits import told_apart
+from steercap.kernels.bits import split_checksum
 from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
 from steercap.worker.layouts import LAYOUTS, RecordLayout
@@ -58,7 +58,7 @@ class _Pass:
         step: step of its tracked tokens.
         pattern: tables of its taps.
         token_ids, positions: the model's inputs.
-        witness: first row of its witnesses in the witness table.
+        reports: first row of its reports in their table.
         line: first line of its rows in the ring.
         sources: first line in the ring of the rows to copy for each tracked token, NONE if it is not kept: int64
             [tracked].
@@ -75,7 +75,7 @@ class _Pass:
     pattern: Pattern
     token_ids: torch.Tensor
     positions: torch.Tensor
-    witness: int
+    reports: int
     line: int
     sources: Ints
     updates: int
@@ -119,15 +119,15 @@ class CudaTaps(Taps):
         # Views, made once: a tap is launched hundreds of times a pass.
         self._banks = [self._bank[:, kind.first : kind.first + kind.width] for kind in self._kinds]
         self._replacements = table(sizes.tokens * MAX_REPLACEMENTS)
-        self._evidence = table(sizes.tokens, 2, dtype=torch.int64)
+        self._checksums = table(sizes.tokens, 2, dtype=torch.int64)
         self._rows = _ring(max(lines, 1), device)
         self._rings = [typed(self._rows, kind.schema) for kind in self._kinds]
         self._sums = DeviceAccumulators(installed, self.accumulators, self._layouts, transfers, AHEAD)
         self._encoder = DeviceEncoder(
             installed, self.programs, self._bank, transfers, sizes.tokens if installed.captures else 1, AHEAD
         )
-        # In host memory, to which the device writes: the witnesses are few, and a copy would cost the host more.
-        self._witness = transfers.pinned((AHEAD * sizes.tokens, kernel.WITNESS_COLUMNS), torch.int64)
+        # In host memory, to which the device writes: the reports are few, and a copy would cost the host more.
+        self._reports = transfers.pinned((AHEAD * sizes.tokens, kernel.REPORT_COLUMNS), torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
         self._tables: list[npt.NDArray[np.int32]] = [upload.numpy() for upload in self._uploads]
         self._pattern: Pattern | None = None
@@ -138,12 +138,12 @@ class CudaTaps(Taps):
         self._dirty: set[int] = set()
         self._vectors: list[tuple[Sequence[int], torch.Tensor]] = []
         nothing = table(1)  # compile the kernels that no dummy run of the model would compile
-        kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 0, 1)
+        kernel.launch_close(self._tokens, self._checksums, self._reports, nothing, nothing.long(), 0, 1)
         self._sums.launch(self._rows, 1)
 
     @property
     def table_bytes(self) -> TableBytes:
-        pinned = self._witness.nbytes + sum(upload.nbytes for upload in self._uploads)
+        pinned = self._reports.nbytes + sum(upload.nbytes for upload in self._uploads)
         return TableBytes(
             ring=self._rows.nbytes if self.installed.captures else 0,
             ring_in_use=self._lines.taken * LINE_BYTES,
@@ -210,7 +210,7 @@ class CudaTaps(Taps):
             return
         done.failure = failure
         num_tokens, read = len(done.pattern.table), (done.token_ids, done.positions)
-        kernel.launch_close(self._tokens, self._evidence, self._witness, *read, done.witness, num_tokens)
+        kernel.launch_close(self._tokens, self._checksums, self._reports, *read, done.reports, num_tokens)
         if done.updates:
             self._sums.launch(self._rows, done.updates)
         self._encoder.launch(self._rows, done.encoded)
@@ -278,11 +278,11 @@ class CudaTaps(Taps):
                 return
             self._passed.popleft()
             self._lines.free(done)
-            said = self._witness.numpy()[done.witness : done.witness + len(done.step)].copy()
+            said = self._reports.numpy()[done.reports : done.reports + len(done.step)].copy()
             if done.step is through:
                 through = None
-            token_ids, positions, *evidence = said.T
-            (edits, overflowed), (copies, nonfinite) = map(told_apart, evidence)
+            token_ids, positions, *checksums = said.T
+            (edits, overflowed), (copies, nonfinite) = map(split_checksum, checksums)
             yield done.step, StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, done.failure)
 
     def on_tap(
@@ -309,7 +309,7 @@ class CudaTaps(Taps):
             self._replacements,
             self._rings[kind],
             self._layouts,
-            self._evidence,
+            self._checksums,
         )
 
     def _too_many(self, lines: int) -> str:

@@ -97,9 +97,9 @@ class HostTaps(Taps):
         self._keeping = ([], [])  # frees SAEs that nothing else refers to
         if step is not None:
             failure = failure or self._misfit or self._misfires()
-            self._done.append((step, self._witness(step, failure)))
+            self._done.append((step, self._report(step, failure)))
 
-    def _witness(self, step: Step, failure: str | None) -> StepReport:
+    def _report(self, step: Step, failure: str | None) -> StepReport:
         nonfinite: Ints = np.full(len(step), NONE, dtype=np.int64)
         for point, tokens in reversed(self._nonfinite):  # the first point is written last
             nonfinite[np.searchsorted(step.tokens, tokens.numpy())] = point

@@ -44,7 +44,7 @@ class HostEdits:
         self._tokens = torch.zeros(0, dtype=torch.int64)
         self._masks = torch.zeros(0, dtype=torch.int32)
         self._replacements = torch.zeros((0, 1), dtype=torch.int64)
-        self._evidence = torch.zeros(0, dtype=torch.int64)
+        self._checksums = torch.zeros(0, dtype=torch.int64)
         self._overflowed = torch.zeros(0, dtype=torch.int64)
 
     def fill(self, step: Step) -> None:
@@ -54,8 +54,8 @@ class HostEdits:
         if not len(self._chosen):
             return
         self._masks = torch.from_numpy(step.masks[self._chosen])
-        self._evidence = torch.zeros(len(self._chosen), dtype=torch.int64)
-        self._overflowed = torch.full_like(self._evidence, NONE)
+        self._checksums = torch.zeros(len(self._chosen), dtype=torch.int64)
+        self._overflowed = torch.full_like(self._checksums, NONE)
         slots = step.slots[self._chosen]
         self._replacements = torch.from_numpy(
             _replacements(step, self._chosen, int(self._programs.replacements[slots].max()))
@@ -87,21 +87,22 @@ class HostEdits:
         """Edit the rows `hidden + residual` of the pass's edited tokens at one armed point, in place.
 
         A changed row goes whole into `hidden`, and its residual becomes 0. A row that is not finite or too large
-        becomes 0, and the first such point is recorded as overflowed. The number of edits is added to the evidence.
+        becomes 0, and the first such point is recorded as overflowed. The number of edits goes into the token's
+        checksum.
         """
         columns = self._columns.get(point)
         if columns is None:
             columns = self._columns[point] = self._at(point)
         applied, stray = edit_stream(hidden, residual, self._tokens, columns, self._masks, self._replacements, bank)
-        self._evidence.add_(applied, alpha=weight(point))
+        self._checksums.add_(applied, alpha=weight(point))
         if stray is not None:
             self._overflowed[stray & (self._overflowed == NONE)] = point
 
     def made(self, step: Step) -> tuple[Ints, Ints]:
-        """Return the evidence of each token's edits, and the first point where they left a row that is not finite."""
+        """Return the checksum of each token's edits, and the first point where they left a row that is not finite."""
         made, overflowed = np.zeros(len(step), dtype=np.int64), np.full(len(step), NONE, dtype=np.int64)
         if len(self._chosen):
-            made[self._chosen], overflowed[self._chosen] = self._evidence.numpy(), self._overflowed.numpy()
+            made[self._chosen], overflowed[self._chosen] = self._checksums.numpy(), self._overflowed.numpy()
         return made, overflowed
 
     def _at(self, point: int) -> tuple[Column, ...]:

@@ -51,7 +51,7 @@ class Pattern:
         asked[changed, kernel.MASK] = step.masks[changed]
         asked[kept, kernel.LAYOUT] = step.layouts[kept]
         asked[kept, kernel.BEFORE] = layouts.before[step.layouts[kept]]
-        asked[:, kernel.WITNESS] = np.arange(len(step))
+        asked[:, kernel.REPORT] = np.arange(len(step))
         table = np.full((num_tokens, kernel.TOKEN_COLUMNS), NONE, dtype=np.int32)
         table[step.tokens] = asked
         total = int(raw.sum())
