@@ -180,7 +180,7 @@ async def test_rows_are_calibrated_alike_or_refused(tiny, tmp_path) -> None:
     found = await collect(tiny, DOCUMENTS, folder, capture=CaptureSpec(layers=[1], calibration=again), **asked)
     assert found.tokens == 0  # all was there
     for other in (CaptureSpec(layers=[1], calibration=wider), CaptureSpec(layers=[1], codec="full8")):
-        with pytest.raises(RunDiffers, match="calibration is"):
+        with pytest.raises(RunDiffers, match="calibration was"):
             await collect(tiny, DOCUMENTS, folder, capture=other, **asked)
     await collect(tiny, DOCUMENTS, tmp_path / "raw", layers=[1], **asked)
     coded, raw = (ActivationDataset(path, join="concatenate")[:] for path in (folder, tmp_path / "raw"))
