@@ -283,7 +283,7 @@ async def test_a_server_names_vectors_of_another_model(tiny: SteerModel, tmp_pat
     async with listening(app) as url, SteerModel.connect(url) as remote:
         for asked in asks_of(of("gpt2")).values():
             with pytest.warns(UserWarning, match="made for model 'gpt2', and this one is") as said:
-                await remote.generate([[5, 6, 7], [8, 9], [3, 4]], GREEDY, **asked)
+                await remote.run([[5, 6, 7], [8, 9], [3, 4]], GREEDY, **asked)
             assert len([one for one in said if one.filename == __file__]) == 1, "once a call, and of its line"
         with silent():
             for name in ("tiny", Path(tiny.model).name, ""):
