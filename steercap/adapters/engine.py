@@ -28,7 +28,7 @@ from steercap.adapters.pooling import read_pooling, tasks_of
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.releases import require
-from steercap.adapters.sampling import read_params
+from steercap.adapters.sampling import ParamsReader
 from steercap.adapters.settings import CONFIG_KEY, expected_family, overshoot, worker_config
 from steercap.adapters.startup_error import refusal
 from steercap.adapters.wire import Wire
@@ -79,6 +79,7 @@ class VllmEngine:
         require("a running AsyncLLM", llm)
         self._connection = Connection(llm, launch.reaper.folder)
         self._wire = Wire(llm)
+        self._params = ParamsReader()
         self._adapters = Adapters(llm.vllm_config, self._load_adapter)
         self.launch = launch
         self.points = points
@@ -186,9 +187,9 @@ class VllmEngine:
         """Return a copy of the user's sampling parameters; vLLM's defaults for None.
 
         Raises:
-            InvalidRequest: see `read_params`; or an option that this engine's runner silently ignores.
+            InvalidRequest: see `sampling.read_params`; or an option that this engine's runner silently ignores.
         """
-        found = read_params(params)
+        found = self._params.read(params)
         if found.logprob_token_ids and self._verifies_on_v2:
             raise InvalidRequest(
                 "logprob_token_ids: Model Runner V2 leaves them out where it verifies drafts; use logprobs=, or start "

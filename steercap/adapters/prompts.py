@@ -63,7 +63,10 @@ async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
     try:
         parsed = parse_model_prompt(llm.model_config, prompt)
         # A cached picture is sent without its pixels; the engine has them only if all earlier requests were sent.
-        (payload,) = await llm.renderer.render_cmpl_async([parsed], skip_mm_cache=True)
+        if "prompt_token_ids" in parsed and not llm.model_config.is_multimodal_model:  # nothing takes long
+            (payload,) = llm.renderer.render_cmpl([parsed], skip_mm_cache=True)
+        else:
+            (payload,) = await llm.renderer.render_cmpl_async([parsed], skip_mm_cache=True)
     except Exception as error:  # of any kind: vLLM and tokenizers compare and index before they look at types
         raise InvalidPrompt(f"{shown(prompt)} cannot be a prompt: {error}") from error
     if payload["type"] == "embeds":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -32,7 +33,8 @@ _SEEDS: Final = (-(2**63), 2**63 - 1)
 _DEPTH: Final = 50
 _FLOAT32: Final = torch.finfo(torch.float32)
 #: Types whose values cannot change, and need no copy.
-_ATOMS: Final = frozenset({type(None), bool, int, float, str})
+_ATOMS: Final = frozenset({type(None), bool, int, float, str, RequestOutputKind})
+_ALL_VALUES: Final = attrgetter(*_PUBLIC)
 
 
 def read_params(given: Any) -> SamplingParams:
@@ -64,6 +66,38 @@ def read_params(given: Any) -> SamplingParams:
         raise InvalidRequest(f"extra_args[{EXTRA_ARGS_KEY!r}] belongs to steercap; use capture= and steering=")
     params.skip_clone = True  # nobody else has them, and vLLM's deep copy would take longer than all the rest
     return params
+
+
+class ParamsReader:
+    """Reader of users' sampling parameters that converts the last object again only if it has changed."""
+
+    def __init__(self) -> None:
+        self._given: Any = None
+        self._values: Any = None
+        self._params = SamplingParams()
+
+    def read(self, given: Any) -> SamplingParams:
+        """Convert sampling parameters; see `read_params`."""
+        values = _constants(given)
+        if values is None:
+            return read_params(given)
+        if given is not self._given or values != self._values:
+            self._params, self._given, self._values = read_params(given), given, values
+        return copy.copy(self._params)
+
+
+def _constants(given: Any) -> tuple[Any, ...] | None:
+    """Return the names, types and values of sampling parameters, None if a value is of a type that can change."""
+    if type(given) is SamplingParams:
+        names, values = (), _ALL_VALUES(given)
+    elif type(given) is dict:
+        names, values = tuple(given), tuple(given.values())
+    else:
+        return None
+    types = tuple(map(type, values))
+    if any(kind not in _ATOMS and (kind is not list or one) for kind, one in zip(types, values, strict=True)):
+        return None
+    return names, types, values
 
 
 def wants_prompt_logprobs(params: SamplingParams) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final, TypeAlias
 
 from steercap.architectures.families.code import same_code
@@ -12,7 +12,7 @@ from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import Attached, CapturedRows, Loaded
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
-from steercap.core.schema import PointSchema
+from steercap.core.schema import Coding, PointSchema
 from steercap.errors import WorkerFailure
 from steercap.kernels.codecs import ENCODINGS, record_of
 from steercap.kernels.codecs.reduced import accumulator_records
@@ -84,7 +84,12 @@ class Rank:
         if plan.accumulates:
             records = accumulator_records(schemas, self.attached.held) if rows else 0
             return self.page.pages(records, record_of(schemas).lines)
-        return self.page.pages(rows, record_of(schemas, plan.coding).lines)
+        return self.page.pages(rows, self._record_lines(plan.points, plan.coding))
+
+    @cached_property
+    def _record_lines(self) -> Callable[[tuple[int, ...], Coding], int]:
+        """Function that returns the arena lines of a record of points; requests mostly keep what others keep too."""
+        return lru_cache(maxsize=256)(lambda points, coding: record_of(self.kept(points), coding).lines)
 
 
 def attention_of(ranks: Sequence[Rank]) -> dict[int, AttentionRule]:

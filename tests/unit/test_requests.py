@@ -21,7 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.adapters import cpu, detokenizer
 from steercap.adapters.prompts import prompt_dict
-from steercap.adapters.sampling import read_params
+from steercap.adapters.sampling import ParamsReader, read_params
 from steercap.adapters.wire import is_plain
 from steercap.errors import InvalidPrompt, InvalidRequest
 from steercap.testing import tiny_checkpoint
@@ -191,3 +191,33 @@ def test_only_plain_requests_are_sent_without_a_trial(payload, fields, options, 
     """Token ids and numbers that every decoder takes; whatever else is there is tried first."""
     prompt = {"type": "token", "prompt_token_ids": [3, 4], **payload}
     assert is_plain(prompt, read_params(fields), options) is plain
+
+
+@pytest.mark.parametrize("kind", [dict, SamplingParams])
+def test_parameters_that_change_are_read_again(kind) -> None:
+    """The same object twice is read once, and its copies are apart; whatever is changed in it counts, types too."""
+    reader, given = ParamsReader(), kind(max_tokens=5, temperature=0.5)
+    first, second = reader.read(given), reader.read(given)
+    assert (first, first is second, first.skip_clone) == (second, False, True)
+    first.output_kind, first.extra_args = RequestOutputKind.FINAL_ONLY, {"a": 1}
+    assert reader.read(given) == second
+
+    def change(name: str, value: object) -> None:
+        given.__setitem__(name, value) if isinstance(given, dict) else setattr(given, name, value)
+
+    change("max_tokens", 6)
+    assert reader.read(given).max_tokens == 6
+    stops = ["x"]
+    change("stop", stops)
+    assert reader.read(given).stop == ["x"]
+    stops.append("y")
+    assert reader.read(given).stop == ["x", "y"]
+    change("stop", [])
+    assert reader.read(given).stop == []
+    change("max_tokens", 6.0)
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        reader.read(given)
+    change("max_tokens", 7)
+    assert reader.read(given).max_tokens == 7
+    assert reader.read(kind(max_tokens=7, temperature=0.25)).temperature == 0.25
+    assert reader.read(None).max_tokens == SamplingParams().max_tokens
