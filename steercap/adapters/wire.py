@@ -2,7 +2,7 @@
 
 vLLM checks ranges in the client, and types only where the engine decodes the request's frame: a wrong one ends the
 thread that reads all requests, and the engine seems to live. So vLLM's own preparation, encoder and typed decoder run
-here first, but for requests of token ids and plain numbers alone, which are checked by then. It relies on
+here first; for requests of token ids and plain numbers its preparation is enough. It relies on
 `AsyncLLM.get_supported_tasks`, `InputProcessor.process_inputs`, `EngineCoreRequest`, `MsgpackEncoder` and
 `MsgpackDecoder`. It can go when vLLM refuses such requests in the client.
 """
@@ -76,13 +76,13 @@ class Wire:
         Raises:
             InvalidRequest: they cannot be sent; the message names the argument.
         """
-        if is_plain(payload, params, options):
-            return  # vLLM's own checks in `generate` come before it sends anything
         tasks = await self._llm.get_supported_tasks()
         try:
             request = self._llm.input_processor.process_inputs("steercap", payload, params, tasks, **options)
         except Exception as error:  # of any kind: vLLM compares and indexes before it looks at types
             raise InvalidRequest(f"vLLM refuses this request: {str(error) or type(error).__name__}") from error
+        if is_plain(payload, params, options):
+            return
         try:
             frames = self._encoder.encode(request)  # several where there are pictures: torch reads what it can write to
             self._decoder.decode([bytearray(frame) for frame in frames])
@@ -95,7 +95,7 @@ class Wire:
 def is_plain(payload: Any, params: SamplingParams | PoolingParams, options: Mapping[str, Any]) -> bool:
     """Return True for a request of token ids, with parameters as `read_params` returns them that are numbers alone.
 
-    None of its values can be of a type that the engine does not expect, so that a trial would find nothing.
+    None of its values can be of a type that the engine does not expect, so that decoding it would find nothing.
     """
     if type(payload) is not dict or payload["type"] != "token" or type(params) is not SamplingParams:
         return False
@@ -104,7 +104,7 @@ def is_plain(payload: Any, params: SamplingParams | PoolingParams, options: Mapp
         set(map(type, ids)) == {int}
         and min(ids) in _INT32
         and max(ids) in _INT32
-        and (salt is None or salt.isascii())
+        and (salt is None or (type(salt) is str and salt.isascii()))
         and all(type(value) is int and value in _INT32 for value in options.values() if value is not None)
         and all(value in _INT32 for value in (params.max_tokens, params.min_tokens, params.n) if value is not None)
         and params.top_k <= _INT32[-1]

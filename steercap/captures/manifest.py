@@ -26,7 +26,7 @@ from steercap.captures.rows import Rows
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
-from steercap.files.folder import FolderKind, differences, given
+from steercap.files.folder import FolderKind, differences
 from steercap.files.journal import Journal
 from steercap.kernels.codecs.coded import coding_of, parts_of
 
@@ -207,7 +207,9 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _differing(found: Document, wanted: Document) -> list[str]:
     """Return the differences between two runs in words; settings are compared only if both runs have them."""
     what = differences({"model": found.model}, {"model": wanted.model})
-    return what + (differences(given(found.asked), given(wanted.asked)) if found.asked and wanted.asked else [])
+    if not found.asked or not wanted.asked:
+        return what
+    return what + differences(found.asked, wanted.asked, none_is_unset=True)
 
 
 #: Folders of captures.

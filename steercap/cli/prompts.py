@@ -99,9 +99,12 @@ def _prompt(name: str, number: int, value: Any) -> Prompt:
             return Prompt(value)
         case {"messages": [*messages]} if messages:
             try:
-                return Prompt(msgspec.convert(messages, list[dict[str, str]]))
+                conversation = msgspec.convert(messages, list[dict[str, str]])
             except msgspec.ValidationError as error:
                 raise InvalidFile(f"{name}, line {number}: messages: {error}") from error
+            if not all("role" in message for message in conversation):
+                raise InvalidFile(f"{name}, line {number}: messages: each needs a 'role', such as 'user'")
+            return Prompt(conversation)
         case {"prompt": str(text)} if text:
             return Prompt(text)
     raise InvalidFile(f"{name}, line {number}: {value!r}; give text, {{'prompt': text}} or {{'messages': [...]}}")

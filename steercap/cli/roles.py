@@ -45,11 +45,13 @@ class AnswerOptions:
     n_samples: Annotated[
         int | None, typer.Option("--samples", min=1, help="Answers to each question.", rich_help_panel=SIZES)
     ] = None
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SIZES)] = (
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer.", rich_help_panel=SIZES)
+    ] = None
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=SIZES)] = (
         None
     )
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=SIZES)] = None
-    seed: Annotated[int | None, typer.Option(help="Of everything that is drawn.", rich_help_panel=SIZES)] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of everything that is drawn.", rich_help_panel=SIZES)] = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Normalisation and checks of the arguments of `generate` and `chat`: prompts, conversations and flags."""
+"""Normalisation and checks of the arguments of `generate`, `chat` and `run`: prompts, conversations and flags."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ class Admission:
         if self._settings.overflow == "error" and pages + self.budget.wanted > self.budget.free(engine):
             raise CaptureMemoryFull(f"{self._situation(ticket)} and overflow='error'; {_REMEDY}")
         admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
-        self._settle(self.budget.claim(ticket))
         try:
+            self._settle(self.budget.claim(ticket))
             await admitted
         except BaseException:
             self.release(ticket)

@@ -24,7 +24,7 @@ Definition = TypeVar("Definition", bound=msgspec.Struct)
 NAMED: Final = 5
 
 
-def differences(found: Any, wanted: Any, *, but: Collection[str] = ()) -> list[str]:
+def differences(found: Any, wanted: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
     """Return the differences of two definitions in words, such as "model.name was 'a', is 'b'".
 
     They are compared as JSON holds them, tuples as lists; where both hold a mapping, its entries one by one.
@@ -32,14 +32,13 @@ def differences(found: Any, wanted: Any, *, but: Collection[str] = ()) -> list[s
     Args:
         found, wanted: Structs or mappings: the definition in a folder, and that of the run to resume.
         but: names of fields that may differ.
+        none_is_unset: True to take a field that is None as one that is missing: a version that did not know it yet
+            wrote nothing of it.
     """
     was, now = (msgspec.json.decode(msgspec.json.encode(one), type=dict[str, Any]) for one in (found, wanted))
+    if none_is_unset:
+        was, now = ({name: value for name, value in one.items() if value is not None} for one in (was, now))
     return [line for name in {**was, **now} if name not in but for line in _apart(name, was, now)]
-
-
-def given(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not None: a version that did not know one yet wrote nothing of it."""
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _apart(name: str, was: Mapping[str, Any], now: Mapping[str, Any], under: str = "") -> list[str]:

@@ -46,7 +46,7 @@ def table_of(records: Sequence[msgspec.Struct], columns: Mapping[str, Sequence[f
         records: see `write_table`.
         columns: further columns by name, with a value for each record.
     """
-    with extra("experiments", "personas"):
+    with extra("experiments", "evaluation", "personas"):
         import pyarrow as pa
 
     rows = [msgspec.to_builtins(record) for record in records]
@@ -58,7 +58,7 @@ def table_of(records: Sequence[msgspec.Struct], columns: Mapping[str, Sequence[f
 
 def save_table(path: str | Path, table: pa.Table) -> Path:
     """Write a pyarrow Table to a Parquet file, which appears whole or not at all."""
-    with extra("experiments", "personas"):
+    with extra("experiments", "evaluation", "personas"):
         from pyarrow import parquet
 
     with write_whole(Path(path)) as scratch:
@@ -76,7 +76,7 @@ def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     Raises:
         InvalidFile: no such file, no Parquet, or a table of something else.
     """
-    with extra("experiments", "personas"):
+    with extra("experiments", "evaluation", "personas"):
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -108,7 +108,7 @@ class TableWriter(Generic[AnyRecord]):
         seconds: float = PART_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._kind = folder, kind
+        self.folder, self._kind = folder, kind
         self._records, self._seconds, self._clock = records, seconds, clock
         self._waiting: list[AnyRecord] = []
         self._due: asyncio.TimerHandle | None = None
@@ -153,10 +153,10 @@ class TableWriter(Generic[AnyRecord]):
 
     def _write(self, records: Sequence[AnyRecord]) -> None:
         # A unique name: two processes that were started on one folder by mistake lose nothing.
-        write_table(self._folder / f"{len(self._paths()):05}-{uuid.uuid4().hex[:8]}.parquet", records)
+        write_table(self.folder / f"{len(self._paths()):05}-{uuid.uuid4().hex[:8]}.parquet", records)
 
     def _paths(self) -> list[Path]:
-        return sorted(self._folder.glob("*.parquet"))
+        return sorted(self.folder.glob("*.parquet"))
 
 
 def _later(seconds: float, work: Callable[[], None]) -> asyncio.TimerHandle | None:

@@ -61,7 +61,7 @@ class Recipe:
         return await self.serving.with_restart(self.prepared)
 
     def with_restart(self, work: Callable[[Job], Awaitable[Value]], job: Job) -> Coroutine[Any, Any, Value]:
-        """Run `work` on the request; if the engine dies meanwhile and is restarted, prepare and run it once more.
+        """Run `work` on the request; each time the engine dies meanwhile and is restarted, prepare and run it again.
 
         Args:
             work: coroutine function of the job; it must leave nothing behind if it fails.

@@ -184,7 +184,7 @@ async def test_later_settings_leave_earlier_stages_as_they_are(smol, whole, tmp_
     back = await run(smol, SETTINGS, folder, progress=reports.append)
     assert reached(reports)["capture"] == reached(whole[1])["capture"][1:2] * 2 + reached(whole[1])["capture"][2:]
     assert back.directions == result.directions
-    with pytest.raises(RunDiffers, match="seed: 0, not 1"):
+    with pytest.raises(RunDiffers, match="seed was 0, is 1"):
         await run(smol, msgspec.structs.replace(SETTINGS, seed=1), folder)
 
 

@@ -152,7 +152,7 @@ async def test_later_settings_do_later_stages_again_and_others_are_refused(model
     assert next(one for one in reports if one.stage == "generate").done == 24  # the assistant's and the poet's
     assert (found.rows.layers, found.rows.names) == ((1, 2), ("ghost", "poet"))
     assert torch.equal(found.rows.at("ghost", 2), whole.rows.at("ghost", 2))
-    with pytest.raises(RunDiffers, match="seed: 0, not 1"):
+    with pytest.raises(RunDiffers, match="seed was 0, is 1"):
         await run(model, msgspec.structs.replace(fewer, seed=1), tmp_path)
     assert load_run(tmp_path).rows.names == ("ghost", "poet")
 
@@ -196,7 +196,7 @@ async def test_a_run_of_another_model_is_not_calibrated_on(model, whole) -> None
     said = settings.read_bytes()
     try:
         settings.write_bytes(said.replace(b'"name": "tiny"', b'"name": "other"'))
-        with pytest.raises(RunDiffers, match="name: 'other', not 'tiny'"):
+        with pytest.raises(RunDiffers, match="name was 'other', is 'tiny'"):
             await calibrated_capping(model, whole, assistant_axis(whole.rows), layers=[1])
     finally:
         settings.write_bytes(said)

@@ -453,12 +453,12 @@ def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
     """With the differences named; a change of later stages is none."""
     open_folder(tmp_path, MODEL, made())
     open_folder(tmp_path, MODEL, made(method="probe", scorer="keywords"))
-    with pytest.raises(RunDiffers, match=r"seed: 0, not 1"):
+    with pytest.raises(RunDiffers, match=r"seed was 0, is 1"):
         open_folder(tmp_path, MODEL, made(seed=1, method="pca"))
-    with pytest.raises(RunDiffers, match=r"model\.name: 'm', not 'other'"):
+    with pytest.raises(RunDiffers, match=r"model\.name was 'm', is 'other'"):
         open_folder(tmp_path, MODEL | {"name": "other"}, made())
     changed = msgspec.structs.replace(traits()["formal"], questions=("What?", "Why?"))
-    with pytest.raises(RunDiffers, match=r"traits\.formal\.questions: \['How do I cook rice"):
+    with pytest.raises(RunDiffers, match=r"traits\.formal\.questions was \['How do I cook rice"):
         open_folder(tmp_path, MODEL, made(traits=(changed, "poetic")))
 
 
@@ -624,11 +624,12 @@ async def test_answers_that_were_written_are_not_asked_for_again(tmp_path) -> No
     settings, asked, finished = made(traits=("formal", "poetic"), max_in_flight=3), [], []
     wanted = list(all_requests(settings))
 
-    async def run(_messages: Any, params: Any, **_: Any) -> Any:
+    async def run(_messages: Any, params: Any, *, steering: Any) -> Any:
         """Answer with the seed, as often as is left."""
         await asyncio.sleep(0)
         if not left:
             raise InvalidRequest("no more")
+        assert steering is None, "nothing of what encloses the run steers it"
         asked.append(params["seed"])
         left.pop()
         sample = types.SimpleNamespace(
@@ -691,7 +692,7 @@ async def test_traits_come_and_go_without_the_others_being_asked_again(tmp_path)
     assert await through(changed, "formal") == [24, 48]
     with pytest.raises(RunDiffers, match=r"traits\.poetic\.positive"):
         await through(msgspec.structs.replace(traits()["poetic"], positive=("Rhyme.", "Sing.")), "formal")
-    with pytest.raises(RunDiffers, match=r"seed: 0, not 1"):
+    with pytest.raises(RunDiffers, match=r"seed was 0, is 1"):
         await through("humorous", seed=1)
 
 

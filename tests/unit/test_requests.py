@@ -177,6 +177,7 @@ def test_a_row_without_adapter_has_none_added(module, indices) -> None:
         ({"prompt_token_ids": [3, 2**31]}, {}, {}, False),
         ({"prompt_token_ids": [3, -1]}, {}, {}, False),
         ({"cache_salt": "\ud800"}, {}, {}, False),
+        ({"cache_salt": np.str_("a")}, {}, {}, False),
         ({}, {"max_tokens": 2**40}, {}, False),
         ({}, {"stop": ["\ud800"]}, {}, False),
         ({}, {"logprobs": 2}, {}, False),
@@ -187,8 +188,8 @@ def test_a_row_without_adapter_has_none_added(module, indices) -> None:
         ({}, {}, {"lora_request": object()}, False),
     ],
 )
-def test_only_plain_requests_are_sent_without_a_trial(payload, fields, options, plain) -> None:
-    """Token ids and numbers that every decoder takes; whatever else is there is tried first."""
+def test_only_plain_requests_are_not_decoded_first(payload, fields, options, plain) -> None:
+    """Token ids and numbers that every decoder takes; with anything else a request is decoded as the engine will."""
     prompt = {"type": "token", "prompt_token_ids": [3, 4], **payload}
     assert is_plain(prompt, read_params(fields), options) is plain
 

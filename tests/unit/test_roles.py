@@ -304,7 +304,7 @@ def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
         load_run(tmp_path)
     with pytest.raises(RunDiffers, match="max_tokens: 512, not 7"):
         check_same(tmp_path, msgspec.structs.replace(settings, max_tokens=7))
-    with pytest.raises(RunDiffers, match=r"name: 'm', not 'n'"):
+    with pytest.raises(RunDiffers, match=r"name was 'm', is 'n'"):
         open_folder(tmp_path, {"name": "n"}, settings)
     added = RoleSet((*PAIR.roles[:1], Role("king", ("Rule.",))), QUESTIONS)
     again = open_folder(tmp_path, {"name": "m"}, msgspec.structs.replace(settings, roles=added))

@@ -15,7 +15,7 @@ from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import Point
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
-from steercap.files.folder import FolderKind, differences, given
+from steercap.files.folder import FolderKind, differences
 from steercap.kernels.codecs import ENCODINGS, Codec, dtype_of
 from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, named_parameters, parts_of
 
@@ -270,7 +270,7 @@ def _differing(found: Definition, wanted: Definition) -> list[str]:
         }
         for one in (found, wanted)
     )
-    return differences(was, now) + differences(given(found.asked), given(wanted.asked))
+    return differences(was, now) + differences(found.asked, wanted.asked, none_is_unset=True)
 
 
 def _points(definition: Definition) -> str:

@@ -72,7 +72,7 @@ async def capture(
         report: receiver of progress reports.
 
     Raises:
-        The errors of `SteerModel.generate`.
+        The errors of `SteerModel.read`.
     """
     if not folder.is_done("capture"):
         folder.begin("capture")

@@ -17,13 +17,12 @@ from typing import Any, Final
 
 import msgspec
 
-from steercap.files.folder import FolderKind
+from steercap.files.folder import FolderKind, differences
 from steercap.lab.personas.settings import (
     JOINT,
     STAGES,
     PersonaSettings,
     described,
-    differences,
     stage_hashes,
     stage_settings,
     trait_hashes,
@@ -82,11 +81,8 @@ class StageFolder:
         store: Callable[..., None],
     ) -> None:
         self.path, self._digests, self._load, self._store = path, digests, load, store
-
-    @property
-    def traits(self) -> tuple[str, ...]:
-        """Traits that are marked one by one, those requested now."""
-        return tuple(dict.fromkeys(trait for key in self._digests if (trait := key.partition("/")[2])))
+        #: Traits that are marked one by one, those requested now.
+        self.traits = tuple(dict.fromkeys(trait for key in digests if (trait := key.partition("/")[2])))
 
     def is_done(self, stage: str) -> bool:
         """Return True if a stage's results exist for every requested trait, for its current inputs."""
@@ -98,7 +94,7 @@ class StageFolder:
         return {key.partition("/")[2] for key in self._load() if key.startswith(f"{stage}/")}
 
     def begin(self, stage: str) -> None:
-        """Mark results of a stage and of later ones as unfinished, where they are of other inputs; remove such parts.
+        """Mark a stage as unfinished, of traits and later stages those of other inputs; remove parts of other inputs.
 
         Results of traits that are not requested now stay.
         """
@@ -187,8 +183,8 @@ def _differing(found: _State, wanted: _State) -> list[str]:
     (common, mine), (others, theirs) = (stage_settings(one.settings, "generate") for one in (wanted, found))
     shared = [name for name in mine if name in theirs]
     return differences(
-        {**common, "traits": {name: mine[name] for name in shared}, "model": wanted.model},
         {**others, "traits": {name: theirs[name] for name in shared}, "model": found.model},
+        {**common, "traits": {name: mine[name] for name in shared}, "model": wanted.model},
     )
 
 

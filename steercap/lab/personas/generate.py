@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 import msgspec
 
 from steercap.concurrency.bounded import each_of
+from steercap.errors import InvalidFile
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.personas.folder import StageFolder
 from steercap.lab.personas.progress import Count, Report
@@ -92,8 +93,8 @@ async def answer_groups(
 ) -> None:
     """Generate the missing answers of some groups, and finish each group once all of its answers are there.
 
-    Requests of all groups run concurrently. A group is taken when its first request is due, so only answers of
-    unfinished groups are in memory.
+    Requests of all groups run concurrently. A group is taken when its first request is due; its answers go to its
+    parts, and are read back when all are there.
 
     Args:
         model: an open model.
@@ -122,15 +123,15 @@ async def answer_groups(
     async def ask(asked: tuple[AnswerGroup[AnyResponse], Request | RoleRequest]) -> None:
         group, request = asked
         messages = messages_of(request.system_prompt, request.question_text)
-        generation = await model.run(messages, sampling_of(settings, request.seed))
+        generation = await model.run(messages, sampling_of(settings, request.seed), steering=None)
         (sample,) = generation.output.outputs
         finish, told = str(sample.finish_reason), msgspec.structs.asdict(request)
         token_ids = said(sample.token_ids, ends(), finish, sample.stop_reason)
         group.parts.add(kind(**told, answer=sample.text, token_ids=token_ids, finish=finish))
         lacking[group] -= 1
         if not lacking[group]:
-            del lacking[group]
             _finish(group)
+            del lacking[group]
         count.add()
 
     try:
@@ -143,6 +144,8 @@ async def answer_groups(
 def _finish(group: AnswerGroup[AnyResponse]) -> None:
     group.parts.flush()
     found = {response.id: response for response in group.parts.read()}
+    if any(request.id not in found for request in group.requests):
+        raise InvalidFile(f"{group.parts.folder} has lost answers: did another process work in it? Run it again")
     group.finish([found[request.id] for request in group.requests])
 
 
@@ -191,7 +194,7 @@ def messages_of(system_prompt: str, question: str) -> list[dict[str, str]]:
 
 
 def sampling_of(settings: RunSettings, seed: int) -> dict[str, Any]:
-    """Return sampling parameters for `SteerModel.chat`."""
+    """Return sampling parameters for `SteerModel.run`."""
     return {
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,

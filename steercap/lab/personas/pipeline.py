@@ -69,7 +69,7 @@ async def run(
         InvalidFile: the folder holds something else.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: for every trait, too few answers show it or its opposite.
-        The errors of `SteerModel.chat`, and of the scorer.
+        The errors of `SteerModel.run`, and of the scorer.
     """
     require("personas")
     check(model, settings)

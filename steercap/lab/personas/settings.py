@@ -238,15 +238,6 @@ def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str
     return found
 
 
-def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
-    """Return the differences between two values of plain data, as "place: theirs, not mine"."""
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        names = dict.fromkeys([*theirs, *mine])
-        parts = [(name, mine.get(name), theirs.get(name)) for name in names]
-        return [line for name, ours, other in parts for line in differences(ours, other, f"{at}.{name}".strip("."))]
-    return [] if mine == theirs else [f"{at}: {shown(theirs)}, not {shown(mine)}"]
-
-
 def stage_settings(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the settings a stage itself depends on: those for all traits, and those of each trait."""
     fields = [name.removeprefix("traits.") for name in DEPENDS[stage] if name.startswith("traits.")]

@@ -168,7 +168,7 @@ def chosen(given: Iterable[Any], known: Mapping[str, type[Any]], kind: type[Any]
         if not isinstance(made, kind):
             raise InvalidSpec(f"{shown(one)} is not a {noun}; give a name from {list(known)}, or a {kind.__name__}")
         if made.label in found:
-            raise InvalidSpec(f"{made!r} and {found[made.label]!r} have the same label; leave one out")
+            raise InvalidSpec(f"two {noun}s have the label {made.label!r}; leave one out")
         found[made.label] = made
     return tuple(found.values())
 

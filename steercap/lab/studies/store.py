@@ -5,6 +5,7 @@ answers/00007-3f2a9c.parquet          answers, some hundreds a part; one part wh
 values/repetition-5d41/...            numbers of one measure, by the number of the answer
 tasks/choices-77ab/...                numbers of one task, by the number of condition and item
 results.parquet                       answers and values in one table, when the study is complete
+methods.parquet, .md, .png            methods of an evaluation beside each other
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import number_of, parts_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, RunDiffers
+from steercap.files.folder import differences
 from steercap.lab.directions import Exchange
 from steercap.lab.directions.extraction import CALL_TEXTS, CALLS, asked_of, check_texts
 from steercap.lab.personas.capture import prompt_of
@@ -24,7 +25,6 @@ from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.folder import read_folder
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.stages import answers_of
-from steercap.lab.personas.settings import differences
 from steercap.steering.edits.cap import Cap
 from steercap.steering.layers import FrozenMapping, LayerVectors
 from steercap.steering.spec import SteeringSpec
@@ -157,7 +157,7 @@ async def calibrated_capping(
         The errors of `SteerModel.read`.
     """
     known, here = read_folder(run.folder).definition.model, model.identity()
-    if what := differences(here, known):
+    if what := differences(known, here):
         raise RunDiffers(f"{run.folder} is of another model: {'; '.join(what)}; open the model that it is of")
     projections = await token_projections(model, vectors, calibration_texts(run), layers=layers)
     return capping(vectors, projections, percentile=percentile, tokens=tokens)

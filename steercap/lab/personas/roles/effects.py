@@ -133,7 +133,7 @@ async def compare_steering(
     Raises:
         InvalidSpec: no cases, answers of one token, or a condition called "plain".
         InvalidSetting: a scorer that needs something the roles do not have.
-        The errors of `SteerModel.chat`.
+        The errors of `SteerModel.run`.
     """
     if settings.max_tokens < 2:
         raise InvalidSpec("max_tokens=1, but the row of an answer's only token is never computed; give 2 or more")

@@ -16,7 +16,7 @@ import msgspec
 
 from steercap.errors import InvalidFile
 from steercap.files.base import write_whole
-from steercap.files.folder import FolderKind
+from steercap.files.folder import FolderKind, differences
 from steercap.lab.personas.folder import VERSION, RunDefinition, StageFolder
 from steercap.lab.personas.roles.records import RoleOutcome
 from steercap.lab.personas.roles.role import ASSISTANT
@@ -27,7 +27,6 @@ from steercap.lab.personas.roles.settings import (
     generation_of,
     settings_from,
 )
-from steercap.lab.personas.settings import differences
 
 
 class Definition(RunDefinition, frozen=True):
@@ -164,7 +163,7 @@ def _differing(found: Definition, wanted: Definition) -> list[str]:
         {"model": one.model, **{name: generation_of(one.settings, name) for name in (ASSISTANT, *shared)}}
         for one in (wanted, found)
     )
-    return differences(mine, theirs)
+    return differences(theirs, mine)
 
 
 #: Folders of runs over roles.

@@ -74,7 +74,7 @@ async def run(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
         InvalidFile: the folder holds something else.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: too few answers of the assistant, or of all roles but one.
-        The errors of `SteerModel.chat`, and of the scorer.
+        The errors of `SteerModel.run`, and of the scorer.
     """
     await run_share(model, settings, out, progress=progress)
     return load_run(out)

@@ -19,8 +19,6 @@ _DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
     "score": ("scorer", "scorer_args"),
     "read": ("threshold", "min_kept", "layers", "site", "read_system", "read_together"),
 }
-#: The stages, in their order.
-STAGES: Final = tuple(_DEPENDS)
 _SIZES: Final = ("n_samples", "n_questions", "n_prompts", "max_tokens", "max_in_flight", "min_kept", "read_together")
 _LEAST: Final = {**dict.fromkeys(_SIZES, 1), "n_questions": 2}
 

@@ -38,7 +38,7 @@ async def answer(model: SteerModel, settings: RoleSettings, roles: Sequence[Role
     """Generate answers, and write `answers.parquet` of each role once all of its answers are there.
 
     Raises:
-        The errors of `SteerModel.chat`.
+        The errors of `SteerModel.run`.
     """
     todo = [role for role in roles if not role.is_done("generate")]
     total = sum(settings.answers_of(role.name) for role in roles)

@@ -277,7 +277,11 @@ def _scale(scale: object) -> float:
 def _prompt(prompt: object) -> Any:
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
+    if (
+        isinstance(prompt, Sequence)
+        and prompt
+        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    ):
         return [dict(message) for message in prompt]
     raise InvalidSpec(f"Sweep: prompts hold {shown(prompt)}; give text, or a list of {{'role', 'content'}} dicts")
 
