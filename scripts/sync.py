@@ -100,8 +100,8 @@ In a notebook `await` works at the top level, and `steercap.SteerModel` is the b
 #: What docstrings say of code that awaits, and what they say without.
 SAID: Final = (
     (r"\ban async context manager", "a context manager"),
-    (r"\bAsync iterator", "Iterator"),
-    (r"\basync(hronous)? iterator", "iterator"),
+    (r"\bAsync iterator", "Iterable"),
+    (r"\basync(hronous)? iterator(?! of documents)", "iterable"),
     (r"\basync (with|for) ", r"\1 "),
     (r"\bawait (?=[a-z_]+)", ""),
     (r"\baclos(e|ing)\b", r"clos\1"),

@@ -36,11 +36,13 @@ class SizeOptions(roles.AnswerOptions):
     """Options for sizes."""
 
     n_questions: Annotated[
-        int | None, typer.Option("--questions", min=2, help="How many of a trait's questions.", rich_help_panel=SIZES)
+        int | None, typer.Option("--questions", min=2, help="Number of questions of each trait.", rich_help_panel=SIZES)
     ] = None
     n_prompts: Annotated[
         int | None,
-        typer.Option("--system-prompts", min=1, help="How many of its pairs of system prompts.", rich_help_panel=SIZES),
+        typer.Option(
+            "--system-prompts", min=1, help="Number of pairs of system prompts of each trait.", rich_help_panel=SIZES
+        ),
     ] = None
 
 
@@ -49,21 +51,23 @@ class ScoreOptions:
     """Options for scoring answers, and for selecting those to keep."""
 
     scorer: Annotated[
-        str | None, typer.Option(help="minilm, keywords or judge; minilm if left out.", rich_help_panel=SCORING)
+        str | None, typer.Option(help="Scorer: minilm, keywords or judge (default minilm).", rich_help_panel=SCORING)
     ] = None
     scorer_arg: roles.ScorerArguments = None
     threshold_high: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Least score that shows the trait.", rich_help_panel=SCORING)
+        float | None,
+        typer.Option(min=0, max=100, help="Minimum score of an answer that shows the trait.", rich_help_panel=SCORING),
     ] = None
     threshold_low: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Greatest score that does not.", rich_help_panel=SCORING)
+        float | None,
+        typer.Option(min=0, max=100, help="Maximum score of an answer that does not.", rich_help_panel=SCORING),
     ] = None
     paired: Annotated[
         bool | None,
         typer.Option("--paired/--unpaired", help="Keep answers with their counterpart.", rich_help_panel=SCORING),
     ] = None
     min_kept: Annotated[
-        int | None, typer.Option(min=2, help="Fewest answers of each kind.", rich_help_panel=SCORING)
+        int | None, typer.Option(min=2, help="Minimum number of answers of each kind.", rich_help_panel=SCORING)
     ] = None
 
 
@@ -181,7 +185,7 @@ def _register_run(app: typer.Typer) -> None:
         ],
     )
     async def run(
-        traits: Annotated[list[str], typer.Argument(metavar="TRAIT", help="Shipped ones by name, or YAML files.")],
+        traits: Annotated[list[str], typer.Argument(metavar="TRAIT", help="Names of shipped traits, or YAML files.")],
         sizes: SizeOptions,
         scores: ScoreOptions,
         model: ModelOptions,
@@ -189,11 +193,13 @@ def _register_run(app: typer.Typer) -> None:
         out: Annotated[
             Path, typer.Option(file_okay=False, help="Folder of the run: answers, scores, vectors, a report.")
         ],
-        layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
-        site: Annotated[str, typer.Option(help="resid_pre, resid_post, attn_out or mlp_out.")] = "resid_post",
-        method: Annotated[str, typer.Option(help="difference, pca or probe.")] = "difference",
+        layers: Annotated[str, typer.Option(help="Layers to read: all, 8, 8,16,-1 or 4:20:2.")] = "all",
+        site: Annotated[
+            str, typer.Option(help="Site to read: resid_pre, resid_post, attn_out or mlp_out.")
+        ] = "resid_post",
+        method: Annotated[str, typer.Option(help="Method of the vectors: difference, pca or probe.")] = "difference",
         held_out: Annotated[
-            float, typer.Option(min=0.01, max=0.99, help="Share of the questions to try it on.")
+            float, typer.Option(min=0.01, max=0.99, help="Share of the questions that are held out.")
         ] = 0.25,
         read_system: Annotated[
             bool,
@@ -298,7 +304,7 @@ def _register_traits(app: typer.Typer) -> None:
     )
     def traits(
         terminal: Terminal,
-        names: Annotated[list[str] | None, typer.Argument(metavar="TRAIT", help="Show these in full.")] = None,
+        names: Annotated[list[str] | None, typer.Argument(metavar="TRAIT", help="Traits to show in full.")] = None,
     ) -> None:
         """List the traits that come with steercap, or show some in full: their system prompts, questions and
         keywords. A trait of your own is a YAML file like those in steercap/lab/personas/shipped.

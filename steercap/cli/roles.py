@@ -61,27 +61,27 @@ class RoleOptions(AnswerOptions):
     questions: Annotated[
         Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
     ] = None
-    role: Annotated[list[str] | None, typer.Option(help="One of the roles; may be repeated. All by default.")] = None
+    role: Annotated[list[str] | None, typer.Option(help="Name of a role; may be repeated. All by default.")] = None
     n_questions: Annotated[
-        int | None, typer.Option("--n-questions", min=2, help="How many of the questions.", rich_help_panel=SIZES)
+        int | None, typer.Option("--n-questions", min=2, help="Number of questions to ask.", rich_help_panel=SIZES)
     ] = None
     n_prompts: Annotated[
         int | None,
-        typer.Option("--system-prompts", min=1, help="How many of each role's prompts.", rich_help_panel=SIZES),
+        typer.Option("--system-prompts", min=1, help="Number of system prompts of each role.", rich_help_panel=SIZES),
     ] = None
     scorer: Annotated[
         str | None,
         typer.Option(
-            help="minilm, keywords or judge, of whether an answer plays its role; all are kept if left out.",
+            help="Scorer of whether an answer plays its role: minilm, keywords or judge. Left out, all are kept.",
             rich_help_panel=SCORING,
         ),
     ] = None
     scorer_arg: ScorerArguments = None
     threshold: Annotated[
-        float | None, typer.Option(min=0, max=100, help="Least score of an answer kept.", rich_help_panel=SCORING)
+        float | None, typer.Option(min=0, max=100, help="Minimum score of a kept answer.", rich_help_panel=SCORING)
     ] = None
     min_kept: Annotated[
-        int | None, typer.Option(min=1, help="Fewest kept answers of a role.", rich_help_panel=SCORING)
+        int | None, typer.Option(min=1, help="Minimum number of kept answers of a role.", rich_help_panel=SCORING)
     ] = None
 
     def settings(self, path: Path | None, **further: Any) -> RoleSettings:
@@ -150,8 +150,10 @@ def _register_roles(app: typer.Typer) -> None:
                 metavar="[ROLES]", help="Folder, or table (.csv, .parquet, .jsonl); 24 roles come with steercap."
             ),
         ] = None,
-        layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
-        site: Annotated[str, typer.Option(help="resid_pre, resid_post, attn_out or mlp_out.")] = "resid_post",
+        layers: Annotated[str, typer.Option(help="Layers to read: all, 8, 8,16,-1 or 4:20:2.")] = "all",
+        site: Annotated[
+            str, typer.Option(help="Site to read: resid_pre, resid_post, attn_out or mlp_out.")
+        ] = "resid_post",
         shard: Annotated[
             str,
             typer.Option(metavar="WHICH/OF", help="Share of the roles, for one of several processes, each on its GPU."),
@@ -197,15 +199,20 @@ def _register_axis(app: typer.Typer) -> None:
     )
     def axis(
         terminal: Terminal,
-        folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of `steercap persona roles`, all shares done.")],
+        folder: Annotated[
+            Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
+        ],
         how: Annotated[
-            Literal["contrast", "pca"], typer.Option(help="Assistant less roles, or first component of the roles.")
+            Literal["contrast", "pca"],
+            typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
         ] = "contrast",
-        layer: Annotated[int | None, typer.Option(help="Where roles are ranked; the middle one if left out.")] = None,
+        layer: Annotated[
+            int | None, typer.Option(help="Layer at which roles are ranked (default: the middle one).")
+        ] = None,
         over: Annotated[
-            Literal["questions", "roles"], typer.Option(help="What halves do not share: questions, or roles too.")
+            Literal["questions", "roles"], typer.Option(help="What the halves do not share: questions, or roles too.")
         ] = "questions",
-        splits: Annotated[int, typer.Option(min=1, help="Random halves.")] = 20,
+        splits: Annotated[int, typer.Option(min=1, help="Number of random splits into halves.")] = 20,
     ) -> None:
         """Say what the assistant axis of a run is: where the roles lie on it, how much of their variance it has, and
         whether it is found again in halves, beside chance. Starts no engine. Writes axis-HOW.safetensors and
@@ -243,16 +250,19 @@ def _register_cap(app: typer.Typer) -> None:
     async def cap(
         model: ModelOptions,
         terminal: Terminal,
-        folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of `steercap persona roles`, all shares done.")],
+        folder: Annotated[
+            Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
+        ],
         out: Annotated[Path, typer.Option(help="File for the steering: .safetensors.")],
-        layers: Annotated[str, typer.Option(help="Where to cap: 8, 8,16,-1 or 4:20:2.")],
+        layers: Annotated[str, typer.Option(help="Layers to cap: 8, 8,16,-1 or 4:20:2.")],
         how: Annotated[
-            Literal["contrast", "pca"], typer.Option(help="Assistant less roles, or first component of the roles.")
+            Literal["contrast", "pca"],
+            typer.Option(help="Direction: assistant minus roles, or first component of the roles."),
         ] = "contrast",
         percentile: Annotated[
-            float, typer.Option(min=0, max=100, help="Of the default assistant's projections, token by token.")
+            float, typer.Option(min=0, max=100, help="Percentile of the assistant's projections, per token.")
         ] = 25.0,
-        force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     ) -> None:
         """Make steering that holds rows above what is usual for the default assistant: its answers of the run are read
         again, their tokens projected on the axis, and a percentile becomes the floor at each layer.

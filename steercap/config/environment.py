@@ -43,29 +43,32 @@ class Variable:
 #: Fields of `Settings` that the environment may set. `sites` and `layers` are not among them: they belong to the
 #: experiment, not to the machine.
 SETTINGS: Final[Mapping[str, Variable]] = {
-    "codec": Variable("how rows are stored where a capture does not say", str, "`CaptureSpec(codec=)`", flag=True),
+    "codec": Variable("default codec of stored rows", str, "`CaptureSpec(codec=)`", flag=True),
     "codec_k": Variable(
-        "its `k`, where a capture does not say and the codec has one",
+        "default `k` of the codec",
         int,
         "`CaptureSpec(k=)`",
         flag=True,
         default="the codec's",
     ),
     "codec_seed": Variable(
-        "its `seed`, likewise",
+        "default `seed` of the codec",
         int,
         "`CaptureSpec(seed=)`",
         flag=True,
         default="0",
     ),
-    "capture_bytes": Variable("most shared memory of captured rows, bytes a worker", int, flag=True),
+    "capture_bytes": Variable("maximum shared memory of captured rows on each worker, in bytes", int, flag=True),
     "arena_bytes": Variable(
-        "device memory of rows on their way, bytes a worker", int, flag=True, default="by the largest pass"
+        "device memory of rows on their way to shared memory on each worker, in bytes",
+        int,
+        flag=True,
+        default="by the largest pass",
     ),
-    "reduce_bytes": Variable("most device memory of running reductions, bytes a worker", int, flag=True),
-    "sketch_bytes": Variable("most memory of sketches, bytes a worker", int),
-    "sae_bytes": Variable("most memory of SAEs, bytes a worker", int),
-    "overflow": Variable("what a request without room does: `wait`, `error` or `spill`", str, flag=True),
+    "reduce_bytes": Variable("maximum device memory of running reductions on each worker, in bytes", int, flag=True),
+    "sketch_bytes": Variable("maximum device memory of sketches on each worker, in bytes", int),
+    "sae_bytes": Variable("maximum device memory of SAEs on each worker, in bytes", int),
+    "overflow": Variable("action of a request without room: `wait`, `error` or `spill`", str, flag=True),
     "overflow_timeout": Variable("seconds that it waits while nothing runs", float, flag=True),
     "spill_folder": Variable("folder of the file that rows spill to", str, flag=True, default="`TMPDIR`, or /var/tmp"),
     "spill_bytes": Variable("most bytes that rows spill to disk", int, flag=True),

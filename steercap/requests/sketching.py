@@ -44,8 +44,6 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
         kind: kind of the statistics; see `Sketch`.
         size: number of rows of a frequent directions sketch; 0 for other kinds.
         points: the sketched points, layer by layer.
-        spec: capture of each joining request until it has entered.
-        book: record of what has entered.
     """
 
     def __init__(self, engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> None:

@@ -148,7 +148,7 @@ def activations(
 ) -> ActivationStream:
     """Return a stream of shuffled batches of a corpus's rows, from the engine into a training, without a disk.
 
-    The stream is an iterator, and a context manager that closes it: `with activations(model, ...) as rows`.
+    The stream is an iterable, and a context manager that closes it: `with activations(model, ...) as rows`.
     The engine works ahead while the training computes, as far as `buffer` allows. Each row comes once; to read the
     corpus again, open another stream. Closing the stream ends its requests.
 
@@ -170,7 +170,7 @@ def activations(
         drop_last: leave out the last batch if it is short.
 
     Returns:
-        An iterator of rows [batch, *shape of the point], or dicts of them by the points' names.
+        An iterable of rows [batch, *shape of the point], or dicts of them by the points' names.
 
     Raises:
         InvalidRequest: an argument does not fit.
@@ -320,7 +320,7 @@ def collect(
     Args:
         model: an open model; with `ray` it need not be started.
         corpus: a file, a folder or a pattern, or any iterable or async iterable of documents: str, token ids,
-            messages, or mappings that hold one of these; or an opened `Source`: see
+            messages, or mappings that hold one of these; or an opened `DocumentSource`: see
             `steercap.lab.datasets.collecting.open_source`.
         folder: folder of the data set: a path, or the URL of an fsspec file system.
         layers, sites, codec, k: shorthand for `capture=CaptureSpec(layers=..., ...)`.
@@ -422,7 +422,7 @@ def compare_steering(
     Raises:
         InvalidSpec: no cases, answers of one token, or a condition called "plain".
         InvalidSetting: a scorer that needs something the roles do not have.
-        The errors of `SteerModel.chat`.
+        The errors of `SteerModel.run`.
     """
     from steercap.lab.personas.roles import compare_steering as there
 
@@ -839,7 +839,7 @@ def run_persona(
         InvalidFile: the folder holds something else.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: for every trait, too few answers show it or its opposite.
-        The errors of `SteerModel.chat`, and of the scorer.
+        The errors of `SteerModel.run`, and of the scorer.
     """
     from steercap.lab.personas import run as there
 
@@ -867,7 +867,7 @@ def run_roles(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
         InvalidFile: the folder holds something else.
         PointNotArmed, LayerOutOfRange: there is no tap at a point to read; raised before anything is generated.
         TooFewKept: too few answers of the assistant, or of all roles but one.
-        The errors of `SteerModel.chat`, and of the scorer.
+        The errors of `SteerModel.run`, and of the scorer.
     """
     from steercap.lab.personas.roles import run as there
 

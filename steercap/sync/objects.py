@@ -41,7 +41,7 @@ class ActivationStream(
     StreamTwin,
     instead="it is read by the process that has the model; in a DataLoader use num_workers=0 and batch_size=None",
 ):
-    """Iterator of shuffled batches of a model's rows, made by `activations`; read once.
+    """Iterable of shuffled batches of a model's rows, made by `activations`; read once.
 
     Use it as a context manager, or close it with `close`: that ends its requests and frees their rows.
 
@@ -405,8 +405,6 @@ class RunningSketch(
         kind: kind of the statistics; see `Sketch`.
         size: number of rows of a frequent directions sketch; 0 for other kinds.
         points: the sketched points, layer by layer.
-        spec: capture of each joining request until it has entered.
-        book: record of what has entered.
     """
 
     @property

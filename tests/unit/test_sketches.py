@@ -310,7 +310,7 @@ def test_what_a_sketch_cannot_say_is_an_error() -> None:
             moments.principal_directions(1, k)
     with pytest.raises(InvalidSpec, match="use the kind 'moments'"):
         short.covariance(1)
-    with pytest.raises(InvalidSpec, match="holds no directions"):
+    with pytest.raises(InvalidSpec, match="a variances sketch holds no directions"):
         variances.principal_directions(1, 1)
     with pytest.raises(InvalidSpec, match="use the kind 'frequent_directions'"):
         moments.frequent_directions(1)

@@ -75,7 +75,7 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """Names of the codec's constants, stored once in each shard: float32 [width]; see `encodings.base.Codec`."""
+        """Names of the codec's constants, stored once in each shard: float32 [width]; see `kernels.codecs.Codec`."""
         codec = ENCODINGS[self.coding.encoding]
         return codec.constants if isinstance(codec, Codec) else ()
 
@@ -152,7 +152,7 @@ class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         version: version of the format.
         kind: kind of the folder.
-        model: identity of the model, see `runs.fingerprint.identity`; "name" at least.
+        model: identity of the model, see `files.fingerprint`; "name" at least.
         points: formats of the points kept of each token, in order.
         documents_per_shard: shard k holds documents [k D, (k + 1) D).
         asked: other settings that determine the rows, by name, JSON-compatible: token sample, context, windows,

@@ -1,4 +1,4 @@
-"""Kinds of sketch, one file each: interface and registry. To add one, add a file with a `MEMBER`.
+"""Kinds of sketch: interface and registry. To add one, add a file with a `MEMBER`, or an entry of its `MEMBERS`.
 
 A sketch is statistics of rows that come in blocks and are not kept, in memory independent of their number. Shape
 legend: `rows` = rows of one point, `width` = elements of a row, or of the rank's part of it.
@@ -171,8 +171,8 @@ class Kind(ABC):
 
 
 def name_of(kind: Kind) -> str:
-    """Return the name of a kind: that of its file."""
-    return type(kind).__module__.rpartition(".")[2]
+    """Return the name of a kind in `SKETCHES`."""
+    return next(name for name, one in SKETCHES.items() if one is kind)
 
 
 def squares_of(rows: Float[torch.Tensor, "rows width"]) -> torch.Tensor:

@@ -72,7 +72,7 @@ async def collect(
     Args:
         model: an open model; with `ray` it need not be started.
         corpus: a file, a folder or a pattern, or any iterable or async iterable of documents: str, token ids,
-            messages, or mappings that hold one of these; or an opened `Source`: see
+            messages, or mappings that hold one of these; or an opened `DocumentSource`: see
             `steercap.lab.datasets.collecting.open_source`.
         folder: folder of the data set: a path, or the URL of an fsspec file system.
         layers, sites, codec, k: shorthand for `capture=CaptureSpec(layers=..., ...)`.
