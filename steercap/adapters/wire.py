@@ -105,7 +105,9 @@ def is_plain(payload: Any, params: SamplingParams | PoolingParams, options: Mapp
         and min(ids) in _INT32
         and max(ids) in _INT32
         and (salt is None or (type(salt) is str and salt.isascii()))
-        and all(type(value) is int and value in _INT32 for value in options.values() if value is not None)
+        and type(priority := options.get("priority", 0)) is int
+        and priority in _INT32
+        and all(value is None for name, value in options.items() if name != "priority")
         and all(value in _INT32 for value in (params.max_tokens, params.min_tokens, params.n) if value is not None)
         and params.top_k <= _INT32[-1]
         and not any(_is_set(getattr(params, name)) for name in _OTHERS)

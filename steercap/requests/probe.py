@@ -216,7 +216,7 @@ async def _pooled(engine: Engine, number: int, probed: _Probed, point: Point, na
 
     It is made only for models that pool each token by itself.
     """
-    said = probed.output.outputs.data
+    said = probed.output.data
     if said.shape[:1] != (_PROMPT,) or said.dim() != 2:
         return []
     found = []

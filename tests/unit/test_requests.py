@@ -185,6 +185,10 @@ def test_a_row_without_adapter_has_none_added(module, indices) -> None:
         ({}, {"extra_args": {"a": 1}}, {}, False),
         ({}, {}, {"priority": "high"}, False),
         ({}, {}, {"priority": True}, False),
+        ({}, {}, {"priority": None}, False),
+        ({}, {}, {"data_parallel_rank": 7}, False),
+        ({}, {}, {"trace_headers": 5}, False),
+        ({}, {}, {"session_id": 5}, False),
         ({}, {}, {"lora_request": object()}, False),
     ],
 )
