@@ -50,7 +50,7 @@ class _Probed:
 
     Args:
         rows: rows of each point, [n, *shape of the point].
-        output: vLLM's output.
+        output: vLLM's output, or an `Encoded`.
     """
 
     rows: Mapping[Point, torch.Tensor]
@@ -216,7 +216,8 @@ async def _pooled(engine: Engine, number: int, probed: _Probed, point: Point, na
 
     It is made only for models that pool each token by itself.
     """
-    said = probed.output.data
+    said = _values_of(probed.output)
+    assert said is not None
     if said.shape[:1] != (_PROMPT,) or said.dim() != 2:
         return []
     found = []
@@ -343,6 +344,14 @@ async def _taken(done: Generation) -> _Probed:
     return _Probed(rows, done.output)
 
 
+def _values_of(output: Any) -> torch.Tensor | None:
+    """Return what a pooling model pooled, None for the output of a model that generates."""
+    if isinstance(output, Encoded):
+        return output.data
+    found: torch.Tensor | None = None if isinstance(output.outputs, list) else output.outputs.data
+    return found
+
+
 def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
     """Return the armed points among: a point, the stream of its layer and the next, and its layer's attention."""
     sites = (*STREAM, *STREAMS, "embed", "final_norm")
@@ -356,7 +365,8 @@ def _said(probed: _Probed) -> object:
 
     That is the log probabilities of the most probable next tokens, by their ids, or the pooled values.
     """
-    if isinstance(probed.output, Encoded):
-        return probed.output.data.tolist()
+    pooled = _values_of(probed.output)
+    if pooled is not None:
+        return pooled.tolist()
     logprobs = probed.output.outputs[0].logprobs or [{}]
     return {token: value.logprob for token, value in logprobs[0].items()}

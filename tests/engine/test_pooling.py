@@ -317,7 +317,7 @@ async def test_the_command_captures_prompts(qwen, tmp_path) -> None:
             rows = expected[Point(layer, "resid_post")]
             assert ((handle.captures[layer] - rows).norm(dim=1) / rows.norm(dim=1)).max() < ERROR
     talk = [Prompt([{"role": "user", "content": "Hello"}])]
-    with pytest.raises(errors.InvalidRequest, match="chat: "):
+    with pytest.raises(errors.InvalidRequest, match="run: "):
         await capture_to(model, talk, {}, CaptureSpec(), tmp_path / "talk", terminal)
 
 
