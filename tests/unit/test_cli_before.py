@@ -112,7 +112,7 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
             1,
             "mine.yaml cannot be read: there is no such file",
         ),
-        (f"{SWEEP} deep.safetensors --layers 2 --measures length,length", 1, "have the same label"),
+        (f"{SWEEP} deep.safetensors --layers 2 --measures length,length", 1, "two measures have the label"),
         (f"{SWEEP} deep.safetensors --layers 2 --temperature inf", 2, "finite number"),
         (f"{SERVE} nowhere=", 2, "give NAME=..."),
         (f"{SERVE} some=nowhere.safetensors", 1, "vectors some=nowhere.safetensors: No such file"),
@@ -214,7 +214,7 @@ def test_a_folder_that_holds_another_run_is_refused_first(here) -> None:
     assert (done.exit_code, "RunDiffers" in done.stderr) == (1, True), done.output
     open_folder(here / "p", {"model": "m"}, PersonaSettings.small("poetic", seed=5))
     done = call("persona", "run", "poetic", "--small", "-m", "model", "--out", "p")
-    assert (done.exit_code, "RunDiffers" in done.stderr, "seed: 5, not 0" in done.stderr) == (1, True, True), (
+    assert (done.exit_code, "RunDiffers" in done.stderr, "seed was 5, is 0" in done.stderr) == (1, True, True), (
         done.output
     )
 

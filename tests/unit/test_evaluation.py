@@ -509,7 +509,7 @@ def test_tasks_are_known_by_name() -> None:
     assert [task.label for task in tasks_of(["passages", Choices(first=2)])] == ["neutral", "choices"]
     with pytest.raises(UnknownName, match="known: 'choices'"):
         tasks_of(["chess"])
-    with pytest.raises(InvalidSpec, match="have the same label"):
+    with pytest.raises(InvalidSpec, match="two tasks have the label"):
         tasks_of(["choices", Choices(first=2)])
 
 

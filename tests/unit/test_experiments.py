@@ -232,7 +232,7 @@ def test_an_unknown_operation_or_measure_is_named() -> None:
         sweep(operations=("subtract",)).conditions()
     with pytest.raises(UnknownName, match=r"known: .*'perplexity'"):
         measures_of(["surprise"], COLUMNS)
-    with pytest.raises(InvalidSpec, match="the same label"):
+    with pytest.raises(InvalidSpec, match="have the label 'repetition'"):
         measures_of([Repetition(2), "repetition"], COLUMNS)
     with pytest.raises(InvalidSpec, match="not a measure"):
         measures_of([3], COLUMNS)

@@ -302,7 +302,7 @@ def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
     assert folder.missing == [ASSISTANT, "pirate", "poet"]
     with pytest.raises(RunUnfinished, match="3 of 3 roles are not done: assistant, pirate, poet; run it again"):
         load_run(tmp_path)
-    with pytest.raises(RunDiffers, match="max_tokens: 512, not 7"):
+    with pytest.raises(RunDiffers, match="max_tokens was 512, is 7"):
         check_same(tmp_path, msgspec.structs.replace(settings, max_tokens=7))
     with pytest.raises(RunDiffers, match=r"name was 'm', is 'n'"):
         open_folder(tmp_path, {"name": "n"}, settings)
