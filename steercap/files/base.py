@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
@@ -21,6 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
 from steercap.errors import InvalidFile, SteercapError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Errors of torch's restricted unpickler on damaged files: collected by changing and cutting bytes at random.
 _NO_PICKLE: Final = (
@@ -111,6 +114,20 @@ def write_whole(path: Path) -> Iterator[Path]:
         if isinstance(error, (SafetensorError, RuntimeError)) and not isinstance(error, SteercapError):
             raise OSError(f"{path} cannot be written: {_first_line(error)}") from error
         raise
+
+
+def save_figure(figure: Figure, path: str | Path, dpi: int, **further: Any) -> Path:
+    """Write a matplotlib figure to a file, which appears whole or not at all.
+
+    Args:
+        figure: the figure.
+        path: the file; its suffix sets the format, PNG without one.
+        dpi: dots per inch.
+        further: further arguments of `Figure.savefig`.
+    """
+    with write_whole(Path(path)) as scratch:
+        figure.savefig(scratch, dpi=dpi, format=Path(path).suffix[1:] or "png", **further)
+    return Path(path)
 
 
 def sweep(folder: Path) -> None:

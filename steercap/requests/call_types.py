@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypedDict, TypeVar
 
 from steercap.core.receipt import SteeringReceipt
 from steercap.errors import InvalidRequest
@@ -30,6 +30,8 @@ Value = TypeVar("Value")
 One_co = TypeVar("One_co", covariant=True)
 #: Coroutine that returns a value.
 Coming: TypeAlias = Coroutine[Any, Any, Value]
+#: Sampling parameters of a prompt that is only read: vLLM runs none without sampling one token, which has no row.
+READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 #: A text, token ids, or one of vLLM's prompt dicts.
 Prompt: TypeAlias = str | Mapping[str, Any] | Sequence[int]
 #: Messages, {"role", "content"}.

@@ -10,6 +10,7 @@ from steercap.captures.pooled import Encoded
 from steercap.core.prompts import CallArguments, conversations_in, listed, prompts_or_conversations, special_asked
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.call_types import (
+    READ,
     ChatOptions,
     Coming,
     Conversation,
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from steercap.adapters.types import SamplingParams
     from steercap.steering.monitor import Monitor
 
-#: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.
-READ: Final = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 #: Calls whose values hold their handles, or are them.
 _ALONE: Final = frozenset({"run", "read"})
 

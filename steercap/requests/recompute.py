@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from steercap.captures.rows import Found
 from steercap.core.chat import MessageSpan
 from steercap.core.spec import CaptureSpec
 from steercap.engine.engine import Engine
 from steercap.errors import EngineDied
+from steercap.requests.call_types import READ
 from steercap.requests.job import Job, Sample
 from steercap.requests.preparing import OriginalLengths, prepare
 from steercap.requests.running import run_job
@@ -24,9 +25,6 @@ from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch
 
 Value = TypeVar("Value")
-
-#: Sampling parameters of a sequence that is read again: vLLM runs no prompt without sampling a token, which has no row.
-_READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +146,7 @@ class Recompute:
         return replace(
             self.recipe,
             prompt={"prompt_token_ids": [*ids, *self.sample.token_ids[:-1]], **salt},
-            params=self.recipe.params if self.recipe.encoding else _READ,
+            params=self.recipe.params if self.recipe.encoding else READ,
             reading=True,
             sketches=(),
             monitors=None,

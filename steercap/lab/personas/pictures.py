@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.core.extras import extra
-from steercap.files.base import write_whole
+from steercap.files.base import save_figure
 from steercap.lab.directions import chance_band
 from steercap.lab.personas.records import SIGNS, Records
 from steercap.lab.personas.settings import PersonaSettings
@@ -133,5 +133,4 @@ def canvas(
 
     figure = Figure(figsize=size, layout="constrained")  # not through pyplot: a notebook's figures are left alone
     yield figure.subplots(rows, columns, sharex=True)
-    with write_whole(Path(to)) as scratch:
-        figure.savefig(scratch, dpi=dpi, format=Path(to).suffix[1:] or "png")
+    save_figure(figure, to, dpi)

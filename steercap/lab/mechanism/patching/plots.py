@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.extras import extra
-from steercap.files.base import write_whole
+from steercap.files.base import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,9 +63,7 @@ def plot_effects(effects: Mapped, path: str | Path, *, of: str | None = None) ->
         InvalidSpec: as for `Effects.array`, for a panel.
     """
     figure = _figure(effects, of)
-    with write_whole(Path(path)) as scratch:
-        figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
-    return Path(path)
+    return save_figure(figure, path, DPI)
 
 
 def _figure(effects: Mapped, of: str | None) -> Figure:

@@ -16,7 +16,7 @@ from steercap.core.extras import extra
 from steercap.core.tokenizing import FONT, drawn, lines_of, texts_of, visible
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidRequest
-from steercap.files.base import write_whole
+from steercap.files.base import save_figure
 from steercap.lab.mechanism.views.colours import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
 
 if TYPE_CHECKING:
@@ -205,9 +205,7 @@ class TokenHeatmap:
         bar = figure.add_axes(box)
         figure.colorbar(image, cax=bar, label=self.unit, extend="both")
         figure.text(left / width, 1 - TOP / 2 / height, self.title.replace("$", r"\$"), fontsize=10, va="center")
-        with write_whole(Path(path)) as scratch:
-            figure.savefig(scratch, dpi=110, format=Path(path).suffix[1:] or "png", bbox_inches="tight", pad_inches=0.1)
-        return Path(path)
+        return save_figure(figure, path, 110, bbox_inches="tight", pad_inches=0.1)
 
     def _draw(self, axes: Any, first: int, line: Sequence[str]) -> Any:
         """Draw one line of tokens, and return the image, for its colour bar."""

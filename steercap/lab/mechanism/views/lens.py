@@ -13,7 +13,7 @@ import torch
 from steercap.core.extras import extra
 from steercap.core.tokenizing import FONT, drawn, lines_of, shortened, texts_of
 from steercap.errors import InvalidRequest, ModelNotLoaded
-from steercap.files.base import write_whole
+from steercap.files.base import save_figure
 from steercap.lab.mechanism.views.colours import ABOVE, CENTRE, colour, ink
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 
@@ -125,9 +125,7 @@ class LogitLens:
             axes.set_xlim(-0.5, min(len(self.read), COLUMNS) - 0.5)
             axes.set_title("")
         figure.suptitle(self.title.replace("$", r"\$"), fontsize=10)
-        with write_whole(Path(path)) as scratch:
-            figure.savefig(scratch, dpi=110, format=Path(path).suffix[1:] or "png")
-        return Path(path)
+        return save_figure(figure, path, 110)
 
     def draw(self, axes: Any, start: int = 0, stop: int | None = None) -> Any:
         """Draw some positions into matplotlib axes.

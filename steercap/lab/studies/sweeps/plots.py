@@ -10,7 +10,7 @@ import numpy as np
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
-from steercap.files.base import write_whole
+from steercap.files.base import save_figure
 from steercap.lab.measures import Measure
 from steercap.lab.studies.sweeps.grid import Condition, Sweep
 from steercap.lab.studies.sweeps.operations import OPERATIONS
@@ -69,13 +69,6 @@ def plot_doses(
     """
     figure = _figure(results, *_chosen(results, vector, measures))
     return save_figure(figure, path, DPI)
-
-
-def save_figure(figure: Figure, path: str | Path, dpi: int) -> Path:
-    """Write a figure to a file, which appears whole or not at all; its suffix sets the format, PNG without one."""
-    with write_whole(Path(path)) as scratch:
-        figure.savefig(scratch, dpi=dpi, format=Path(path).suffix[1:] or "png")
-    return Path(path)
 
 
 def _figure(results: Plotted, vector: str, labels: Sequence[str]) -> Figure:

@@ -14,7 +14,7 @@ import numpy as np
 from steercap.core.extras import extra
 from steercap.core.tokenizing import drawn
 from steercap.errors import InvalidSpec
-from steercap.files.base import write_whole
+from steercap.files.base import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,8 +83,7 @@ class Picture:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         try:
             if kind is None:
-                with write_whole(self._path) as scratch:
-                    self._figure.savefig(scratch, dpi=DPI, format=self._path.suffix[1:] or "png")
+                save_figure(self._figure, self._path, DPI)
         finally:
             self._style.__exit__(None, None, None)
 
