@@ -142,7 +142,7 @@ def test_two_final_folders_of_other_weights_are_two_models(config, tmp_path) -> 
     settings = PersonaSettings.small("formal")
     open_folder(tmp_path / "run", one, settings)
     open_folder(tmp_path / "run", one, settings)
-    with pytest.raises(RunDiffers, match=r"model\.weights: '"):
+    with pytest.raises(RunDiffers, match=r"model\.weights was '\w+', is '\w+'; give"):
         open_folder(tmp_path / "run", other, settings)
     sweep = Sweep(vectors={"warm": LayerVectors({1: torch.ones(4)})}, layers=(1,), scales=(1,), prompts=["a"])
     open_sweep(tmp_path / "sweep", sweep.definition(one))
