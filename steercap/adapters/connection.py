@@ -30,6 +30,8 @@ from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapErro
 
 #: Seconds between checks while requests run or wait: a check is two reads and a poll that find nothing, some 20 us.
 LOOK_SECONDS: Final = 0.1
+#: Seconds for which a check serves the requests that come after it, such as the others of its call.
+FRESH_SECONDS: Final = 0.01
 _LOG: Final = "its log, on this process's stderr, says more"
 #: Thread that has ended when the connection of a socket is closed, by socket.
 _THREADS: Final = {
@@ -54,17 +56,23 @@ class ConnectionWatch:
         self._monitors = [(_monitor(llm, name), thread) for name, thread in _THREADS.items()]
         self._running = 0
         self._since = 0.0
+        self._checked = 0.0
         self._thread = ""
         self._looking: asyncio.Task[None] | None = None
         #: Message about what has died, or None.
         self.found: str | None = None
 
-    def look(self) -> str | None:
-        """Return a message if the engine has died, else None; then all running requests end with EngineDeadError."""
-        if self.found is None and self._is_wrong():
+    def look(self, fresh: float = 0.0) -> str | None:
+        """Return a message if the engine has died, else None; then all running requests end with EngineDeadError.
+
+        Args:
+            fresh: seconds for which an earlier check that found nothing is good enough.
+        """
+        now = time.monotonic()
+        if self.found is None and now >= self._checked + fresh and self._is_wrong():
             manager = self._llm.engine_core.resources.engine_manager
             how = self._processes.how(manager.finished_procs() if hasattr(manager, "finished_procs") else {})
-            if how or time.monotonic() > self._since + WORD_SECONDS:
+            if how or now > self._since + WORD_SECONDS:
                 self._end(how or self._processes.which or self._thread)
         return self.found
 
@@ -74,6 +82,7 @@ class ConnectionWatch:
             if not self._thread and _tells(monitor):
                 self._thread = thread
         if not (self._thread or self._processes.ended() or self._llm.errored):
+            self._checked = time.monotonic()
             return False
         self._since = self._since or time.monotonic()
         return True
@@ -224,7 +233,7 @@ class Connection:
         """
         if self._llm is None:
             raise ModelClosed("the engine was shut down with its SteerModel")
-        if said := self.watch.look():
+        if said := self.watch.look(FRESH_SECONDS):
             raise EngineDied(said)
 
     async def ended(self) -> EngineFailure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any, Final
 
@@ -73,31 +73,27 @@ class ParamsReader:
 
     def __init__(self) -> None:
         self._given: Any = None
-        self._values: Any = None
+        self._copied: Any = None
+        self._types: tuple[type, ...] = ()
         self._params = SamplingParams()
 
     def read(self, given: Any) -> SamplingParams:
         """Convert sampling parameters; see `read_params`."""
-        values = _constants(given)
-        if values is None:
-            return read_params(given)
-        if given is not self._given or values != self._values:
-            self._params, self._given, self._values = read_params(given), given, values
+        if given is None:
+            return read_params(None)
+        types = tuple(map(type, _values(given)))
+        if given is not self._given or types != self._types or given != self._copied:
+            self._params, self._given = read_params(given), None
+            if all(type(one) in _ATOMS or (type(one) is list and not one) for one in _values(given)):
+                self._given, self._copied, self._types = given, copy.deepcopy(given), types
         return copy.copy(self._params)
 
 
-def _constants(given: Any) -> tuple[Any, ...] | None:
-    """Return the names, types and values of sampling parameters, None if a value is of a type that can change."""
+def _values(given: Any) -> Iterable[Any]:
+    """Return the values of sampling parameters; of an object of another type, the object itself."""
     if type(given) is SamplingParams:
-        names, values = (), _ALL_VALUES(given)
-    elif type(given) is dict:
-        names, values = tuple(given), tuple(given.values())
-    else:
-        return None
-    types = tuple(map(type, values))
-    if any(kind not in _ATOMS and (kind is not list or one) for kind, one in zip(types, values, strict=True)):
-        return None
-    return names, types, values
+        return _ALL_VALUES(given)
+    return given.values() if type(given) is dict else (given,)
 
 
 def wants_prompt_logprobs(params: SamplingParams) -> bool:

@@ -9,6 +9,7 @@ here first; for requests of token ids and plain numbers its preparation is enoug
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -64,9 +65,16 @@ class Wire:
         self._llm = llm
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
+        #: Parameters and options of the last plain request that passed, and the greatest length and token id of those
+        #: that passed with them.
+        self._passed: tuple[SamplingParams, dict[str, Any]] | None = None
+        self._length = self._greatest = 0
 
     async def check(self, payload: Any, params: SamplingParams | PoolingParams, options: Mapping[str, Any]) -> None:
         """Check that vLLM accepts a request, and that the engine can decode it.
+
+        A plain request that differs from one that passed only in its token ids, none of them greater and not more of
+        them, passes without a trial.
 
         Args:
             payload: the rendered prompt.
@@ -76,12 +84,23 @@ class Wire:
         Raises:
             InvalidRequest: they cannot be sent; the message names the argument.
         """
+        ids = plain_ids(payload) if is_plain_options(options) else None
+        if (
+            ids is not None
+            and (params, options) == self._passed
+            and len(ids) <= self._length
+            and max(ids) <= self._greatest
+        ):
+            return
         tasks = await self._llm.get_supported_tasks()
         try:
             request = self._llm.input_processor.process_inputs("steercap", payload, params, tasks, **options)
         except Exception as error:  # of any kind: vLLM compares and indexes before it looks at types
             raise InvalidRequest(f"vLLM refuses this request: {str(error) or type(error).__name__}") from error
-        if is_plain(payload, params, options):
+        if ids is not None and is_plain_params(params):
+            if (params, options) != self._passed:
+                self._passed, self._length, self._greatest = (copy.copy(params), dict(options)), 0, 0
+            self._length, self._greatest = max(self._length, len(ids)), max(self._greatest, *ids)
             return
         try:
             frames = self._encoder.encode(request)  # several where there are pictures: torch reads what it can write to
@@ -92,22 +111,32 @@ class Wire:
             raise InvalidRequest(f"this request cannot be sent to the engine: {complaint}") from error
 
 
-def is_plain(payload: Any, params: SamplingParams | PoolingParams, options: Mapping[str, Any]) -> bool:
-    """Return True for a request of token ids, with parameters as `read_params` returns them that are numbers alone.
+def plain_ids(payload: Any) -> list[int] | None:
+    """Return the token ids of a prompt that holds nothing else, all in bounds; None for another prompt.
 
-    None of its values can be of a type that the engine does not expect, so that decoding it would find nothing.
+    Decoding them would find nothing: none of its values can be of a type that the engine does not expect.
     """
-    if type(payload) is not dict or payload["type"] != "token" or type(params) is not SamplingParams:
-        return False
+    if type(payload) is not dict or payload["type"] != "token":
+        return None
     ids, salt = payload["prompt_token_ids"], payload.get("cache_salt")
+    fit = set(map(type, ids)) == {int} and min(ids) in _INT32 and max(ids) in _INT32
+    return ids if fit and (salt is None or (type(salt) is str and salt.isascii())) else None
+
+
+def is_plain_options(options: Mapping[str, Any]) -> bool:
+    """Return True if a request has no option but a priority in bounds."""
+    priority = options.get("priority", 0)
     return (
-        set(map(type, ids)) == {int}
-        and min(ids) in _INT32
-        and max(ids) in _INT32
-        and (salt is None or (type(salt) is str and salt.isascii()))
-        and type(priority := options.get("priority", 0)) is int
+        type(priority) is int
         and priority in _INT32
         and all(value is None for name, value in options.items() if name != "priority")
+    )
+
+
+def is_plain_params(params: SamplingParams | PoolingParams) -> bool:
+    """Return True for sampling parameters, as `read_params` returns them, that are numbers in bounds alone."""
+    return (
+        type(params) is SamplingParams
         and all(value in _INT32 for value in (params.max_tokens, params.min_tokens, params.n) if value is not None)
         and params.top_k <= _INT32[-1]
         and not any(_is_set(getattr(params, name)) for name in _OTHERS)

@@ -105,7 +105,7 @@ def blob_digest(data: bytes, rows: int) -> bytes:
     return hashlib.sha256(rows.to_bytes(8, "little") + data).digest()
 
 
-class Configuration(msgspec.Struct, frozen=True):
+class Configuration(msgspec.Struct, frozen=True, cache_hash=True):
     """Content of a slot: the edits of a spec, or the vectors of an encoding, independent of any prompt.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from steercap.core.plan import Plan
 from steercap.core.program import Configuration, rows_touched, scope_masks
 from steercap.core.rows import Ints
 from steercap.core.spec import Point, Reduction
+from steercap.core.tokens import Range
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
 #: Ending of error messages: consequence for the text, and advice.
@@ -164,10 +166,7 @@ def check_edits(
         raise SteeringNotApplied(f"{request}: {total} tokens were inputs, more than the {plan.limit} it can have")
     if any(len(one.computed) != -(-total // 8) for one in known):
         raise SteeringNotApplied(f"{request}: its workers speak of other tokens than its {total}; {_WITHHELD}")
-    computed = np.unpackbits(np.frombuffer(known[0].computed, dtype=np.uint8))[:total].astype(np.bool_)
-    masks = scope_masks(plan.steering.scopes, plan.limit)[:total][computed]
-    everywhere = {point for entry in configuration.entries for point in entry.points}
-    expected = rows_touched(configuration, everywhere, masks)
+    expected, computed = _rows_expected(configuration, plan.steering.scopes, plan.limit, total, known[0].computed)
     counted = [record.rows for record in known if record.primary]
     touched = tuple(map(sum, zip(*counted, strict=True))) if len({len(rows) for rows in counted}) == 1 else ()
     if touched != expected or len({record.computed for record in known}) > 1:
@@ -177,7 +176,26 @@ def check_edits(
     biased = _check_biases(request, plan, configuration, total, known)
     touched = tuple(map(sum, zip(touched, biased, strict=True)))
     digest = plan.steering.configuration.hex()
-    return SteeringReceipt(touched, int(computed.sum()), total - int(computed.sum()), digest)
+    return SteeringReceipt(touched, computed, total - computed, digest)
+
+
+@lru_cache(maxsize=256)
+def _rows_expected(
+    configuration: Configuration, scopes: tuple[tuple[Range, ...], ...], limit: int, total: int, computed: bytes
+) -> tuple[tuple[int, ...], int]:
+    """Return the number of rows that each edit must touch in all, and the number of tokens that were computed.
+
+    Args:
+        configuration: compiled edits.
+        scopes: positions of each token selection.
+        limit: number of positions that can be inputs of the model.
+        total: number of inputs of the sequence.
+        computed: one bit for each of them, set if the workers computed it.
+    """
+    chosen = np.unpackbits(np.frombuffer(computed, dtype=np.uint8))[:total].astype(np.bool_)
+    masks = scope_masks(scopes, limit)[:total][chosen]
+    everywhere = {point for entry in configuration.entries for point in entry.points}
+    return rows_touched(configuration, everywhere, masks), int(chosen.sum())
 
 
 def _check_biases(

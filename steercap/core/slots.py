@@ -112,6 +112,9 @@ class Slots:
     def __init__(self, slots: int, rows: int) -> None:
         self._slots = _Shelf(slots)
         self._bank = _Shelf(rows)
+        #: Grants of the configurations in use; those that the workers hold, by digest. Each is one user of its blobs.
+        self._granted: dict[bytes, Grant] = {}
+        self._confirmed: set[bytes] = set()
 
     @property
     def slots(self) -> int:
@@ -139,15 +142,19 @@ class Slots:
 
     def claim_all(self, wanted: Mapping[bytes, Configuration]) -> list[Grant] | None:
         """Claim places for all of these configurations, by their digests, or return None if they do not all fit."""
-        if not self._slots.room((digest, 1) for digest in wanted) or not self._bank.room(
-            _blobs(wanted.values()).items()
-        ):
+        fits = all(digest in self._granted for digest in wanted) or (
+            self._slots.room((digest, 1) for digest in wanted) and self._bank.room(_blobs(wanted.values()).items())
+        )
+        if not fits:
             return None
         grants = [self.claim(configuration, digest) for digest, configuration in wanted.items()]
         return [grant for grant in grants if grant is not None]
 
     def claim(self, configuration: Configuration, digest: bytes) -> Grant | None:
         """Claim places for a configuration, or return None if those in use leave no room."""
+        if digest in self._granted:
+            self._slots.take(digest, 1)
+            return self._granted[digest]
         blobs = [(blob.digest, blob.rows) for blob in configuration.blobs]
         if not self._slots.room([(digest, 1)]) or not self._bank.room(blobs):
             return None
@@ -155,10 +162,14 @@ class Slots:
         # Blobs that are in the bank come first, so that new ones cannot displace them.
         known = sorted(blobs, key=lambda blob: blob[0] not in self._bank.held)
         bank_rows = {blob: self._bank.take(blob, rows).places for blob, rows in known}
-        return Grant(configuration, digest, slot, tuple(bank_rows[blob] for blob, _ in blobs))
+        grant = Grant(configuration, digest, slot, tuple(bank_rows[blob] for blob, _ in blobs))
+        self._granted[digest] = grant
+        return grant
 
     def unsent(self, grant: Grant) -> tuple[Blob, ...] | None:
         """Return the blobs that must be sent before the configuration can run; None if it can run as it is."""
+        if grant.digest in self._confirmed:
+            return None
         missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.held[blob.digest].sent)
         return missing if missing or self._slots.held[grant.digest].sent != grant.bank_rows else None
 
@@ -167,10 +178,15 @@ class Slots:
         self._slots.held[grant.digest].sent = grant.bank_rows
         for blob in grant.configuration.blobs:
             self._bank.held[blob.digest].sent = True
+        self._confirmed.add(grant.digest)
 
     def release(self, grant: Grant) -> None:
-        """Remove a user of the configuration and its blobs."""
+        """Remove a user of the configuration, and with the last one a user of its blobs."""
         self._slots.release(grant.digest)
+        if self._slots.held[grant.digest].users:
+            return
+        del self._granted[grant.digest]
+        self._confirmed.discard(grant.digest)
         for blob in grant.configuration.blobs:
             self._bank.release(blob.digest)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
@@ -79,17 +80,28 @@ class TokenSelection:
             InvalidSelection: a position outside the sequence, or a mask of a length that is neither of these numbers.
             EmptySelection: nothing selected below `limit`.
         """
-        ranges = tuple(chain.from_iterable(_resolve(term, prompt_len, limit) for term in self.terms))
-        if not selected(ranges, limit).any():
-            raise EmptySelection(
-                f"tokens={self} selects none of the {limit} positions this request can have "
-                f"({prompt_len} prompt tokens; the last sampled token is never an input to the model)"
-            )
-        return ranges
+        return _ranges(self, prompt_len, limit)
 
     def __str__(self) -> str:
         shown = [f"slice({t[0]}, {t[1]}, {t[2]})" if isinstance(t, tuple) else repr(t) for t in self.terms]
         return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"
+
+
+@lru_cache(maxsize=256)
+def _ranges(tokens: TokenSelection, prompt_len: int, limit: int) -> tuple[Range, ...]:
+    ranges = tuple(chain.from_iterable(_resolve(term, prompt_len, limit) for term in tokens.terms))
+    if not selected(ranges, limit).any():
+        raise EmptySelection(
+            f"tokens={tokens} selects none of the {limit} positions this request can have "
+            f"({prompt_len} prompt tokens; the last sampled token is never an input to the model)"
+        )
+    return ranges
+
+
+@lru_cache(maxsize=256)
+def count_selected(ranges: tuple[Range, ...], total: int) -> int:
+    """Return the number of positions below `total` that are selected."""
+    return int(selected(ranges, total).sum())
 
 
 def selected(ranges: Iterable[Range], total: int) -> npt.NDArray[np.bool_]:

@@ -208,7 +208,7 @@ def _line(found: list[Any]) -> Any:
 
 
 #: Types that are plain already.
-_OURS: Final = frozenset({bool, int, float, str, slice, range, list, tuple, Mask, type(None)})
+_OURS: Final = frozenset({bool, int, float, str, slice, range, list, tuple, dict, Mask, type(None)})
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8

@@ -102,15 +102,15 @@ class Configurations:
     async def _claim(self, wanted: Needed) -> list[Grant]:
         if self._closed:
             raise ModelClosed("the model was closed before this request could be steered")
+        grants = None if self._queue else self.slots.claim_all(wanted)
+        if grants is not None:
+            return grants
         if not self.slots.can_ever_hold(wanted):
             rows = sum(configuration.rows for configuration in wanted.values())
             raise TooManyEdits(
                 f"this request has {rows} vectors and needs {len(wanted)} slots; the engine holds "
                 f"{self.slots.rows} vectors and {self.slots.slots} slots; raise SteerModel(..., vector_bytes=)"
             )
-        grants = None if self._queue else self.slots.claim_all(wanted)
-        if grants is not None:
-            return grants
         if self._settings.overflow == "error":
             raise SteeringSlotsFull(
                 f"all {self.slots.slots} slots or all room for vectors is in use ({self.slots.slots_in_use} slots, "

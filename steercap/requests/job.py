@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,16 +18,16 @@ from steercap.core.chat import MessageSpan
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import Plan
 from steercap.core.receipt import SteeringReceipt, check_edits
-from steercap.core.rows import rows_selected
 from steercap.core.schema import RAW
 from steercap.core.spec import Point
-from steercap.core.tokens import selected
+from steercap.core.tokens import count_selected
 from steercap.errors import SteeringNotApplied
 from steercap.requests.compiled_steering import CompiledSteering, Planned
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
+from steercap.steering.lowering import Lowered
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
@@ -162,36 +162,29 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
     plan = job.plan
     if plan is None or plan.capture is None:
         return None
-    rows = int(selected(plan.capture.ranges, plan.limit).sum())
+    rows = count_selected(plan.capture.ranges, plan.limit)
     pages = job.engine.pages_needed(plan.capture, rows) * plan.samples
     reductions = plan.samples if plan.capture.accumulates else 0
     return await job.engine.admit(pages, call, job.options.get("data_parallel_rank"), reductions)
 
 
-@asynccontextmanager
-async def planned(job: Job) -> AsyncIterator[Planned]:
+def planned(job: Job) -> AbstractAsyncContextManager[Planned]:
     """Hold the slots and SAEs that a request needs, if any, and yield its plan completed with them."""
-    async with job.engine.saes.holding(job.readers) as saes, _placed(job) as found:
-        if found.plan is None or found.plan.capture is None or not saes:
-            yield found
-            return
-        capture = msgspec.structs.replace(found.plan.capture, saes=saes)
-        yield found._replace(plan=msgspec.structs.replace(found.plan, capture=capture))
+    wanted = [one.lowered for one in (job.change, job.projected, job.calibrated) if one is not None]
+    if job.plan is None or not (wanted or job.readers):
+        return nullcontext(Planned(job.plan, ""))
+    return _placed(job, job.plan, wanted)
 
 
 @asynccontextmanager
-async def _placed(job: Job) -> AsyncIterator[Planned]:
-    wanted = [one.lowered for one in (job.change, job.projected, job.calibrated) if one is not None]
-    if job.plan is None or not wanted:
-        yield Planned(job.plan, "")
-        return
+async def _placed(job: Job, plan: Plan, wanted: Sequence[Lowered]) -> AsyncIterator[Planned]:
     configurations = job.engine.configurations
-    async with configurations.holding(*wanted) as grants:
+    async with job.engine.saes.holding(job.readers) as saes, configurations.holding(*wanted) as grants:
         slots = {grant.digest: grant.slot for grant in grants}
-        capture = None if job.plan.capture is None else job.plan.capture.placed(slots)
-        steering = None if job.change is None else job.change.placed(slots, configurations.epoch)
+        capture = plan.capture and msgspec.structs.replace(plan.capture.placed(slots), saes=saes)
+        steering = job.change and job.change.placed(slots, configurations.epoch)
         salt = steering.identity.hex() if steering and job.change and job.change.lowered.changes_kv else ""
-        yield Planned(msgspec.structs.replace(job.plan, capture=capture, steering=steering), salt)
+        yield Planned(msgspec.structs.replace(plan, capture=capture, steering=steering), salt)
 
 
 def outputs_of(
@@ -325,12 +318,12 @@ def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
     A rule is marked `unknown` with the reason if the captured rows are not those that the layer itself reads.
     """
     plan = job.plan.capture if job.plan else None
-    sites: dict[int, set[str]] = {}
-    for point in job.points:
-        sites.setdefault(point.layer, set()).add(point.site)
-    found = {layer: rule for layer, rule in job.engine.attention.items() if {"q", "k"} <= sites.get(layer, set())}
-    if plan is None:
-        return found
+    if plan is None or not job.engine.attention:
+        return {}
+    points = set(job.points)
+    found = {
+        layer: rule for layer, rule in job.engine.attention.items() if {Point(layer, "q"), Point(layer, "k")} <= points
+    }
     reasons = {
         f"its rows are reduced, by {plan.reduce!r}": plan.reduce,
         "its rows are projections": job.projected,
@@ -350,4 +343,4 @@ def _pages_kept(job: Job, plan: Plan, generated: int) -> int:
     assert plan.capture is not None
     total = plan.prompt_len + generated - 1 + job.engine.vllm.overshoot
     total = plan.limit if job.stops else min(plan.limit, total)
-    return job.engine.pages_needed(plan.capture, len(rows_selected(plan.capture.ranges, plan.limit, total)))
+    return job.engine.pages_needed(plan.capture, count_selected(plan.capture.ranges, total))

@@ -51,6 +51,23 @@ async def test_a_wrong_argument_is_named(tiny, arguments, says, capture) -> None
         await tiny.generate([3, 4], capture_layers=capture, **arguments)
 
 
+async def test_what_passed_does_not_excuse_what_comes_after(tiny) -> None:
+    """A request after one that passed is let through where it asks for no more; each of the others is tried."""
+    params = {"max_tokens": 2, **GREEDY}
+    vocabulary, longest = tiny.engine.model_config.get_vocab_size(), 100
+    for fits in ([3] * longest, [vocabulary - 1] * 3, [3, 4], [5]):
+        await tiny.generate(fits, params)
+    for wrong, says in (([3, vocabulary], "out of vocabulary"), ([3] * 5000, "maximum context length")):
+        with pytest.raises(errors.InvalidRequest, match=says):
+            await tiny.generate(wrong, params)
+    for changed, says in (({"logprobs": 10**6}, "logprobs"), ({"logit_bias": {vocabulary: 1.0}}, "logit_bias")):
+        with pytest.raises(errors.InvalidRequest, match=says):
+            await tiny.generate([3, 4], {**params, **changed})
+    with pytest.raises(errors.InvalidRequest, match="priority"):
+        await tiny.generate([3, 4], params, priority=True)
+    await tiny.generate([3, 4], params)
+
+
 async def test_a_request_that_vllm_ends_early_is_no_answer(tiny) -> None:
     """A request that the engine aborts is an error, not a shorter text."""
     asked = asyncio.create_task(tiny.generate(random_prompt(20, 1), {"max_tokens": 230, **GREEDY}))

@@ -22,7 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from steercap.adapters import cpu, detokenizer
 from steercap.adapters.prompts import prompt_dict
 from steercap.adapters.sampling import ParamsReader, read_params
-from steercap.adapters.wire import is_plain
+from steercap.adapters.wire import is_plain_options, is_plain_params, plain_ids
 from steercap.errors import InvalidPrompt, InvalidRequest
 from steercap.testing import tiny_checkpoint
 
@@ -195,7 +195,8 @@ def test_a_row_without_adapter_has_none_added(module, indices) -> None:
 def test_only_plain_requests_are_not_decoded_first(payload, fields, options, plain) -> None:
     """Token ids and numbers that every decoder takes; with anything else a request is decoded as the engine will."""
     prompt = {"type": "token", "prompt_token_ids": [3, 4], **payload}
-    assert is_plain(prompt, read_params(fields), options) is plain
+    found = plain_ids(prompt) is not None and is_plain_options(options) and is_plain_params(read_params(fields))
+    assert found is plain
 
 
 @pytest.mark.parametrize("kind", [dict, SamplingParams])
