@@ -21,6 +21,7 @@ from steercap.client.sampling import sampling_asked
 from steercap.client.streams import Streamed
 from steercap.client.uploads import Uploads
 from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import scoped_steps
 from steercap.core.chat import MessageSpan
 from steercap.core.extras import extra
 from steercap.core.prompts import (
@@ -142,7 +143,7 @@ class RemoteAnswers:
         require_one_sample(sampling_asked(asked.params).get("n", 1))
         sample, is_looked_at = Streamed(), False
         self._look_at_models([asked])
-        async with self._body(asked) as body, aclosing(self._events({**body, "stream": True})) as events:
+        async with self._body(asked) as body, aclosing(scoped_steps(self._events({**body, "stream": True}))) as events:
             async for event in events:
                 with self.connection.answering():
                     chunk = sample.take(event)

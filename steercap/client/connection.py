@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap import errors
-from steercap.concurrency.loops import OwnerLoop, within
+from steercap.concurrency.loops import OwnerLoop, scoped, within
 from steercap.core.call_style import AWAITED
 from steercap.core.extras import extra
 from steercap.core.schema import PointSchema
@@ -126,7 +126,7 @@ class Connection:
             self._described = await self._describe()
         except BaseException:
             http, self._http = self._http, None
-            await http.aclose()
+            await scoped(http.aclose)
             raise
 
     async def _describe(self) -> Described:
@@ -167,7 +167,7 @@ class Connection:
             await asyncio.wait(self._freeing, timeout=CLOSE_SECONDS)
         http, self._http = self._http, None
         if http is not None:
-            await http.aclose()
+            await scoped(http.aclose)
 
     def opened(self) -> Described:
         """Return the description of the server's model.
@@ -223,14 +223,18 @@ class Connection:
             ServerFailure: it cannot be reached, or does not answer as it should.
             SteercapError: its error, of the class that it says.
         """
-        async with self.answer(method, path, **content) as found:
-            await found.aread()
-            with self.answering():
-                return found.json()
+
+        async def exchange() -> Any:
+            async with self.answer(method, path, **content) as found:
+                await found.aread()
+                with self.answering():
+                    return found.json()
+
+        return await scoped(exchange)
 
     @contextlib.asynccontextmanager
     async def answer(self, method: str, path: str, **content: Any) -> AsyncIterator[httpx.Response]:
-        """Send a request and yield the answer, to be read as it comes.
+        """Send a request and yield the answer, to be read as it comes; use it in `scoped` or `scoped_steps`.
 
         Raises:
             The errors of `ask`.

@@ -13,6 +13,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Found
 from steercap.client.connection import Connection
 from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import scoped
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, CaptureReleased, InvalidRequest, SteercapError
 
@@ -80,12 +81,14 @@ async def _fetched(one: RemoteRows) -> CaptureHandle | SteercapError:
     """Download a capture file and load it; return the error of one that is gone, so that others still come."""
     with tempfile.TemporaryDirectory(prefix="steercap-fetch-") as folder:
         path = Path(folder, "rows.safetensors")
-        written = 0
-        try:
+
+        async def download() -> int:
             with path.open("wb") as file:  # noqa: ASYNC230 -- of no more than a part is waited for
                 async with one.connection.answer("GET", one.path) as found:
-                    async for part in found.aiter_bytes():
-                        written += file.write(part)
+                    return sum([file.write(part) async for part in found.aiter_bytes()])
+
+        try:
+            written = await scoped(download)
         except InvalidRequest as error:  # 404
             return CaptureReleased(
                 f"{one.request}: its rows are no longer at the server ({error}). Fetch them before that, or have "

@@ -11,10 +11,11 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
+from steercap.core.extras import extra
 from steercap.errors import WrongEventLoop
 
 Value = TypeVar("Value")
@@ -157,6 +158,52 @@ async def finished(future: Future[Value]) -> Value:
         waiting.exception()  # or asyncio would report that it was never retrieved
         raise cancelled
     return waiting.result()
+
+
+async def scoped(work: Callable[[], Awaitable[Value]]) -> Value:
+    """Await `work` in a task of its own; a cancellation goes to it through an anyio scope, and is raised once it ended.
+
+    httpx shields its clean-up by such scopes, which hold against each other, but not against `Task.cancel`: that leaves
+    connections open that the pool has just dropped to close them, and keeps others in it that nobody can use.
+
+    Args:
+        work: function that returns the awaitable; its result must be nothing to close, as a cancelled caller drops it.
+    """
+    with extra("client", "personas"):
+        import anyio
+
+    scope, cancelled = anyio.CancelScope(), None
+
+    async def step() -> Value:
+        with scope:
+            return await work()
+        raise asyncio.CancelledError
+
+    task = asyncio.ensure_future(step())
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            scope.cancel()
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # or asyncio would report that it was never retrieved
+    raise cancelled
+
+
+async def scoped_steps(steps: AsyncGenerator[Value, None]) -> AsyncGenerator[Value, None]:
+    """Yield the values of a generator, each step of which, and its end, is `scoped`."""
+    try:
+        while True:
+            try:
+                value = await scoped(steps.__anext__)
+            except StopAsyncIteration:
+                return
+            yield value
+    finally:
+        await scoped(steps.aclose)
 
 
 async def end_within(future: Future[Any], *, patience: float) -> None:

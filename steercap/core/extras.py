@@ -23,7 +23,7 @@ _TABLES: Final = ("pyarrow", "yaml")
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "analysis": ("matplotlib", "pyarrow", "scipy"),
     "cli": ("rich", "typer"),
-    "client": ("httpx", "openai"),
+    "client": ("anyio", "httpx", "openai"),
     "cpu": _VLLM,
     "cuda": _VLLM,
     "datasets": ("fsspec", "pyarrow"),
@@ -31,7 +31,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "evaluation": ("matplotlib", "scipy", "sklearn", *_TABLES),
     "experiments": _TABLES,
     "gguf": ("gguf",),
-    "personas": ("httpx", "matplotlib", "sklearn", *_TABLES),
+    "personas": ("anyio", "httpx", "matplotlib", "sklearn", *_TABLES),
     "plots": ("matplotlib",),
     "probes": ("sklearn",),
     "quantisation": ("faiss",),

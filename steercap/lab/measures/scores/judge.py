@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import scoped
 from steercap.core.extras import extra
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed
@@ -119,7 +120,7 @@ class Judge(Scorer):
         for attempt in range(self.retries + 1):
             wait = min(self.backoff * 2**attempt, LONGEST_WAIT) * random.uniform(0.5, 1.0)  # noqa: S311 -- no secret
             try:
-                answer = await client.post(url, json=body)
+                answer = await scoped(lambda: client.post(url, json=body))
             except TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
             else:
