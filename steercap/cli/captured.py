@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from steercap.cli.requests import run_each
+from steercap.cli.prompts import run_each
 
 if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle

@@ -130,7 +130,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Raises:
             UnknownName, InvalidFile, InvalidSpec: a measure does not exist, or does not fit.
         """
-        from steercap.lab.measures.matches import Matches
+        from steercap.lab.measures.texts import Matches
 
         named = [measure_of(measure) for measure in self.measures]
         return [*named, *(Matches(name, pattern) for name, pattern in self.expressions.items())]

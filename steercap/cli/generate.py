@@ -16,8 +16,7 @@ from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, may_replace
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.preflight import check_sampling, preflight
-from steercap.cli.prompts import Prompt, PromptOptions
-from steercap.cli.requests import run_each
+from steercap.cli.prompts import Prompt, PromptOptions, run_each
 from steercap.cli.steering import SteerAlone, sites_of
 from steercap.cli.terminal import Terminal
 

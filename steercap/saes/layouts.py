@@ -16,8 +16,7 @@ import torch
 from steercap.core.spec import Point
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidFile
-from steercap.saes.hooks import point_of
-from steercap.saes.reading import SAESettings
+from steercap.saes.reading import SAESettings, point_of
 from steercap.saes.tensors import Tensors, read_configuration
 
 #: Names of tensors in files, where they are others than SAELens's.

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from steercap.lab.personas.settings import PersonaSettings
     from steercap.lab.studies.evaluation.definition import Evaluation
     from steercap.lab.studies.evaluation.results import EvaluationResults
-    from steercap.lab.studies.evaluation.tasks.base import Task
+    from steercap.lab.studies.evaluation.tasks import Task
     from steercap.lab.studies.sweeps.grid import Sweep
     from steercap.lab.studies.sweeps.results import SweepResults
     from steercap.requests.context import FromContext

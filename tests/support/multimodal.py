@@ -25,7 +25,7 @@ from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec
 from steercap.lab.demo.checkpoint import cached
 from steercap.steering.spec import SteeringSpec
-from steercap.testing.families import FAMILY_CONFIGS, TINY
+from steercap.testing.architectures import FAMILY_CONFIGS, TINY
 from steercap.testing.parity import Parity
 from steercap.testing.reference import Reference
 from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer, write_model

@@ -38,7 +38,7 @@ from steercap.errors import InvalidFile, ModelNotLoaded
 from steercap.files.base import write_whole
 from steercap.lab.personas import PersonaResult, PersonaSettings, traits
 from steercap.lab.personas.folder import open_folder
-from steercap.lab.personas.outcomes import Outcome
+from steercap.lab.personas.report import Outcome
 from steercap.lab.studies.sweeps.grid import Definition
 from steercap.steering import DirectionSet
 

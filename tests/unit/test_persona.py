@@ -47,13 +47,11 @@ from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, tr
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
 from steercap.lab.personas.folder import open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, ends_of, generate, said
-from steercap.lab.personas.keep import keep
-from steercap.lab.personas.outcomes import outcomes
 from steercap.lab.personas.pipeline import PersonaResult, check
 from steercap.lab.personas.progress import Count
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
-from steercap.lab.personas.report import write_report
-from steercap.lab.personas.score import score
+from steercap.lab.personas.report import outcomes, write_report
+from steercap.lab.personas.score import keep, score
 from steercap.lab.personas.settings import DEPENDS, STAGES, described, stage_hashes
 
 SHIPPED = list(traits())

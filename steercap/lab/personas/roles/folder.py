@@ -18,9 +18,9 @@ from steercap.errors import InvalidFile
 from steercap.files.base import write_whole
 from steercap.files.folder import FolderKind, differences
 from steercap.lab.personas.folder import VERSION, RunDefinition, StageFolder
-from steercap.lab.personas.roles.records import RoleOutcome
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.settings import (
+    RoleOutcome,
     RoleSettings,
     described,
     digests_of,

@@ -24,10 +24,9 @@ from steercap.lab.personas.generate import AnswerGroup, answer_groups
 from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import RoleResponse, Score
 from steercap.lab.personas.roles.folder import RoleFolder
-from steercap.lab.personas.roles.records import requests_of
 from steercap.lab.personas.roles.role import ASSISTANT, trait_of
 from steercap.lab.personas.roles.rows import RoleRowsHeader, load_part, rows_path
-from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.lab.personas.roles.settings import RoleSettings, requests_of
 from steercap.lab.personas.score import scored
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import Floats, cluster_means
 from steercap.lab.studies.evaluation.definition import Condition, Evaluation
 from steercap.lab.studies.evaluation.store import Answer
-from steercap.lab.studies.evaluation.tasks.base import Task
+from steercap.lab.studies.evaluation.tasks import Task
 
 #: Tolerance for being at a dose, as a share of the step: costs are exponentials of logarithms.
 ROUNDING: Final = 1e-9

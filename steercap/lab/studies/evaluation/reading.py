@@ -12,7 +12,7 @@ from steercap.core.prompts import templated
 from steercap.errors import InvalidSpec, WorkerFailure
 from steercap.lab.measures.perplexity import READ
 from steercap.lab.studies.evaluation.dosing import over_read
-from steercap.lab.studies.evaluation.tasks.base import Item
+from steercap.lab.studies.evaluation.tasks import Item
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

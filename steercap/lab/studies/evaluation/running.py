@@ -15,8 +15,7 @@ from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Conver
 from steercap.lab.studies.evaluation.reading import logprobs_of, parts_of
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.evaluation.store import Answer, Folder
-from steercap.lab.studies.evaluation.tasks import TASKS
-from steercap.lab.studies.evaluation.tasks.base import Task
+from steercap.lab.studies.evaluation.tasks import TASKS, Task
 from steercap.lab.studies.running import CONCURRENT, ask, chosen, fill, measured, measures_of, steered
 from steercap.lab.studies.store import Row, Table, Value
 from steercap.steering.spec import SteeringSpec

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from steercap.core.values import parts_of, shown
 from steercap.errors import InvalidSpec
-from steercap.lab.studies.evaluation.tasks.base import Item, Task, first_of, read_shipped
+from steercap.lab.studies.evaluation.tasks import Item, Task, first_of, read_shipped
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
-from steercap.lab.studies.evaluation.tasks.base import Item, Task, first_of, read_shipped
+from steercap.lab.studies.evaluation.tasks import Item, Task, first_of, read_shipped
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,33 @@
-"""Distillation of a system prompt: the edited model without it is trained to predict as the model with it."""
+"""Objectives of single responses: their likelihood, and distillation of a system prompt."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from jaxtyping import Float
 from torch.nn.functional import log_softmax
 
 from steercap.lab.training.batches import Batch
-from steercap.lab.training.examples import ExampleTokens, Prompted, conversation, tokens_of
-from steercap.lab.training.objectives import Objective, Steered, mean_of, unedited
+from steercap.lab.training.examples import Example, ExampleTokens, Prompted, conversation, tokens_of
+from steercap.lab.training.objectives import Objective, Steered, lengths, mean_of, unedited
+
+
+@dataclass(frozen=True)
+class Likelihood(Objective):
+    """-1/|y| log p(y | x) of the edited model, in nats per token."""
+
+    example: ClassVar[type] = Example
+
+    def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
+        return (tokens_of(tokenizer, example.prompt, example.response),)
+
+    def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
+        (texts,) = batch.roles
+        loss: torch.Tensor = -model.log_probs(texts) / lengths(texts)
+        return loss
 
 
 @dataclass(frozen=True)
@@ -42,4 +58,7 @@ class Distillation(Objective):
         return self.temperature**2 * mean_of(away, ours)
 
 
-MEMBER = Distillation()
+MEMBERS: Final[Mapping[str, Objective]] = {
+    "distillation": Distillation(),
+    "likelihood": Likelihood(),
+}
