@@ -29,8 +29,7 @@ from steercap.lab.studies.store import Value
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.lab.studies.sweeps.operations import random_like
 from steercap.lab.studies.sweeps.plots import _figure
-from steercap.lab.studies.sweeps.results import mean_of
-from steercap.lab.studies.sweeps.running import open_folder
+from steercap.lab.studies.sweeps.running import mean_of, open_folder
 from steercap.lab.studies.sweeps.summaries import Record
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.directions import alike, marks_of

@@ -91,8 +91,7 @@ from steercap.lab.datasets.folder import Totals
 from steercap.lab.datasets.shards import Receipt
 from steercap.lab.datasets.storage import FileReceipt
 from steercap.lab.directions.methods import METHODS
-from steercap.lab.measures.classifier import Classifier
-from steercap.lab.measures.score import Score
+from steercap.lab.measures.score import Classifier, Score
 from steercap.lab.measures.scores import SCORERS
 from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.texts import Matches

@@ -12,8 +12,7 @@ import msgspec
 from steercap.concurrency.bounded import each_of
 from steercap.errors import InvalidFile
 from steercap.files.tables import TableWriter, read_table, write_table
-from steercap.lab.personas.folder import StageFolder
-from steercap.lab.personas.progress import Count, Report
+from steercap.lab.personas.folder import Count, Report, StageFolder
 from steercap.lab.personas.records import AnyResponse, Request, Response, RoleRequest, RunSettings, all_requests
 from steercap.lab.personas.settings import PersonaSettings
 

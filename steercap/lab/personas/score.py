@@ -8,8 +8,7 @@ from steercap.errors import TooFewKept
 from steercap.files.tables import PART_RECORDS, TableWriter, read_table, write_table
 from steercap.lab.measures.scores import Scored, Scorer, make_scorer
 from steercap.lab.measures.trait import Trait
-from steercap.lab.personas.folder import StageFolder
-from steercap.lab.personas.progress import Count, Report
+from steercap.lab.personas.folder import Count, Report, StageFolder
 from steercap.lab.personas.records import SIGNS, Kept, Response, RoleResponse, Score
 from steercap.lab.personas.settings import PersonaSettings
 

@@ -14,8 +14,8 @@ import torch
 from steercap.core.extras import require
 from steercap.errors import InvalidFile, RunUnfinished, TooFewKept
 from steercap.lab.personas.capture import room_of
+from steercap.lab.personas.folder import Count, Report
 from steercap.lab.personas.pipeline import check
-from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles.folder import RoleFolder, RolesFolder, open_folder, read_folder
 from steercap.lab.personas.roles.role import ASSISTANT

@@ -20,8 +20,8 @@ from steercap.files.base import write_tensors
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.measures.scores import make_scorer
 from steercap.lab.personas.capture import VERSION, answer_rows
+from steercap.lab.personas.folder import Count, Report
 from steercap.lab.personas.generate import AnswerGroup, answer_groups
-from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import RoleResponse, Score
 from steercap.lab.personas.roles.folder import RoleFolder
 from steercap.lab.personas.roles.role import ASSISTANT, trait_of
