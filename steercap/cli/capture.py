@@ -96,13 +96,8 @@ def table_of(found: list[Captured]) -> Table:
 
 
 def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tokenizer: Any) -> list[TokenHeatmap]:
-    """Return heat maps of the first prompts' projections, token by token.
-
-    Args:
-        found: captures with projections on the directions.
-        directions: the directions.
-        layer: layer to show; a negative one counts from the last.
-        tokenizer: the model's tokenizer.
+    """Return heat maps of the first prompts' projections at one layer, token by token; a negative one counts from the
+    last.
 
     Raises:
         InvalidSpec, LayerOutOfRange: the layer has no directions, or was not captured.
@@ -118,13 +113,8 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
 
 
 def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
-    """Check that a layer's projections can be shown token by token.
-
-    Args:
-        directions: directions that rows are projected on.
-        layer: layer to show; a negative one counts from the last.
-        layers: captured layers.
-        num_layers: number of layers of the model, 0 if unknown.
+    """Check that a layer's projections can be shown token by token; a negative one counts from the last, if it is
+    known.
 
     Raises:
         typer.BadParameter: the layer is not captured.

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 
 def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Describe a data set, as a document and as tables.
-
-    Args:
-        path: folder of the data set.
-        verify: True to compare the SHA-256 of its files; otherwise only their sizes are compared.
+    """Describe a data set, as a document and as tables; `verify` compares the SHA-256 of its files, not their sizes
+    alone.
 
     Raises:
         InvalidFile: it cannot be read.

@@ -56,12 +56,6 @@ async def evaluated(
 def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: Preflight) -> None:
     """Check that an evaluation can be run.
 
-    Args:
-        evaluation: evaluation to run.
-        settings: measures and tasks.
-        out: folder of the evaluation.
-        planned: engine as far as it is known.
-
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
         InvalidSpec, UnknownName: measures or tasks that do not exist or do not fit.

@@ -88,13 +88,7 @@ def free_port() -> int:
 
 
 async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
-    """Wait for the server, announce the page's address, and open it.
-
-    Args:
-        terminal: terminal for the message.
-        address: address of the server.
-        browser: True to open the page in a browser.
-    """
+    """Wait for the server, announce the page's address, and open the page in a browser if wanted."""
     while not await asyncio.to_thread(_answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
         await asyncio.sleep(PAUSE)
     page = f"{address}/explorer"

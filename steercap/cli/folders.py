@@ -30,11 +30,9 @@ SHOWN: Final = 8
 
 
 def inspected_folder(path: Path, *, verify: bool = False) -> Found:
-    """Describe a folder, as a document and as tables.
+    """Describe a folder, as a document and as tables: a run of a command, an SAE, a model, or with other known files.
 
-    Args:
-        path: a run of a command that writes one, an SAE, a model, or a folder with other files that steercap knows.
-        verify: True to read the files that a manifest lists; otherwise only their sizes are compared.
+    `verify` reads the files that a manifest lists; otherwise only their sizes are compared.
 
     Raises:
         InvalidFile: it holds no file that steercap knows, or cannot be read.

@@ -231,12 +231,6 @@ def _register_run(app: typer.Typer) -> None:
 def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Preflight) -> None:
     """Check that a run is possible.
 
-    Args:
-        settings: settings of the run.
-        layers: layers to read rows at.
-        out: folder of the run.
-        planned: engine as far as it is known.
-
     Raises:
         typer.BadParameter: a sampling parameter is out of range.
         MissingExtra: the extra "personas" is not installed.

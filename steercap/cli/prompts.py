@@ -119,12 +119,9 @@ def _prompt(name: str, number: int, value: Any) -> Prompt:
 
 
 def records_of(name: str) -> Iterator[tuple[int, Any]]:
-    """Iterate over the non-empty lines of a file, with their numbers from 1; lines of JSONL are decoded.
+    """Iterate over the non-empty lines of a file, "-" for stdin, with their numbers from 1; lines of JSONL are decoded.
 
     A file is JSONL if its name ends in .jsonl, and stdin if its first line starts with a brace.
-
-    Args:
-        name: path of the file, or "-" for stdin.
 
     Raises:
         InvalidFile: it cannot be read, is empty, or a line is not JSON.
@@ -176,14 +173,8 @@ async def run_each(
 ) -> None:
     """Run prompts as one request each, and pass each result on as the request ends.
 
-    Args:
-        model: an open model.
-        prompts: texts and conversations.
-        params: fields of vLLM's SamplingParams; unused by a pooling model.
-        take: called with the number of the prompt, its Generation (None for a pooling model, which only reads it),
-            and a fetched handle if rows are kept, which is released afterwards.
-        steering: edits of all requests.
-        capture: capture spec of all requests, with one sample each.
+    `take` gets the number of the prompt, its Generation (None for a pooling model, which only reads it, without
+    `params`), and a fetched handle if rows are kept, which is released afterwards.
 
     Raises:
         The errors of `SteerModel.generate`, the first of them.

@@ -32,13 +32,6 @@ async def swept(
 ) -> SweepResults:
     """Run a sweep with a progress bar, resuming earlier work.
 
-    Args:
-        model: an open model.
-        sweep: sweep to run.
-        measures: measures of the answers.
-        out: folder of answers, values and results.
-        terminal: terminal for the bar.
-
     Raises:
         The errors of `run_sweep`.
     """
@@ -57,12 +50,6 @@ async def swept(
 
 def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Preflight) -> None:
     """Check that a sweep can be run.
-
-    Args:
-        sweep: sweep to run.
-        measures: measures of the answers.
-        out: folder of the sweep.
-        planned: engine as far as it is known.
 
     Raises:
         MissingExtra: the extra "experiments" or "plots" is not installed.

@@ -236,12 +236,10 @@ FORMS: Final = "{'prompt', 'response'}, {'prompt', 'chosen', 'rejected'} or {'sy
 
 
 def examples_in(path: Path, name: str) -> dict[str, list[AnyExample]]:
-    """Read the examples of a JSONL file, by trait.
+    """Read the examples of a JSONL file, by trait; `name` is that of lines without `trait`.
 
-    Args:
-        path: file with an object per line, with the fields of `Example`, `Preference` or `Prompted`, and a `trait`
-            where several are to be trained.
-        name: trait of lines without `trait`.
+    A line is an object with the fields of `Example`, `Preference` or `Prompted`, and a `trait` where several are
+    trained.
 
     Raises:
         InvalidFile: it cannot be read, or a line is not an example.

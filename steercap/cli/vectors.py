@@ -42,8 +42,7 @@ class Bound(enum.StrEnum):
 def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
     """Read the texts of a file, and their groups if it gives any.
 
-    Args:
-        path: file with a text a line; or JSONL of strings, {"text"} or {"prompt", "response"}, optionally with "group".
+    It has a text a line; or is JSONL of strings, {"text"} or {"prompt", "response"}, optionally with "group".
 
     Raises:
         InvalidFile: it cannot be read, a line has another form, or only some lines have a group.
@@ -87,10 +86,7 @@ class ExtractTexts:
     others: list[str] | None
 
     def check(self, **how: Any) -> None:
-        """Check that a direction can be extracted from them.
-
-        Args:
-            **how: method, held_out and seed, as for `extract`.
+        """Check that a direction can be extracted from them by a method, `held_out` and a seed, as for `extract`.
 
         Raises:
             The errors of `steercap.lab.directions.contrast.check_groups`.
@@ -116,14 +112,7 @@ def texts_between(positive: Path, negative: Path) -> ExtractTexts:
 async def extract_from(
     model: SteerModel, texts: ExtractTexts, terminal: Terminal, *, name: str, **how: Any
 ) -> DirectionSet:
-    """Extract a direction from texts.
-
-    Args:
-        model: an open model.
-        texts: texts of two files.
-        terminal: terminal for the bar.
-        name: meaning of the direction.
-        **how: further arguments of `steercap.lab.directions.extract`.
+    """Extract a direction from the texts of two files, with further arguments of `steercap.lab.directions.extract`.
 
     Raises:
         The errors of `extract`.

@@ -87,9 +87,7 @@ class SAEPlace(NamedTuple):
 def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
     """Return tensors by SAELens's names and in its orientation, without factors that are 1.
 
-    Args:
-        tensors: tensors of the file.
-        turned: names of those that are transposed, besides the weights of linear layers.
+    `turned` names those that are transposed, besides the weights of linear layers.
 
     Raises:
         InvalidFile: two of one name, or a `scaling_factor` other than 1.

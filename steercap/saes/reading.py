@@ -116,11 +116,7 @@ class SAEParts(NamedTuple):
 
 
 def parts_of(tensors: Tensors, recipe: SAESettings) -> SAEParts:
-    """Read and check the tensors of an SAE.
-
-    Args:
-        tensors: tensors of the file, by the names in `ARCHITECTURES`.
-        recipe: its settings.
+    """Read and check the tensors of an SAE, which have the names in `ARCHITECTURES`.
 
     Raises:
         InvalidFile: a tensor is missing, is one too many, has another shape, or holds what is not finite.

@@ -59,13 +59,7 @@ def _write(settings: dict[str, Any], folder: Path) -> None:
 
 
 def write_model(kind: Any, config: Any, folder: Path) -> None:
-    """Write a model of random weights.
-
-    Args:
-        kind: transformers' class of the model.
-        config: transformers' configuration of the model.
-        folder: folder to write to.
-    """
+    """Write a model of random weights, of a class and a configuration of transformers."""
     import torch
 
     torch.manual_seed(SEED)

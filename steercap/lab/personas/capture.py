@@ -108,12 +108,6 @@ def room_of(
 
     To read, a model must generate one token too, so prompt and answer are shorter than the context. An answer may have
     filled it, and then lacks its last token.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        max_model_len: number of tokens that the context holds.
-        settings: settings of the run.
-        responses: answers to read.
     """
     lengths: dict[tuple[str, str], int] = {}
     found = {}
@@ -136,13 +130,7 @@ async def answer_rows(
     responses: Sequence[Response | RoleResponse],
     room: Mapping[str, int],
 ) -> Rows:
-    """Read answers with the model, in one batch, and return one row per answer and layer.
-
-    Args:
-        model: an open model.
-        settings: settings of the run.
-        responses: answers to read.
-        room: number of tokens of each answer to read, by id; see `room_of`.
+    """Read answers with the model, in one batch, `room` tokens of each by id, and return one row per answer and layer.
 
     Raises:
         The errors of `SteerModel.read`.

@@ -171,11 +171,6 @@ class StageFolder:
 def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSettings) -> StageFolder:
     """Open the folder of a run to resume it, creating it if needed.
 
-    Args:
-        path: the folder.
-        model: identity of the model.
-        settings: settings of the run.
-
     Raises:
         RunDiffers: the folder holds answers of another model or of settings under which they would be others. Where
             later settings differ, the stages that depend on them are done again.
@@ -200,11 +195,7 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSet
 
 
 def check_same(path: str | Path, settings: PersonaSettings) -> None:
-    """Check that a folder holds no answers of other settings; the model is not compared.
-
-    Args:
-        path: the folder, which need not exist.
-        settings: settings of the run.
+    """Check that a folder, which need not exist, holds no answers of other settings; the model is not compared.
 
     Raises:
         RunDiffers, InvalidFile: as for `open_folder`.

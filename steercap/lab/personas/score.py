@@ -53,15 +53,8 @@ async def scored(
     known: Mapping[str, Score],
     count: Count,
 ) -> dict[str, Score]:
-    """Score the answers of one trait or role that have no score yet, and write the scores to parts.
-
-    Args:
-        scorer: scorer of the answers.
-        trait: trait to look for.
-        responses: all answers, in order.
-        parts: writer of the scores.
-        known: scores that exist, by id.
-        count: counter of answers.
+    """Score the answers of one trait or role that are not among the `known` scores, by id, and write the scores to
+    parts.
 
     Raises:
         The errors of the scorer.
@@ -91,13 +84,8 @@ def keep(
 ) -> tuple[list[Kept], dict[str, str]]:
     """Select the answers to use: positive ones from `threshold_high` up, negative ones up to `threshold_low`.
 
-    Source: Chen et al., Persona Vectors, who keep pairs (`paired`), and of these the coherent ones.
-
-    Args:
-        settings: settings of the run.
-        responses, scores: answers to all requests and their scores, in the same order.
-        room: number of tokens of each answer that can be read, by id; answers without room are not kept. None for no
-            limit.
+    Source: Chen et al., Persona Vectors, who keep pairs (`paired`), and of these the coherent ones. Scores are in the
+    order of the answers. Answers with a `room`, see `room_of`, of no token are not kept.
 
     Returns:
         The kept answers of traits with enough of them; and the reasons for the others, by name.

@@ -99,12 +99,7 @@ class StudyFolder(Generic[Row]):
 
 
 def folder_of(label: str, made: object) -> str:
-    """Return the name of the folder of the values of a measure or task.
-
-    Args:
-        label: label of the measure or task.
-        made: the measure or task, whose `repr` identifies it.
-    """
+    """Return the name of the folder of the values of a measure or task, whose `repr` identifies it."""
     digest = hashlib.sha256(repr(made).encode()).hexdigest()[:8]
     return f"{''.join(letter if letter.isalnum() else '-' for letter in label)}-{digest}"
 

@@ -150,13 +150,8 @@ def generator(*parts: object) -> torch.Generator:
 def loader(
     examples: EncodedExamples, order: Any, selections: Sequence[TokenSelection], device: torch.device
 ) -> DataLoader[Any]:
-    """Return a loader of batches of examples, read on demand.
-
-    Args:
-        examples: examples of all traits.
-        order: iterable of the examples of each batch.
-        selections: token selections of the edits.
-        device: device of the tensors.
+    """Return a loader that reads batches of examples on demand, those that `order` yields, with a scope for each
+    selection.
     """
 
     def collate(found: Sequence[tuple[Picked, tuple[ExampleTokens, ...]]]) -> Batch:

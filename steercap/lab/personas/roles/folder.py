@@ -113,11 +113,6 @@ class RolesFolder:
 def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettings) -> RolesFolder:
     """Open the folder of a run to resume it, creating it if needed.
 
-    Args:
-        path: the folder.
-        model: identity of the model.
-        settings: settings of the run.
-
     Raises:
         RunDiffers: the folder holds answers of another model, or of settings that give other answers. Where only later
             settings differ, the stages that depend on them are done again.

@@ -124,12 +124,7 @@ def settings_from(plain: Mapping[str, Any], names: tuple[str, ...]) -> RoleSetti
 
 
 def generation_of(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the settings that the answers of a role, or of the assistant, depend on.
-
-    Args:
-        plain: settings as returned by `described`.
-        name: name of the role.
-    """
+    """Return the settings, of those that `described` returns, that the answers of a role or the assistant depend on."""
     roles = plain["roles"]
     prompts = roles["assistant"] if name == ASSISTANT else roles["roles"][name]["prompts"]
     common = {field: plain[field] for field in _DEPENDS["generate"]}
@@ -140,10 +135,7 @@ def generation_of(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
 def digests_of(plain: Mapping[str, Any], model: Mapping[str, str], name: str) -> dict[str, str]:
     """Return the SHA-256 of the inputs of each stage of a role, which do not depend on other roles.
 
-    Args:
-        plain: settings as returned by `described`.
-        model: identity of the model.
-        name: name of the role, or the assistant's.
+    `plain` are settings as `described` returns them.
     """
     generate = digest_of([dict(model), generation_of(plain, name)])
     role = plain["roles"]["roles"].get(name)
@@ -184,9 +176,7 @@ def requests_of(settings: RoleSettings, name: str) -> Iterator[RoleRequest]:
 def share_of(settings: RoleSettings, shard: tuple[int, int]) -> tuple[str, ...]:
     """Return the roles of one of several processes, the assistant counted among them.
 
-    Args:
-        settings: settings of the run.
-        shard: (index of the share, number of shares), from 0. Together the shares hold each role once.
+    `shard` is (index of the share, number of shares), from 0. Together the shares hold each role once.
 
     Raises:
         InvalidSetting: there is no such share.
@@ -203,13 +193,8 @@ def share_of(settings: RoleSettings, shard: tuple[int, int]) -> tuple[str, ...]:
 def outcome_of(
     responses: Sequence[RoleResponse], scores: Sequence[float | None] | None, kept: int, left_out: str
 ) -> RoleOutcome:
-    """Return the outcome of a role.
-
-    Args:
-        responses: all answers of the role.
-        scores: their scores, in the same order; None if nothing was scored.
-        kept: number of answers used.
-        left_out: reason why it has no vector, or "".
+    """Return the outcome of a role from all of its answers, and their scores in the same order, None if nothing was
+    scored.
     """
     known = [score for score in scores or () if score is not None]
     mean = math.fsum(known) / len(known) if known else None

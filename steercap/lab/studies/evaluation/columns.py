@@ -193,11 +193,7 @@ class Place:
 
 
 def path(doses: Sequence[float]) -> list[float]:
-    """Return the doses in order from 0 upwards; if all are below 0, from 0 downwards.
-
-    Args:
-        doses: tried doses, without 0.
-    """
+    """Return the doses, without 0, in order from 0 upwards; if all are below 0, from 0 downwards."""
     up = sorted(dose for dose in doses if dose > 0)
     return [0.0, *(up or sorted(doses, reverse=True))]
 

@@ -42,12 +42,8 @@ class PromptAndText(NamedTuple):
 
 
 def parts_of(tokenizer: Any, prompt: Any, item: Item) -> list[PromptAndText]:
-    """Tokenize an item: one result for each of its texts.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        prompt: a text, or a conversation for the chat template.
-        item: item of the prompt, which may include a method's system prompt.
+    """Tokenize an item: one result for each of its texts, after the prompt, a text or a conversation for the chat
+    template.
 
     Raises:
         InvalidSpec: a text has no token.
@@ -65,10 +61,7 @@ async def logprobs_of(
 ) -> list[npt.NDArray[np.float64]]:
     """Return the natural log probability of each token of each text, given all before it: float64 [tokens] each.
 
-    Args:
-        model: an open model.
-        parts: tokens to read.
-        spec: edits as for a generation, moved to the corresponding tokens; None for none.
+    The edits are those of a generation, moved to the corresponding tokens.
 
     Raises:
         InvalidSpec: an edit cannot apply to a text that is read, see `over_read`; or a LogitBias reaches into it.

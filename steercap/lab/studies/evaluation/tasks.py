@@ -37,12 +37,7 @@ class Item(NamedTuple):
 
 
 def first_of(items: Sequence[Item], first: int | None, what: str) -> Sequence[Item]:
-    """Return the first items of a task.
-
-    Args:
-        items: all items.
-        first: number of items; None for all.
-        what: name of the task, for the message.
+    """Return the first items of a task, None for all of them; messages name `what`.
 
     Raises:
         InvalidSpec: there are not enough items.
@@ -55,11 +50,8 @@ def first_of(items: Sequence[Item], first: int | None, what: str) -> Sequence[It
 
 @functools.cache
 def read_shipped(name: str, kind: type[Kind]) -> Kind:
-    """Read texts that come with steercap, written for it and free of any data set, from `evaluation/shipped`.
-
-    Args:
-        name: name of the YAML file, without its suffix.
-        kind: type to decode to.
+    """Read texts that come with steercap, written for it and free of any data set, from
+    `evaluation/shipped/<name>.yaml`.
     """
     with extra("experiments"):
         import yaml

@@ -96,15 +96,10 @@ def bare(axes: Any) -> None:
 
 
 def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5) -> None:
-    """Draw names beside points, each on the first side where it fits.
+    """Draw names beside points, [names, 2], each on the first side where it fits.
 
-    A name fits if it covers no other name and no point, and stays in the axes; if no side fits, the last one is used.
-
-    Args:
-        axes: axes to draw in, with final limits.
-        names: names as drawn.
-        points: coordinates, [names, 2].
-        size: font size.
+    A name fits if it covers no other name and no point, and stays in the axes, whose limits are final; if no side fits,
+    the last one is used.
     """
     axes.figure.draw_without_rendering()  # so that places in the axes are known
     renderer: Any = axes.figure.canvas.get_renderer()
@@ -133,12 +128,7 @@ def token(text: str, width: int = 14) -> str:
 
 
 def only(rows: Sequence[Mapping[str, Any]], column: str, asked: Any) -> Any:
-    """Return the single value of a column, or the requested one.
-
-    Args:
-        rows: rows of a table.
-        column: name of the column, such as `layer`.
-        asked: value requested by the user; None for the only one.
+    """Return the single value of a column of a table, or the requested one.
 
     Raises:
         InvalidSpec: there are several values and none was requested, or the requested one is missing.
