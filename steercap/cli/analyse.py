@@ -14,8 +14,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.selections import names_of
-from steercap.cli.steering import base_of
+from steercap.cli.parsing import base_of, names_of
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require

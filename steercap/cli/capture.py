@@ -17,10 +17,9 @@ from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready, may_replace
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.generate import SamplingOptions
+from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
 from steercap.cli.preflight import preflight
 from steercap.cli.prompts import PromptOptions
-from steercap.cli.selections import layers_of, names_of, tokens_of
-from steercap.cli.steering import SteerOptions, sites_of
 from steercap.cli.tables import span
 from steercap.cli.terminal import Terminal
 

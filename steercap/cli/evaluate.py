@@ -17,9 +17,8 @@ from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.evaluation_file import EvaluationFile, read_evaluation
+from steercap.cli.parsing import names_of, sites_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight
-from steercap.cli.selections import names_of
-from steercap.cli.steering import sites_of
 from steercap.cli.sweep_file import measures_in
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require

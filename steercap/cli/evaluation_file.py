@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from steercap.cli.contents import directions_in, load, only
+from steercap.cli.parsing import base_of, tokens_of
 from steercap.cli.prompts import PromptOptions
-from steercap.cli.selections import tokens_of
-from steercap.cli.steering import base_of
 from steercap.cli.sweep_file import measure_from, measure_of
 from steercap.core.extras import extra
 from steercap.core.values import choices

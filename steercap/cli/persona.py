@@ -17,8 +17,8 @@ from steercap.cli.command import command, group_of
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened, pairs_of
 from steercap.cli.onward import folded, sweeps_of
+from steercap.cli.parsing import layers_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight
-from steercap.cli.selections import layers_of
 from steercap.cli.tables import document_of, facts
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require

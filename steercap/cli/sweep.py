@@ -15,8 +15,8 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.parsing import names_of, numbers_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight
-from steercap.cli.selections import names_of, numbers_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require

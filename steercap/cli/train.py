@@ -20,8 +20,8 @@ from steercap.cli.command import command
 from steercap.cli.contents import load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
+from steercap.cli.parsing import layers_of, names_of, tokens_of
 from steercap.cli.prompts import records_of
-from steercap.cli.selections import layers_of, names_of, tokens_of
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile

@@ -14,10 +14,9 @@ from steercap.cli.command import command, group_of
 from steercap.cli.contents import Target, directions_in, load, write
 from steercap.cli.destinations import file_ready, may_replace, saved
 from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.parsing import base_of, layers_of, tokens_of
 from steercap.cli.preflight import preflight
 from steercap.cli.prompts import SpecialTokens, records_of
-from steercap.cli.selections import layers_of, tokens_of
-from steercap.cli.steering import base_of
 from steercap.cli.tables import advice, by_layer, cosines, document_of, facts, origin, told_of
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile

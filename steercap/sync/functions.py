@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from steercap.core.protocols import ReadingModel, SketchingModel
     from steercap.core.spec import CaptureSpec, Layers, Reduction
     from steercap.core.tokens import Tokens, TokenSelection
-    from steercap.lab.datasets.choosing import Join
     from steercap.lab.datasets.collecting.collection import Collected, Progress
     from steercap.lab.datasets.collecting.documents import Bos, Long
     from steercap.lab.datasets.collecting.many import RayActors
     from steercap.lab.datasets.collecting.samples import TokenSample
     from steercap.lab.datasets.collecting.sources import Corpus
+    from steercap.lab.datasets.reading import Join
     from steercap.lab.datasets.rows import Normalise
     from steercap.lab.datasets.statistics import PointStatistics
     from steercap.lab.directions import Exchange
