@@ -18,6 +18,7 @@ from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.parsing import names_of, numbers_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
+from steercap.cli.tables import titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 
@@ -177,20 +178,15 @@ def register(app: typer.Typer) -> None:
 def table_of(results: SweepResults, measure: str) -> Table:
     """Return a table with a row per vector and scale, beside its controls."""
     effects = results.effects(measure)
-    table = Table(
-        title=measure,
-        title_justify="left",
-        title_style="bold",
+    several = len({one.condition.vector for one in effects}) > 1, len({one.condition.operation for one in effects}) > 1
+    varied = [name for shown, name in zip(several, ("vector", "operation"), strict=True) if shown]
+    table = titled(
+        measure,
+        (*varied, "layers", "scale", "steered", "none", "reversed", "random", "outside", "sd"),
+        words=varied,
         caption="outside: beyond the range of the random vectors, in widths of it; sd: from their mean, in their "
         "standard deviations",
-        caption_justify="left",
     )
-    several = len({one.condition.vector for one in effects}) > 1, len({one.condition.operation for one in effects}) > 1
-    for shown, name in zip((*several, True, True), ("vector", "operation", "layers", "scale"), strict=True):
-        if shown:
-            table.add_column(name, justify="left" if name in {"vector", "operation"} else "right")
-    for name in ("steered", "none", "reversed", "random", "outside", "sd"):
-        table.add_column(name, justify="right")
     for one in effects:
         at = one.condition
         table.add_row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
@@ -29,6 +29,14 @@ def span(layers: Sequence[int]) -> str:
     return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
 
 
+def titled(title: str, columns: Iterable[str], *, words: Collection[str] = (), caption: str | None = None) -> Table:
+    """Return an empty table with a title; the columns named in `words` are of text, the others of numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in words else "right")
+    return table
+
+
 def facts(title: str, known: Mapping[str, Any]) -> Table:
     """Return a table of facts by name; empty ones are left out."""
     table = Table(
@@ -50,9 +58,10 @@ def by_layer(directions: DirectionSet, name: str) -> Table:
     suggestion = suggested_layer(directions, name)
     low, high = suggestion.chance if suggestion else (0.0, 0.0)
     auc, rows = known.auc.get(name, {}), known.row_norms.get(name, {})
-    table = Table(title=f"{name}, {vectors.site}", title_justify="left", title_style="bold")
-    for title in ("layer", "norm", *(("of a row",) if rows else ()), *(("AUC held out",) if auc else ())):
-        table.add_column(title, justify="right")
+    table = titled(
+        f"{name}, {vectors.site}",
+        ("layer", "norm", *(("of a row",) if rows else ()), *(("AUC held out",) if auc else ())),
+    )
     if auc:
         table.add_column("0.5 is chance", width=BAR)
     for layer, norm in vectors.norms().items():
@@ -156,10 +165,7 @@ def document_of(directions: DirectionSet) -> dict[str, Any]:
 
 def cosines(directions: DirectionSet, layer: int) -> Table:
     """Return a table of the cosine of every two directions at a layer."""
-    table = Table(title=f"cosines at layer {layer}", title_justify="left", title_style="bold")
-    table.add_column("")
-    for name in directions:
-        table.add_column(name, justify="right")
+    table = titled(f"cosines at layer {layer}", ("", *directions), words=("",))
     for name, row in zip(directions, directions.cosines(layer).tolist(), strict=True):
         table.add_row(Text(name, style="cyan"), *(Text(f"{value:+.3f}", style=_strength(value)) for value in row))
     return table

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
@@ -22,7 +21,7 @@ from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
 from steercap.cli.parsing import layers_of, names_of, tokens_of
 from steercap.cli.prompts import records_of
-from steercap.cli.tables import facts
+from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile
 
@@ -143,9 +142,7 @@ def together() -> Iterator[None]:
 
 def report(found: Mapping[str, Trained], terminal: Terminal) -> None:
     """Show the training result of each trait."""
-    table = Table(title="held out", title_justify="left", title_style="bold")
-    for title in ("trait", "loss before", "loss", "step", "norm"):
-        table.add_column(title, justify="left" if title == "trait" else "right")
+    table = titled("held out", ("trait", "loss before", "loss", "step", "norm"), words=("trait",))
     for trait in found.values():
         before, best = trait.history[0], min(trait.history, key=lambda one: one.validation_loss)
         numbers = (f"{before.validation_loss:.4f}", f"{best.validation_loss:.4f}", f"{best.step}", f"{best.norm:.4g}")

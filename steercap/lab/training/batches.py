@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,11 +154,7 @@ def loader(
     """Return a loader that reads batches of examples on demand, those that `order` yields, with a scope for each
     selection.
     """
-
-    def collate(found: Sequence[tuple[Picked, tuple[ExampleTokens, ...]]]) -> Batch:
-        return collated(found, selections, device)
-
-    return DataLoader(examples, batch_sampler=order, collate_fn=collate)
+    return DataLoader(examples, batch_sampler=order, collate_fn=partial(collated, selections=selections, device=device))
 
 
 def collated(
