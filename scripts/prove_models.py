@@ -31,8 +31,7 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention on CUDA 
 from support.multimodal import runnable
 
 from steercap.architectures.families.proved import PATH, ProvedModel, markdown, records
-from steercap.testing.architectures import ARCHITECTURES
-from steercap.testing.families import FAMILY_CONFIGS
+from steercap.testing.architectures import ARCHITECTURES, FAMILY_CONFIGS
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 #: Seconds for one of them; an engine takes 15 on a quiet machine.

@@ -42,7 +42,7 @@ from steercap.lab.personas.roles import (
     stability,
     token_projections,
 )
-from steercap.lab.studies.sweeps.controls import random_like
+from steercap.lab.studies.sweeps.operations import random_like
 
 #: Where rows are held: the middle of the model, and where Lu et al. cap larger ones (three quarters of the depth).
 MIDDLE: Final = tuple(range(12, 18))

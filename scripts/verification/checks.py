@@ -45,8 +45,8 @@ from support.specs import OPERATIONS, spec
 from steercap import CaptureHandle, CaptureSpec, SteerModel
 from steercap.architectures.families import FAMILIES
 from steercap.testing import Parity, Reference, compare_rows, tiny_checkpoint
-from steercap.testing.families import FAMILY_CONFIGS
-from steercap.testing.parity import PERFECT
+from steercap.testing.architectures import FAMILY_CONFIGS
+from steercap.testing.reference import PERFECT
 from verification import mechanistic
 from verification.engines import QUANTISED, ROUTED, EngineChoice, Engines, Machine, surroundings
 

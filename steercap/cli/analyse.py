@@ -14,9 +14,8 @@ from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.selections import names_of
-from steercap.cli.steering import base_of
-from steercap.cli.tables import facts
+from steercap.cli.parsing import base_of, names_of
+from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 
@@ -39,10 +38,8 @@ def table_of(part: str, table: pa.Table, rows: int) -> Table:
 
     once = about(table).get("once")
     said = None if once is None else f"by chance one number of each vector is beyond |z| = {once:.1f}"
-    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "caption": said, "caption_justify": "left"}
-    shown = Table(title=f"{part}: {PARTS[part]}", **style)
-    for name in table.column_names:
-        shown.add_column(name, justify="left" if name in {"name", "token", "first", "second", "end"} else "right")
+    words = {"name", "token", "first", "second", "end"}
+    shown = titled(f"{part}: {PARTS[part]}", table.column_names, words=words, caption=said)
     for row in first_rows(part, table, rows):
         shown.add_row(*(_cell(name, row[name]) for name in table.column_names))
     return shown

@@ -13,10 +13,8 @@ from steercap.cli import (
     demo,
     doctor,
     evaluate,
-    explore,
     generate,
     inspection,
-    models,
     persona,
     serve,
     sweep,
@@ -37,7 +35,6 @@ for part in (
     capture,
     collect,
     serve,
-    explore,
     vectors,
     persona,
     train,
@@ -45,7 +42,6 @@ for part in (
     evaluate,
     analyse,
     inspection,
-    models,
     doctor,
 ):
     part.register(app)

@@ -17,10 +17,9 @@ from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready, may_replace
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.generate import SamplingOptions
+from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
 from steercap.cli.preflight import preflight
 from steercap.cli.prompts import PromptOptions
-from steercap.cli.selections import layers_of, names_of, tokens_of
-from steercap.cli.steering import SteerOptions, sites_of
 from steercap.cli.tables import span
 from steercap.cli.terminal import Terminal
 
@@ -96,13 +95,8 @@ def table_of(found: list[Captured]) -> Table:
 
 
 def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tokenizer: Any) -> list[TokenHeatmap]:
-    """Return heat maps of the first prompts' projections, token by token.
-
-    Args:
-        found: captures with projections on the directions.
-        directions: the directions.
-        layer: layer to show; a negative one counts from the last.
-        tokenizer: the model's tokenizer.
+    """Return heat maps of the first prompts' projections at one layer, token by token; a negative one counts from the
+    last.
 
     Raises:
         InvalidSpec, LayerOutOfRange: the layer has no directions, or was not captured.
@@ -118,13 +112,8 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
 
 
 def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
-    """Check that a layer's projections can be shown token by token.
-
-    Args:
-        directions: directions that rows are projected on.
-        layer: layer to show; a negative one counts from the last.
-        layers: captured layers.
-        num_layers: number of layers of the model, 0 if unknown.
+    """Check that a layer's projections can be shown token by token; a negative one counts from the last, if it is
+    known.
 
     Raises:
         typer.BadParameter: the layer is not captured.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from steercap.cli.requests import run_each
+from steercap.cli.prompts import run_each
 
 if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle
@@ -131,16 +131,8 @@ async def capture_to(
 ) -> list[Captured]:
     """Capture every prompt, and write each capture as its request ends, so that none stays in memory.
 
-    A folder with a part of the same captures is resumed: prompts that its manifest lists are skipped.
-
-    Args:
-        model: an open model.
-        prompts: texts and conversations.
-        params: fields of vLLM's SamplingParams.
-        spec: capture spec.
-        out: folder for `0000.safetensors` and so on, see `CaptureHandle.load`, and their manifest; or a store of it.
-        terminal: terminal for the progress bar.
-        steering: edits of all requests, None for none.
+    The folder gets `0000.safetensors` and so on, see `CaptureHandle.load`, and their manifest. One with a part of the
+    same captures is resumed: prompts that its manifest lists are skipped.
 
     Raises:
         RunDiffers: the folder holds other captures.

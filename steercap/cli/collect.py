@@ -18,9 +18,8 @@ from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened, unopened
+from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
 from steercap.cli.preflight import check_sampling, preflight
-from steercap.cli.selections import layers_of, names_of, tokens_of
-from steercap.cli.steering import SteerOptions, sites_of
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.concurrency.heartbeat import heartbeat

@@ -27,10 +27,7 @@ Content: TypeAlias = "SteeringSpec | LayerVectors | DirectionSet | dict[str, Ste
 def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high", "low"] = "high") -> Content:
     """Read a file of steering, vectors or directions, of steercap or another tool.
 
-    Args:
-        path: path of the file.
-        base: row of layer 0 in a `.pt` tensor of layers.
-        bound: kind of the caps in capping experiments; see `load_capping`.
+    `base` is the row of layer 0 in a `.pt` tensor of layers; for `bound` see `load_capping`.
 
     Raises:
         InvalidFile: the file does not exist, is damaged, or is of another kind.
@@ -168,19 +165,10 @@ def write(
     base: Literal[0, 1] | None,
     model_hint: str,
 ) -> dict[str, Any]:
-    """Write the content of `source` as `target`.
+    """Write the content of `source`, at some layers, as `target`; return facts about the written file, by name.
 
-    Args:
-        content: content of the source file.
-        source: path of the source file.
-        target: path of the file to write.
-        name: one of several directions or experiments, or a new name for a single one.
-        layers: layers to keep.
-        base: row of layer 0 in a `.pt` file.
-        model_hint: model hint of a GGUF file.
-
-    Returns:
-        Facts about the written file, by name.
+    `name` is one of several directions or experiments, or a new name for a single one; `base` is the row of layer 0 in
+    a `.pt` file, `model_hint` that of a GGUF file.
 
     Raises:
         InvalidSpec: an unknown extension, or a format that cannot hold the content.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.filesize import decimal
 
-from steercap.cli.tables import facts, span
+from steercap.cli.tables import facts, layers_by_site
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 
 def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list[RenderableType]]:
-    """Describe a data set, as a document and as tables.
-
-    Args:
-        path: folder of the data set.
-        verify: True to compare the SHA-256 of its files; otherwise only their sizes are compared.
+    """Describe a data set, as a document and as tables; `verify` compares the SHA-256 of its files, not their sizes
+    alone.
 
     Raises:
         InvalidFile: it cannot be read.
@@ -34,13 +31,10 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
     totals, definition = folder.totals(), folder.definition
     is_whole = totals is not None and not wrong
     whole = folder.wrong_whole([*receipts.values()]) if verify and is_whole else ""
-    sites: dict[str, list[int]] = {}
-    for point in definition.points:
-        sites.setdefault(point.site, []).append(point.layer)
     known = {
         "kind": "data set of activations",
         "model": definition.model.get("name", ""),
-        "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()),
+        "layers": layers_by_site(one.point for one in definition.points),
         "codec": ", ".join(dict.fromkeys(str(point.coding) for point in definition.points)),
         "row": f"{definition.row_bytes:,} bytes at all points",
         **{name: _said(value) for name, value in definition.asked.items()},

@@ -24,12 +24,6 @@ def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", 
 
     Call `may_replace` last: it asks the user about an existing file.
 
-    Args:
-        path: path of the file.
-        extensions: allowed extensions, such as ".safetensors".
-        option: option by which the user gave the path.
-        hint: addition to the message about another extension.
-
     Raises:
         MissingExtra: an extra that writing such a file needs is not installed.
         typer.BadParameter: another extension, a folder, or an unwritable place.
@@ -57,12 +51,7 @@ def folder_ready(path: Path, option: str = "--out") -> None:
 def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "", option: str = "--out") -> None:
     """Check that existing files may be overwritten: ask at a terminal; elsewhere `force` must allow it.
 
-    Args:
-        path: a file, or a folder.
-        terminal: terminal to ask on.
-        force: True to allow overwriting.
-        pattern: pattern of the files in a folder that would be overwritten.
-        option: option by which the user gave the path.
+    The files are those of a pattern in the folder `path`, if there is one, and else `path` itself.
 
     Raises:
         typer.BadParameter: files exist, and there is no terminal to ask on.
@@ -79,11 +68,6 @@ def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "
 
 def saved(path: Path, save: Callable[[Path], object], terminal: Terminal) -> tuple[Path | None, OSError | None]:
     """Write a result; if that fails, write it to a temporary folder.
-
-    Args:
-        path: path of the file.
-        save: function that writes the result to a path.
-        terminal: terminal for messages.
 
     Returns:
         Path of the written file, None if it could not be written: then the caller prints the result; and the error of

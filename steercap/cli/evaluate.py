@@ -17,10 +17,10 @@ from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.evaluation_file import EvaluationFile, read_evaluation
+from steercap.cli.parsing import names_of, sites_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight
-from steercap.cli.selections import names_of
-from steercap.cli.steering import sites_of
 from steercap.cli.sweep_file import measures_in
+from steercap.cli.tables import titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 from steercap.errors import InvalidSpec
@@ -55,12 +55,6 @@ async def evaluated(
 
 def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: Preflight) -> None:
     """Check that an evaluation can be run.
-
-    Args:
-        evaluation: evaluation to run.
-        settings: measures and tasks.
-        out: folder of the evaluation.
-        planned: engine as far as it is known.
 
     Raises:
         MissingExtra: the extra "evaluation" is not installed.
@@ -114,7 +108,9 @@ def report(results: EvaluationResults, settings: EvaluationFile, out: Path, term
 
 def summary_table(results: EvaluationResults) -> Table:
     """Return a table with a row per method and dose."""
-    table = _table("every dose; in brackets 95 % over questions", ["method", "dose", *results.columns])
+    table = titled(
+        "every dose; in brackets 95 % over questions", ["method", "dose", *results.columns], words=["method"]
+    )
     for line in results.summary():
         table.add_row(
             Text(line.method, style="dim" if line.control_of else ""), f"{line.dose:g}", *_cells(line, results.columns)
@@ -124,17 +120,10 @@ def summary_table(results: EvaluationResults) -> Table:
 
 def matched_table(results: EvaluationResults, matched: Sequence[Matched], where: str) -> Table:
     """Return a table with a row per method, at equal cost."""
-    table = _table(f"at {where}, between doses", ["method", "dose", *results.columns])
+    table = titled(f"at {where}, between doses", ["method", "dose", *results.columns], words=["method"])
     for line in matched:
         dose = f"{line.dose:.3g}" if line.how == "interpolated" else f"{line.dose:.3g}, {line.how}"
         table.add_row(Text(line.method, style="dim" if line.control_of else ""), dose, *_cells(line, results.columns))
-    return table
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for at, column in enumerate(columns):
-        table.add_column(column, justify="right" if at else "left")
     return table
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from steercap.cli.contents import directions_in, load, only
+from steercap.cli.parsing import base_of, tokens_of
 from steercap.cli.prompts import PromptOptions
-from steercap.cli.selections import tokens_of
-from steercap.cli.steering import base_of
 from steercap.cli.sweep_file import measure_from, measure_of
 from steercap.core.extras import extra
 from steercap.core.values import choices
@@ -130,7 +129,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Raises:
             UnknownName, InvalidFile, InvalidSpec: a measure does not exist, or does not fit.
         """
-        from steercap.lab.measures.matches import Matches
+        from steercap.lab.measures.texts import Matches
 
         named = [measure_of(measure) for measure in self.measures]
         return [*named, *(Matches(name, pattern) for name, pattern in self.expressions.items())]

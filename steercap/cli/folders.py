@@ -13,14 +13,13 @@ from rich.text import Text
 
 from steercap.cli.contents import kind_of
 from steercap.cli.datasets import inspected_dataset
-from steercap.cli.tables import facts, span
+from steercap.cli.tables import facts, layers_by_site, span
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from steercap.core.spec import Point
     from steercap.lab.studies.sweeps.grid import Definition
 
 #: Summary of a folder: as a document, and as tables.
@@ -30,11 +29,9 @@ SHOWN: Final = 8
 
 
 def inspected_folder(path: Path, *, verify: bool = False) -> Found:
-    """Describe a folder, as a document and as tables.
+    """Describe a folder, as a document and as tables: a run of a command, an SAE, a model, or with other known files.
 
-    Args:
-        path: a run of a command that writes one, an SAE, a model, or a folder with other files that steercap knows.
-        verify: True to read the files that a manifest lists; otherwise only their sizes are compared.
+    `verify` reads the files that a manifest lists; otherwise only their sizes are compared.
 
     Raises:
         InvalidFile: it holds no file that steercap knows, or cannot be read.
@@ -208,7 +205,7 @@ def _run(path: Path, *, verify: bool) -> Found:
         "tokens": f"{sum(request.prompt_tokens for request in manifest.requests):,} of prompts, "
         f"{sum(request.output_tokens for request in manifest.requests):,} generated",
         "rows": f"{sum(request.rows for request in manifest.requests):,} at each point",
-        "layers": _layers(points),
+        "layers": layers_by_site(sorted(points)),
         "codec": _each(point.coding for layout in layouts for point in layout.points),
         "returned": _each(layout.returned for layout in layouts),
         "reduced to": _each(layout.reduce or "" for layout in layouts),
@@ -226,13 +223,6 @@ def _run(path: Path, *, verify: bool) -> Found:
 
 def _each(values: Iterable[str]) -> str:
     return ", ".join(filter(None, dict.fromkeys(values)))
-
-
-def _layers(points: Iterable[Point]) -> str:
-    sites: dict[str, list[int]] = {}
-    for point in sorted(points):
-        sites.setdefault(point.site, []).append(point.layer)
-    return "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items())
 
 
 def _texts(path: Path, names: list[str]) -> Table:
@@ -258,7 +248,7 @@ def _captures(path: Path, files: list[Path]) -> Found:
         "kind": "captures",
         "files": len(files),
         "model": ", ".join(dict.fromkeys(header.model for header in headers.values())),
-        "layers": _layers({point for header in headers.values() for point in header.points}),
+        "layers": layers_by_site(sorted({point for header in headers.values() for point in header.points})),
         "size": f"{sum(file.stat().st_size for file in files) / 1e6:,.1f} MB",
     }
     texts = {file.name: header.text for file, header in headers.items()}

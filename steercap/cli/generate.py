@@ -15,10 +15,9 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, may_replace
 from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.parsing import SteerAlone, sites_of
 from steercap.cli.preflight import check_sampling, preflight
-from steercap.cli.prompts import Prompt, PromptOptions
-from steercap.cli.requests import run_each
-from steercap.cli.steering import SteerAlone, sites_of
+from steercap.cli.prompts import Prompt, PromptOptions, run_each
 from steercap.cli.terminal import Terminal
 
 if TYPE_CHECKING:

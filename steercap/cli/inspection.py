@@ -1,4 +1,4 @@
-"""`steercap inspect`: summary of a file or folder, read no further than needed."""
+"""`steercap inspect`: summary of a file or folder. `steercap models`: the verified architectures, with accuracy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from steercap.cli.command import FAILED, command
 from steercap.cli.contents import kind_of
 from steercap.cli.folders import inspected_folder
-from steercap.cli.tables import document_of, facts, origin, span, told_of
+from steercap.cli.tables import document_of, facts, layers_by_site, origin, span, told_of
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
@@ -74,9 +74,6 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
         shapes = {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in tensors.items()}
-    sites: dict[str, list[int]] = {}
-    for point in header.points:
-        sites.setdefault(point.site, []).append(point.layer)
     prompt, answer = (shapes[name]["shape"][0] for name in ("prompt_token_ids", "output_token_ids"))
     rows = next(part for name, part in shapes.items() if name.startswith("rows."))
     known = {
@@ -87,7 +84,7 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
         "tokens": f"{prompt} of the prompt, {answer} generated",
         "rows": f"{' × '.join(map(str, rows['shape']))} {rows['dtype']} at each point"
         + (f", the {header.reduce} of {shapes['positions']['shape'][0]}" if header.reduce else ""),
-        "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()) + f" of {header.num_layers}",
+        "layers": f"{layers_by_site(header.points)} of {header.num_layers}",
         "directions": ", ".join(header.directions),
         "messages": ", ".join(
             f"{one.role} {'nowhere' if one.start == one.stop else f'{one.start} to {one.stop - 1}'}"
@@ -138,14 +135,11 @@ def _sketch(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     from steercap.captures.sketch import Sketch
 
     found = Sketch.load(path)
-    sites: dict[str, list[int]] = {}
-    for point in found.points:
-        sites.setdefault(point.site, []).append(point.layer)
     known = {
         "kind": f"sketch, {found.kind}" + (f" of {found.size} rows" if found.size else ""),
         "model": found.model,
         "rows": f"{found.rows} of each point, of {found.requests} requests",
-        "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()) + f" of {found.num_layers}",
+        "layers": f"{layers_by_site(found.points)} of {found.num_layers}",
         "tokens": str(found.tokens) + (", before edits" if found.before_edits else ""),
         "versions": ", ".join(found.versions),
     }
@@ -212,9 +206,7 @@ def _cell(value: Any) -> str:
     return text if len(text) <= CELL else f"{text[: CELL - 1]}…"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-
+def _inspect(app: typer.Typer) -> None:
     @command(
         app,
         "inspect",
@@ -240,3 +232,39 @@ def register(app: typer.Typer) -> None:
         terminal.show(document, *tables)
         if document.get("wrong"):
             raise typer.Exit(FAILED)
+
+
+def _models(app: typer.Typer) -> None:
+    @command(app, "models", examples=["steercap models", "steercap models qwen3 --json", "steercap models --refused"])
+    async def models(
+        terminal: Terminal,
+        part: Annotated[str, typer.Argument(help="Part of the name of an architecture or of a layer's class.")] = "",
+        *,
+        refused: Annotated[
+            bool, typer.Option("--refused", help="List architectures that are refused, and why.")
+        ] = False,
+    ) -> None:
+        """List the proved architectures: a tiny model of each was compared with transformers at every site and for
+        every operation; the worst row's error is shown. Others are served too, if they pass the checks at start.
+        """
+        from steercap.architectures.families.proved import TITLES, columns, records
+
+        found = [
+            one
+            for one in records()
+            if bool(one.refused) == refused
+            and part.lower() in " ".join((one.name, one.architecture, *one.code)).lower()
+        ]
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for title in ("architecture", "configuration", "why") if refused else TITLES:
+            table.add_column(title, overflow="fold")
+        for one in found:
+            cells = (one.architecture, one.name, one.refused) if refused else columns(one)
+            table.add_row(*map(Text, cells))
+        terminal.show(found, table)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    _inspect(app)
+    _models(app)

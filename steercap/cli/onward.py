@@ -19,15 +19,10 @@ FOLD: Final = 94
 def sweeps_of(
     result: PersonaResult, settings: PersonaSettings, given: Mapping[str, str], model: ModelOptions
 ) -> list[str]:
-    """Return a sweep command for each vector: at its best layer, on the trait's questions.
+    """Return a sweep command for each vector: at its best layer, on the trait's questions, which are written to the
+    folder.
 
-    The questions are written to the run's folder.
-
-    Args:
-        result: result of the run.
-        settings: settings of the run.
-        given: the user's name or file of each trait, by trait name.
-        model: options for the model of the run.
+    `given` holds the user's name or file of each trait, by trait name.
 
     Raises:
         OSError: the questions cannot be written.

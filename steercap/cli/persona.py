@@ -17,9 +17,9 @@ from steercap.cli.command import command, group_of
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened, pairs_of
 from steercap.cli.onward import folded, sweeps_of
+from steercap.cli.parsing import layers_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight
-from steercap.cli.selections import layers_of
-from steercap.cli.tables import document_of, facts
+from steercap.cli.tables import document_of, facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 from steercap.core.values import choices
@@ -108,20 +108,16 @@ def table_of(result: PersonaResult) -> Table:
     """Return a table with a row per trait: the number of answers that showed it, and its vector's AUC."""
     from steercap.lab.directions import chance_band
 
-    table = Table(
-        title=f"{result.directions.model}, {result.directions.site}",
-        title_justify="left",
-        title_style="bold",
+    table = titled(
+        f"{result.directions.model}, {result.directions.site}",
+        ("trait", "kept", "of", "score", "layer", "AUC held out", "chance", "of a row"),
+        words=("trait",),
         caption="score: mean, 0 to 100; AUC: at this layer, where it is highest; chance: AUC of 95 of 100 worthless "
         "vectors",
-        caption_justify="left",
     )
-    table.add_column("trait", style="cyan")
-    for name in ("kept", "of", "score", "layer", "AUC held out", "chance", "of a row"):
-        table.add_column(name, justify="right")
     for name, one in result.outcomes.items():
         table.add_row(
-            name,
+            Text(name, style="cyan"),
             " / ".join(map(str, one.kept)),
             " / ".join(map(str, one.responses)),
             " / ".join(f"{score:.0f}" for score in one.mean_scores),
@@ -230,12 +226,6 @@ def _register_run(app: typer.Typer) -> None:
 
 def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Preflight) -> None:
     """Check that a run is possible.
-
-    Args:
-        settings: settings of the run.
-        layers: layers to read rows at.
-        out: folder of the run.
-        planned: engine as far as it is known.
 
     Raises:
         typer.BadParameter: a sampling parameter is out of range.

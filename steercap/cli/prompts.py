@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
 import typer
 
+from steercap.concurrency.bounded import each_of
 from steercap.errors import InvalidFile
+
+if TYPE_CHECKING:
+    from steercap.captures.handle import CaptureHandle
+    from steercap.core.spec import CaptureSpec
+    from steercap.model import SteerModel
+    from steercap.requests.call_types import Generation
+    from steercap.steering.spec import SteeringSpec
 
 PANEL: Final = "Prompts"
 #: Option of the commands that read texts.
@@ -111,12 +119,9 @@ def _prompt(name: str, number: int, value: Any) -> Prompt:
 
 
 def records_of(name: str) -> Iterator[tuple[int, Any]]:
-    """Iterate over the non-empty lines of a file, with their numbers from 1; lines of JSONL are decoded.
+    """Iterate over the non-empty lines of a file, "-" for stdin, with their numbers from 1; lines of JSONL are decoded.
 
     A file is JSONL if its name ends in .jsonl, and stdin if its first line starts with a brace.
-
-    Args:
-        name: path of the file, or "-" for stdin.
 
     Raises:
         InvalidFile: it cannot be read, is empty, or a line is not JSON.
@@ -149,3 +154,49 @@ def _decoded(name: str, number: int, line: str) -> Any:
         return msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise InvalidFile(f"{name}, line {number} is not JSON: {error}; give one JSON value per line") from error
+
+
+#: Maximum requests under way: more than vLLM runs at once by default, so that its batch is full.
+UNDER_WAY: Final = 512
+#: Maximum requests under way that capture, whose rows stay until they are written.
+CAPTURING: Final = 32
+
+
+async def run_each(
+    model: SteerModel,
+    prompts: Sequence[Prompt],
+    params: Mapping[str, Any],
+    take: Callable[[int, Generation | None, CaptureHandle | None], None],
+    *,
+    steering: SteeringSpec | None = None,
+    capture: CaptureSpec | None = None,
+) -> None:
+    """Run prompts as one request each, and pass each result on as the request ends.
+
+    `take` gets the number of the prompt, its Generation (None for a pooling model, which only reads it, without
+    `params`), and a fetched handle if rows are kept, which is released afterwards.
+
+    Raises:
+        The errors of `SteerModel.generate`, the first of them.
+    """
+    from steercap.lab.directions.extraction import ids_of
+
+    texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str) and prompt.special is None]
+    ids_of(model.tokenizer, texts)  # warns once about texts that have special tokens already
+
+    async def run(numbered: tuple[int, Prompt]) -> None:
+        number, prompt = numbered
+        special = prompt.special if prompt.special is not None else isinstance(prompt.content, str)
+        asked: Any = {"capture": capture, "steering": steering, "add_special_tokens": special}
+        if capture is not None and isinstance(prompt.content, str) and model.serving.here().vllm.pools:
+            async with await model.read(prompt.content, **asked) as read:
+                take(number, None, read)
+            return
+        found: Generation = await model.run(prompt.content, params, **asked)
+        if capture is None:
+            take(number, found, None)
+            return
+        async with found.handle as handle:
+            take(number, found, handle)
+
+    await each_of(enumerate(prompts), run, UNDER_WAY if capture is None else CAPTURING)

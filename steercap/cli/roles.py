@@ -11,9 +11,9 @@ import typer
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, folder_ready, may_replace, saved
 from steercap.cli.engines import ModelOptions, opened, pairs_of
+from steercap.cli.parsing import layers_of
 from steercap.cli.preflight import check_sampling, preflight
 from steercap.cli.roles_shown import along, by_layer, document_of
-from steercap.cli.selections import layers_of
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require

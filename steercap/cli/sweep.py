@@ -15,9 +15,10 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.parsing import names_of, numbers_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight
-from steercap.cli.selections import names_of, numbers_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
+from steercap.cli.tables import titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 
@@ -31,13 +32,6 @@ async def swept(
     model: SteerModel, sweep: Sweep, measures: list[str | Measure], out: Path, terminal: Terminal
 ) -> SweepResults:
     """Run a sweep with a progress bar, resuming earlier work.
-
-    Args:
-        model: an open model.
-        sweep: sweep to run.
-        measures: measures of the answers.
-        out: folder of answers, values and results.
-        terminal: terminal for the bar.
 
     Raises:
         The errors of `run_sweep`.
@@ -57,12 +51,6 @@ async def swept(
 
 def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Preflight) -> None:
     """Check that a sweep can be run.
-
-    Args:
-        sweep: sweep to run.
-        measures: measures of the answers.
-        out: folder of the sweep.
-        planned: engine as far as it is known.
 
     Raises:
         MissingExtra: the extra "experiments" or "plots" is not installed.
@@ -190,20 +178,15 @@ def register(app: typer.Typer) -> None:
 def table_of(results: SweepResults, measure: str) -> Table:
     """Return a table with a row per vector and scale, beside its controls."""
     effects = results.effects(measure)
-    table = Table(
-        title=measure,
-        title_justify="left",
-        title_style="bold",
+    several = len({one.condition.vector for one in effects}) > 1, len({one.condition.operation for one in effects}) > 1
+    varied = [name for shown, name in zip(several, ("vector", "operation"), strict=True) if shown]
+    table = titled(
+        measure,
+        (*varied, "layers", "scale", "steered", "none", "reversed", "random", "outside", "sd"),
+        words=varied,
         caption="outside: beyond the range of the random vectors, in widths of it; sd: from their mean, in their "
         "standard deviations",
-        caption_justify="left",
     )
-    several = len({one.condition.vector for one in effects}) > 1, len({one.condition.operation for one in effects}) > 1
-    for shown, name in zip((*several, True, True), ("vector", "operation", "layers", "scale"), strict=True):
-        if shown:
-            table.add_column(name, justify="left" if name in {"vector", "operation"} else "right")
-    for name in ("steered", "none", "reversed", "random", "outside", "sd"):
-        table.add_column(name, justify="right")
     for one in effects:
         at = one.condition
         table.add_row(

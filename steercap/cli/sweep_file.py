@@ -11,10 +11,9 @@ import msgspec
 import typer
 
 from steercap.cli.contents import directions_in, load
+from steercap.cli.parsing import base_of, names_of, tokens_of
 from steercap.cli.persona import is_file, trait_of
 from steercap.cli.prompts import PromptOptions
-from steercap.cli.selections import names_of, tokens_of
-from steercap.cli.steering import base_of
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from steercap.core.spec import Point
     from steercap.steering.directions import DirectionSet
 
 #: Bar segments of 0 to 8 eighths of a character cell.
@@ -27,6 +28,22 @@ def span(layers: Sequence[int]) -> str:
     """Describe layers briefly: "0 to 29" or "8, 16"."""
     whole = list(layers) == list(range(layers[0], layers[-1] + 1)) and len(layers) > 2
     return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
+
+
+def layers_by_site(points: Iterable[Point]) -> str:
+    """Describe points briefly, in their order: "resid_post: 0 to 29; z: 8, 16"."""
+    sites: dict[str, list[int]] = {}
+    for point in points:
+        sites.setdefault(point.site, []).append(point.layer)
+    return "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items())
+
+
+def titled(title: str, columns: Iterable[str], *, words: Collection[str] = (), caption: str | None = None) -> Table:
+    """Return an empty table with a title; the columns named in `words` are of text, the others of numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in words else "right")
+    return table
 
 
 def facts(title: str, known: Mapping[str, Any]) -> Table:
@@ -50,9 +67,10 @@ def by_layer(directions: DirectionSet, name: str) -> Table:
     suggestion = suggested_layer(directions, name)
     low, high = suggestion.chance if suggestion else (0.0, 0.0)
     auc, rows = known.auc.get(name, {}), known.row_norms.get(name, {})
-    table = Table(title=f"{name}, {vectors.site}", title_justify="left", title_style="bold")
-    for title in ("layer", "norm", *(("of a row",) if rows else ()), *(("AUC held out",) if auc else ())):
-        table.add_column(title, justify="right")
+    table = titled(
+        f"{name}, {vectors.site}",
+        ("layer", "norm", *(("of a row",) if rows else ()), *(("AUC held out",) if auc else ())),
+    )
     if auc:
         table.add_column("0.5 is chance", width=BAR)
     for layer, norm in vectors.norms().items():
@@ -156,10 +174,7 @@ def document_of(directions: DirectionSet) -> dict[str, Any]:
 
 def cosines(directions: DirectionSet, layer: int) -> Table:
     """Return a table of the cosine of every two directions at a layer."""
-    table = Table(title=f"cosines at layer {layer}", title_justify="left", title_style="bold")
-    table.add_column("")
-    for name in directions:
-        table.add_column(name, justify="right")
+    table = titled(f"cosines at layer {layer}", ("", *directions), words=("",))
     for name, row in zip(directions, directions.cosines(layer).tolist(), strict=True):
         table.add_row(Text(name, style="cyan"), *(Text(f"{value:+.3f}", style=_strength(value)) for value in row))
     return table

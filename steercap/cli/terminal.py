@@ -95,12 +95,7 @@ class Terminal:
         self.log: Path | None = None
 
     def show(self, document: Any, *tables: RenderableType) -> None:
-        """Print the result: the document with --json, the tables without.
-
-        Args:
-            document: result that msgspec can encode.
-            tables: the result for people to read.
-        """
+        """Print the result: the document, which msgspec can encode, with --json, the tables without."""
         if self.json:
             self.write(msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode())
             return

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
 from steercap.cli.contents import load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
+from steercap.cli.parsing import layers_of, names_of, tokens_of
 from steercap.cli.prompts import records_of
-from steercap.cli.selections import layers_of, names_of, tokens_of
-from steercap.cli.tables import facts
+from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile
 
@@ -143,9 +142,7 @@ def together() -> Iterator[None]:
 
 def report(found: Mapping[str, Trained], terminal: Terminal) -> None:
     """Show the training result of each trait."""
-    table = Table(title="held out", title_justify="left", title_style="bold")
-    for title in ("trait", "loss before", "loss", "step", "norm"):
-        table.add_column(title, justify="left" if title == "trait" else "right")
+    table = titled("held out", ("trait", "loss before", "loss", "step", "norm"), words=("trait",))
     for trait in found.values():
         before, best = trait.history[0], min(trait.history, key=lambda one: one.validation_loss)
         numbers = (f"{before.validation_loss:.4f}", f"{best.validation_loss:.4f}", f"{best.step}", f"{best.norm:.4g}")
@@ -236,12 +233,10 @@ FORMS: Final = "{'prompt', 'response'}, {'prompt', 'chosen', 'rejected'} or {'sy
 
 
 def examples_in(path: Path, name: str) -> dict[str, list[AnyExample]]:
-    """Read the examples of a JSONL file, by trait.
+    """Read the examples of a JSONL file, by trait; `name` is that of lines without `trait`.
 
-    Args:
-        path: file with an object per line, with the fields of `Example`, `Preference` or `Prompted`, and a `trait`
-            where several are to be trained.
-        name: trait of lines without `trait`.
+    A line is an object with the fields of `Example`, `Preference` or `Prompted`, and a `trait` where several are
+    trained.
 
     Raises:
         InvalidFile: it cannot be read, or a line is not an example.

@@ -14,10 +14,9 @@ from steercap.cli.command import command, group_of
 from steercap.cli.contents import Target, directions_in, load, write
 from steercap.cli.destinations import file_ready, may_replace, saved
 from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.parsing import base_of, layers_of, tokens_of
 from steercap.cli.preflight import preflight
 from steercap.cli.prompts import SpecialTokens, records_of
-from steercap.cli.selections import layers_of, tokens_of
-from steercap.cli.steering import base_of
 from steercap.cli.tables import advice, by_layer, cosines, document_of, facts, origin, told_of
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile
@@ -42,8 +41,7 @@ class Bound(enum.StrEnum):
 def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
     """Read the texts of a file, and their groups if it gives any.
 
-    Args:
-        path: file with a text a line; or JSONL of strings, {"text"} or {"prompt", "response"}, optionally with "group".
+    It has a text a line; or is JSONL of strings, {"text"} or {"prompt", "response"}, optionally with "group".
 
     Raises:
         InvalidFile: it cannot be read, a line has another form, or only some lines have a group.
@@ -87,10 +85,7 @@ class ExtractTexts:
     others: list[str] | None
 
     def check(self, **how: Any) -> None:
-        """Check that a direction can be extracted from them.
-
-        Args:
-            **how: method, held_out and seed, as for `extract`.
+        """Check that a direction can be extracted from them by a method, `held_out` and a seed, as for `extract`.
 
         Raises:
             The errors of `steercap.lab.directions.contrast.check_groups`.
@@ -116,14 +111,7 @@ def texts_between(positive: Path, negative: Path) -> ExtractTexts:
 async def extract_from(
     model: SteerModel, texts: ExtractTexts, terminal: Terminal, *, name: str, **how: Any
 ) -> DirectionSet:
-    """Extract a direction from texts.
-
-    Args:
-        model: an open model.
-        texts: texts of two files.
-        terminal: terminal for the bar.
-        name: meaning of the direction.
-        **how: further arguments of `steercap.lab.directions.extract`.
+    """Extract a direction from the texts of two files, with further arguments of `steercap.lab.directions.extract`.
 
     Raises:
         The errors of `extract`.

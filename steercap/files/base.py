@@ -58,11 +58,7 @@ WRITTEN: Final = {
 
 
 def check_extension(path: Path, extension: str) -> None:
-    """Check that a file name has the extension of the format that will be written.
-
-    Args:
-        path: file to write.
-        extension: required extension, one of `WRITTEN`.
+    """Check that a file name has the extension, one of `WRITTEN`, of the format that will be written.
 
     Raises:
         InvalidFile: the name has another extension, or none.
@@ -117,13 +113,8 @@ def write_whole(path: Path) -> Iterator[Path]:
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int, **further: Any) -> Path:
-    """Write a matplotlib figure to a file, which appears whole or not at all.
-
-    Args:
-        figure: the figure.
-        path: the file; its suffix sets the format, PNG without one.
-        dpi: dots per inch.
-        further: further arguments of `Figure.savefig`.
+    """Write a matplotlib figure to a file, which appears whole or not at all; its suffix sets the format, PNG without
+    one.
     """
     with write_whole(Path(path)) as scratch:
         figure.savefig(scratch, dpi=dpi, format=Path(path).suffix[1:] or "png", **further)
@@ -185,14 +176,8 @@ def _scratch(path: Path) -> Path:
 
 
 def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, torch.Tensor]]:
-    """Read the header and the tensors of a safetensors file of steercap.
-
-    Args:
-        path: file to read.
-        tensors: False to read the header alone.
-
-    Returns:
-        The header as JSON text, and tensors by name.
+    """Read the header of a safetensors file of steercap, as JSON text, and its tensors by name, unless `tensors` is
+    False.
 
     Raises:
         InvalidFile: missing, truncated, or not of steercap.
@@ -215,11 +200,6 @@ def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, to
 
 def read_tensors_at(path: Path, name: str, place: int) -> torch.Tensor:
     """Read one index of the first axis of a tensor in a safetensors file; the rest is not read.
-
-    Args:
-        path: file to read.
-        name: name of the tensor.
-        place: index on its first axis.
 
     Raises:
         InvalidFile: missing, truncated, or without this tensor or place.

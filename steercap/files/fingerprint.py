@@ -62,11 +62,7 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return the SHA-256, in hexadecimal, of all that decides how a tokenizer splits a text; "" if there is none.
-
-    Args:
-        tokenizer: a tokenizer of transformers, or the one that vLLM uses in its place, or None.
-    """
+    """Return the SHA-256, in hexadecimal, of all that decides how a tokenizer splits a text; "" if there is none."""
     if tokenizer is None:
         return ""
     with suppress(TypeError):  # one that cannot be a key
@@ -90,13 +86,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def weights_of(path: str | Path) -> str:
-    """Return a SHA-256, in hexadecimal, that identifies the weights in a folder.
+    """Return a SHA-256, in hexadecimal, that identifies the weights in a folder, or in one file.
 
     It covers the configuration files, and the name, size and first and last 64 KiB of each weight file. Copies have the
     same hash, whenever they were made.
-
-    Args:
-        path: a folder, or one file of weights.
     """
     found = hashlib.sha256()
     for part in _parts(Path(path)):

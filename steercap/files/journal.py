@@ -118,11 +118,7 @@ class Journal(Generic[Entry]):
         return self._file is not None
 
     def begin(self, after: int) -> None:
-        """Empty the journal and write its first line.
-
-        Args:
-            after: number of entries that the document has.
-        """
+        """Empty the journal and write its first line, with the number of entries that the document has."""
         self.cut(0)
         self._write(_Begin(after))
 
@@ -146,11 +142,7 @@ class Journal(Generic[Entry]):
         self._size = size
 
     def close(self, *, remove: bool) -> None:
-        """Release the lock.
-
-        Args:
-            remove: True to delete the file, when the document holds all of its entries.
-        """
+        """Release the lock; `remove` deletes the file, when the document holds all of its entries."""
         if self._file is not None:
             if remove:
                 self.path.unlink(missing_ok=True)

@@ -96,14 +96,9 @@ class NativeHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 def save(
     value: object, path: str | Path, kind: FileKind, *, model: str = "", provenance: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write a value with all its fields to a file, which appears whole or not at all.
+    """Write a value of one of the kind's types, with all its fields, to a file, which appears whole or not at all.
 
-    Args:
-        value: instance of one of the kind's types.
-        path: file to write.
-        kind: types that may occur in it.
-        model: name of the model it was made for; informational.
-        provenance: origin of the value, as JSON data; informational.
+    The name of the model, and the origin as JSON data, are informational.
 
     Raises:
         InvalidSpec: a part that is none of the kind's types, or a field that cannot be written.
@@ -117,11 +112,7 @@ def save(
 
 
 def sha256_of(value: object, kind: FileKind) -> str:
-    """Return the SHA-256, in hexadecimal, of a value with all its fields.
-
-    Args:
-        value: instance of one of the kind's types.
-        kind: types that may occur in it.
+    """Return the SHA-256, in hexadecimal, of a value of one of the kind's types, with all its fields.
 
     Raises:
         InvalidSpec: a part that is none of the kind's types, or a field that cannot be written.
@@ -132,12 +123,7 @@ def sha256_of(value: object, kind: FileKind) -> str:
 
 
 def load(path: str | Path, kind: FileKind, expected: type[Value]) -> Value:
-    """Read a value that `save` wrote.
-
-    Args:
-        path: file to read.
-        kind: types that may occur in it.
-        expected: type of the value.
+    """Read a value of the expected type that `save` wrote.
 
     Raises:
         InvalidFile: truncated, changed, of another kind or a newer version, or with a part or field not known here.
@@ -229,12 +215,8 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _pack(value: object, at: str, store: _Store) -> Any:  # noqa: C901 -- one case a type
-    """Convert a value to JSON; tensors go to the store.
-
-    Args:
-        value: a spec, an edit, vectors, or a field of one.
-        at: path of the value from the top, used as tensor name: "edits.0.vector".
-        store: receives the tensors.
+    """Convert a spec, an edit, vectors, or a field to JSON; tensors go to the store, by the path `at`:
+    "edits.0.vector".
 
     Raises:
         InvalidSpec: a value of another type.

@@ -128,9 +128,7 @@ class SpillFile:
     def put(self, arrays: Sequence[Bytes], dropped: Callable[[], object] = lambda: None) -> Stored:
         """Write arrays, uint8 [bytes] each.
 
-        Args:
-            arrays: arrays to write.
-            dropped: called when the returned reference is dropped, from any thread and at any moment.
+        `dropped` is called when the returned reference is dropped, from any thread and at any moment.
 
         Raises:
             CaptureMemoryFull: the quota has no room for them.

@@ -28,9 +28,7 @@ PART_RECORDS, PART_SECONDS = 32, 5.0
 def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
     """Write records of one type to a Parquet file, one row each; the file appears whole or not at all.
 
-    Args:
-        path: file to write.
-        records: msgspec Structs of one type, of text, numbers, and lists or mappings of these.
+    They are msgspec Structs of text, numbers, and lists or mappings of these.
 
     Raises:
         InvalidFile: the name has another extension.
@@ -40,12 +38,7 @@ def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
 
 
 def table_of(records: Sequence[msgspec.Struct], columns: Mapping[str, Sequence[float]] | None = None) -> pa.Table:
-    """Return records of one type as a pyarrow Table, one row each.
-
-    Args:
-        records: see `write_table`.
-        columns: further columns by name, with a value for each record.
-    """
+    """Return records of one type as a pyarrow Table, one row each, with further columns by name."""
     with extra("experiments", "evaluation", "personas"):
         import pyarrow as pa
 

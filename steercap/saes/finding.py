@@ -80,12 +80,7 @@ class SAEFiles(NamedTuple):
 
 
 def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> SAEFiles:
-    """Find the files of an SAE.
-
-    Args:
-        source: a folder, or the name of a repository on the hub.
-        folder: a folder within it, or one file of it.
-        revision: revision of the repository.
+    """Find the files of an SAE in a folder or a repository on the hub; `folder` is one within it, or one file.
 
     Raises:
         InvalidFile: there are none.
@@ -104,12 +99,8 @@ def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> S
 
 
 def _first(file: Callable[[str], Path | None], folder: str, where: str) -> SAEFiles:
-    """Return the first layout whose files exist.
-
-    Args:
-        file: function that returns a file of the source by its path, None if there is none.
-        folder: a folder within the source, or one file in it.
-        where: source and folder, for messages.
+    """Return the first layout whose files exist; `file` returns a file of the source by its path, None if there is
+    none.
 
     Raises:
         InvalidFile: none is, or one that is not read.

@@ -12,9 +12,8 @@ from typing import Final
 from steercap.core.spec import Point
 from steercap.core.values import shown
 from steercap.errors import InvalidFile
-from steercap.saes.hooks import point_of
 from steercap.saes.layouts import SAEPlace
-from steercap.saes.reading import SAESettings
+from steercap.saes.reading import SAESettings, point_of
 
 #: Input and output hook of each part of Gemma Scope 2, by the part's name in paths.
 SECOND: Final = {

@@ -16,8 +16,7 @@ import torch
 from steercap.core.spec import Point
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidFile
-from steercap.saes.hooks import point_of
-from steercap.saes.reading import SAESettings
+from steercap.saes.reading import SAESettings, point_of
 from steercap.saes.tensors import Tensors, read_configuration
 
 #: Names of tensors in files, where they are others than SAELens's.
@@ -88,9 +87,7 @@ class SAEPlace(NamedTuple):
 def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
     """Return tensors by SAELens's names and in its orientation, without factors that are 1.
 
-    Args:
-        tensors: tensors of the file.
-        turned: names of those that are transposed, besides the weights of linear layers.
+    `turned` names those that are transposed, besides the weights of linear layers.
 
     Raises:
         InvalidFile: two of one name, or a `scaling_factor` other than 1.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,33 @@ from typing import Final, NamedTuple
 
 import torch
 
+from steercap.core.names import TRANSFORMER_LENS
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
 from steercap.saes.encoder import Encoder, Normalisation
 from steercap.saes.tensors import Tensors
+
+#: Sites of the inputs and outputs of a layer's modules in transformers, by the name behind `model.layers.<layer>.`.
+MODULES: Final = {
+    "output": "resid_post",
+    "self_attn.o_proj.input": "z",
+    "mlp.down_proj.input": "neurons",
+    "pre_feedforward_layernorm.output": "mlp_in",
+    "post_feedforward_layernorm.output": "mlp_out",
+}
+_BLOCK: Final = re.compile(r"blocks\.(\d{1,4})\.(.+)")
+_LAYER: Final = re.compile(r"model\.(?:language_model\.)?layers\.(\d{1,4})\.(.+)")
+
+
+def point_of(name: object) -> Point | None:
+    """Return the point of a hook, or of a module's input or output; None if no point has its rows."""
+    if not isinstance(name, str):
+        return None
+    for pattern, sites in ((_BLOCK, TRANSFORMER_LENS), (_LAYER, MODULES)):
+        if (found := pattern.fullmatch(name)) and found[2] in sites:
+            return Point(int(found[1]), sites[found[2]])
+    return None
+
 
 #: Names of the tensors of each architecture: weights, biases, and others with one number a feature.
 STANDARD: Final = ("W_enc", "b_enc", "W_dec", "b_dec")
@@ -92,11 +116,7 @@ class SAEParts(NamedTuple):
 
 
 def parts_of(tensors: Tensors, recipe: SAESettings) -> SAEParts:
-    """Read and check the tensors of an SAE.
-
-    Args:
-        tensors: tensors of the file, by the names in `ARCHITECTURES`.
-        recipe: its settings.
+    """Read and check the tensors of an SAE, which have the names in `ARCHITECTURES`.
 
     Raises:
         InvalidFile: a tensor is missing, is one too many, has another shape, or holds what is not finite.

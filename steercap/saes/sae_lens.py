@@ -15,9 +15,8 @@ from steercap.core.spec import Point
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidFile
 from steercap.saes.encoder import NORMALISATIONS, Normalisation
-from steercap.saes.hooks import point_of
 from steercap.saes.layouts import SAEPlace
-from steercap.saes.reading import ARCHITECTURES, SAESettings
+from steercap.saes.reading import ARCHITECTURES, SAESettings, point_of
 
 #: Architectures that exist only in training.
 TRAINED: Final = frozenset({"batchtopk", "matryoshka_batchtopk"})

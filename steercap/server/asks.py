@@ -55,12 +55,7 @@ _SLICE: Final = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::(-?\d{1,9}))?")
 
 
 def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
-    """Parse the `steercap` field of a request.
-
-    Args:
-        body: value of the field.
-        library: named vectors, steering and SAEs.
-        owner: owner of the request.
+    """Parse the `steercap` field of a request of one owner.
 
     Raises:
         InvalidRequest: the field is invalid; the subclass and message say why.
@@ -209,13 +204,7 @@ def _bias_of(asked: Mapping[str, Any]) -> LogitBias:
 
 
 def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], named: Mapping[str, str]) -> list[int]:
-    """Return the layers of edits with named vectors: those asked for, or all that the vectors have in common.
-
-    Args:
-        given: fields of the edit.
-        found: vectors of the edit, by field.
-        named: names of the vectors, by field.
-    """
+    """Return the layers of edits with named vectors: those asked for, or all that the vectors have in common."""
     common = [layer for layer in next(iter(found.values())) if all(layer in one for one in found.values())]
     asked = given.get("layer") if given.get("layer") is not None else given.get("layers")
     if asked is None:
@@ -231,13 +220,7 @@ def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], name
 
 
 def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:
-    """Describe that named vectors lack a layer, and the layers that they have.
-
-    Args:
-        layer: layer that was asked for.
-        named: names of the vectors, by field.
-        known: layers that they have, at least one.
-    """
+    """Describe that named vectors lack a layer, and the layers that they have."""
     what = " and ".join(f"{field}={name!r}" for field, name in named.items())
     near = f"; the nearest is {min(known, key=lambda one: abs(one - layer))}" if isinstance(layer, int) else ""
     return f"{what} and layer={shown(layer)}: there are vectors for layers {known}{near}"

@@ -204,11 +204,7 @@ class CaptureFolder:
         return self._written[owner]
 
     def require_room(self, owner: str, size: int = 0) -> None:
-        """Check that a key may write more.
-
-        Args:
-            owner: owner of the request.
-            size: bytes of its rows, as far as they are known.
+        """Check that a key may write more: `size` bytes of rows, as far as they are known.
 
         Raises:
             CaptureMemoryFull: a limit leaves no room.
@@ -229,10 +225,6 @@ class CaptureFolder:
         """Write the captures of a request, and list them; one request at a time.
 
         A file that was begun is finished even if the request is cancelled.
-
-        Args:
-            handles: fetched handles.
-            owner: their owner.
 
         Returns:
             The manifest's entry for each.

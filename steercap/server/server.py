@@ -121,10 +121,9 @@ async def application(
         )
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
-        from steercap.server import explorer
         from steercap.server.features import FeaturesOfRows, require_fitting
         from steercap.server.inspect_routes import Looking
-        from steercap.server.routes import Routes
+        from steercap.server.routes import Routes, explorer_routes
 
     names = names or Names.of(settings)
     require_fitting(names.library.saes, model)
@@ -147,7 +146,7 @@ async def application(
     )
     app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
-    app.router.routes.extend([*looking, *explorer.routes()])
+    app.router.routes.extend([*looking, *explorer_routes()])
     if not server.tells_clients_apart(flags):
         app.router.middleware_stack = Keyless(app.router.middleware_stack)
     return app

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from steercap.core.protocols import ReadingModel, SketchingModel
     from steercap.core.spec import CaptureSpec, Layers, Reduction
     from steercap.core.tokens import Tokens, TokenSelection
-    from steercap.lab.datasets.choosing import Join
     from steercap.lab.datasets.collecting.collection import Collected, Progress
     from steercap.lab.datasets.collecting.documents import Bos, Long
     from steercap.lab.datasets.collecting.many import RayActors
     from steercap.lab.datasets.collecting.samples import TokenSample
     from steercap.lab.datasets.collecting.sources import Corpus
+    from steercap.lab.datasets.reading import Join
     from steercap.lab.datasets.rows import Normalise
     from steercap.lab.datasets.statistics import PointStatistics
     from steercap.lab.directions import Exchange
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from steercap.lab.mechanism.patching.activation import Ablation
     from steercap.lab.mechanism.patching.metrics import Metric
     from steercap.lab.mechanism.patching.pairs import Align, Direction
+    from steercap.lab.mechanism.patching.paths import Head, Receiver
     from steercap.lab.mechanism.patching.points import Grid
     from steercap.lab.mechanism.patching.results import Effects
-    from steercap.lab.mechanism.patching.routes import Head, Receiver
+    from steercap.lab.personas.folder import Report
     from steercap.lab.personas.pipeline import PersonaResult
-    from steercap.lab.personas.progress import Report
     from steercap.lab.personas.roles.axis import AssistantAxis
     from steercap.lab.personas.roles.axis_capping import Capping
     from steercap.lab.personas.roles.effects import CapRecord, Case
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from steercap.lab.personas.settings import PersonaSettings
     from steercap.lab.studies.evaluation.definition import Evaluation
     from steercap.lab.studies.evaluation.results import EvaluationResults
-    from steercap.lab.studies.evaluation.tasks.base import Task
+    from steercap.lab.studies.evaluation.tasks import Task
     from steercap.lab.studies.sweeps.grid import Sweep
-    from steercap.lab.studies.sweeps.results import SweepResults
+    from steercap.lab.studies.sweeps.running import SweepResults
     from steercap.requests.context import FromContext
     from steercap.steering.calibration import Calibration
     from steercap.steering.directions import DirectionSet
@@ -716,8 +716,7 @@ def path_patch(
         receivers: a `Receiver`, "logits", or several of them, each measured by itself.
         tokens: tokens of the prompt at which the senders' rows come from the other run.
         direction: "noise": the clean run is changed, and senders come from the corrupted run. "denoise": the reverse.
-        through_mlps: let feed-forward blocks carry the change. If False, they are held too, which needs `mlp_out`
-            armed.
+        through_mlps: let feed-forward blocks carry the change; False holds them too, and needs `mlp_out` armed.
         concurrent: maximum concurrent senders.
         progress: function called with the number of finished senders, and of all.
 

@@ -1,4 +1,4 @@
-"""Tiny configurations of further architectures, each as small as still exercises all parts of its layers.
+"""Tiny configurations of architectures, each as small as still exercises all parts of its layers.
 
 For all of them plain vLLM gives the log probabilities of transformers on CPU, in float32 unless `ENGINES` differs.
 """
@@ -8,7 +8,54 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from steercap.testing.families import TINY
+#: Shape of every tiny model: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention accepts.
+SHAPE: Final = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+#: The same shape, by the names of GPT-2's configuration.
+GPT: Final = {"vocab_size": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512}
+#: With grouped heads, and a gated MLP, as most have them.
+TINY: Final = {**SHAPE, "intermediate_size": 256, "num_key_value_heads": 2, "tie_word_embeddings": False}
+#: As Gemma has it.
+TIED: Final = {"tie_word_embeddings": True, "head_dim": 32}
+GRANITE: Final = {"residual_multiplier": 0.5, "attention_multiplier": 0.2}
+
+#: Keyword arguments of transformers' `AutoConfig.for_model`, by family; each exercises all parts of its layers.
+FAMILY_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gemma": {"model_type": "gemma", **TINY, **TIED},
+    "gemma2": {"model_type": "gemma2", **TINY, **TIED, "sliding_window": 24},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **TINY,
+        **TIED,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gpt2": {"model_type": "gpt2", **GPT},
+    "llama": {"model_type": "llama", **TINY},
+    "mistral": {"model_type": "mistral", **TINY, "sliding_window": 24},
+    "olmo2": {"model_type": "olmo2", **TINY},
+    "opt": {"model_type": "opt", **SHAPE, "ffn_dim": 256, "word_embed_proj_dim": 128},
+    "qwen2": {"model_type": "qwen2", **TINY},
+    "qwen3": {"model_type": "qwen3", **TINY, "head_dim": 32},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **TINY,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "stablelm": {"model_type": "stablelm", **TINY},
+}
+
 
 SLIDING: Final = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -41,8 +88,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "model_type": "gemma4_text",
         **TINY,
         **SLIDING,
-        "tie_word_embeddings": True,
-        "head_dim": 32,
+        **TIED,
         "hidden_size_per_layer_input": 0,
         "global_head_dim": 32,
     },
@@ -51,21 +97,13 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere2": {
         "model_type": "cohere2",
         **TINY,
-        "tie_word_embeddings": True,
-        "head_dim": 32,
+        **TIED,
         "sliding_window": 256,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
     "olmo": {"model_type": "olmo", **TINY},
     "olmo3": {"model_type": "olmo3", **TINY, **SLIDING},
-    "granite": {
-        "model_type": "granite",
-        **TINY,
-        "residual_multiplier": 0.5,
-        "embedding_multiplier": 2.0,
-        "logits_scaling": 2.0,
-        "attention_multiplier": 0.2,
-    },
+    "granite": {"model_type": "granite", **TINY, **GRANITE, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
     "granite_swa": {
         "model_type": "granite_swa",
         **TINY,
@@ -75,49 +113,15 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "falcon": {
         "model_type": "falcon",
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
+        **SHAPE,
         "new_decoder_architecture": True,
         "num_kv_heads": 2,
         "num_ln_in_parallel_attn": 2,
     },
-    "falcon_7b": {
-        "model_type": "falcon",
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-    },
-    "gptj": {
-        "model_type": "gptj",
-        "vocab_size": 512,
-        "n_embd": 128,
-        "n_layer": 4,
-        "n_head": 4,
-        "n_positions": 512,
-        "rotary_dim": 16,
-    },
-    "gpt_neox": {
-        "model_type": "gpt_neox",
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-    },
-    "gpt_bigcode": {
-        "model_type": "gpt_bigcode",
-        "vocab_size": 512,
-        "n_embd": 128,
-        "n_layer": 4,
-        "n_head": 4,
-        "n_positions": 512,
-    },
+    "falcon_7b": {"model_type": "falcon", **SHAPE},
+    "gptj": {"model_type": "gptj", **GPT, "rotary_dim": 16},
+    "gpt_neox": {"model_type": "gpt_neox", **SHAPE, "intermediate_size": 256},
+    "gpt_bigcode": {"model_type": "gpt_bigcode", **GPT},
     "bloom": {"model_type": "bloom", "vocab_size": 512, "hidden_size": 128, "n_layer": 4, "n_head": 4},
     "starcoder2": {"model_type": "starcoder2", **TINY, "sliding_window": 24},
     "smollm3": {"model_type": "smollm3", **TINY},
@@ -136,24 +140,9 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "helium": {"model_type": "helium", **TINY, "head_dim": 32},
     "hyperclovax": {"model_type": "hyperclovax", **TINY, "head_dim": 32, "residual_multiplier": 0.5},
     "nanochat": {"model_type": "nanochat", **TINY, "head_dim": 32},
-    "vaultgemma": {
-        "model_type": "vaultgemma",
-        **TINY,
-        **SLIDING,
-        "tie_word_embeddings": True,
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-    },
+    "vaultgemma": {"model_type": "vaultgemma", **TINY, **SLIDING, **TIED, "query_pre_attn_scalar": 32},
     "bitnet": {"model_type": "bitnet", **TINY},
-    "biogpt": {
-        "model_type": "biogpt",
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 256,
-        "max_position_embeddings": 512,
-    },
+    "biogpt": {"model_type": "biogpt", **SHAPE, "intermediate_size": 256},
     "minicpm3": {
         "model_type": "minicpm3",
         **TINY,
@@ -177,20 +166,13 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "olmoe": {"model_type": "olmoe", **TINY, "num_experts": 8, "num_experts_per_tok": 2},
     "flex_olmo": {"model_type": "flex_olmo", **TINY, "num_experts": 8, "num_experts_per_tok": 2},
-    "granitemoe": {
-        "model_type": "granitemoe",
-        **TINY,
-        "num_local_experts": 8,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.2,
-    },
+    "granitemoe": {"model_type": "granitemoe", **TINY, "num_local_experts": 8, **GRANITE},
     "granitemoeshared": {
         "model_type": "granitemoeshared",
         **TINY,
         "num_local_experts": 8,
         "shared_intermediate_size": 64,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.2,
+        **GRANITE,
     },
     "granitemoe_swa": {
         "model_type": "granitemoe_swa",
@@ -198,8 +180,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         **SLIDING,
         "num_local_experts": 8,
         "shared_intermediate_size": 64,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.2,
+        **GRANITE,
         "layer_rope_theta": [10000.0, 10000.0, 10000.0, 10000.0],
     },
     "glm4_moe": {"model_type": "glm4_moe", **TINY, **ROUTED, **GROUPED, "head_dim": 32, "first_k_dense_replace": 1},
@@ -321,8 +302,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere2_moe": {
         "model_type": "cohere2_moe",
         **TINY,
-        "tie_word_embeddings": True,
-        "head_dim": 32,
+        **TIED,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "sliding_window": 256,
@@ -358,8 +338,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "model_type": "gemma4_text",
         **TINY,
         **SLIDING,
-        "tie_word_embeddings": True,
-        "head_dim": 32,
+        **TIED,
         "hidden_size_per_layer_input": 0,
         "global_head_dim": 32,
         "enable_moe_block": True,
@@ -388,8 +367,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_local_experts": 8,
         "shared_intermediate_size": 64,
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.2,
+        **GRANITE,
         "position_embedding_type": "rope",
     },
     "granitemoehybrid_attn": {
@@ -399,8 +377,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_local_experts": 8,
         "shared_intermediate_size": 64,
         "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention"],
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.2,
+        **GRANITE,
         "position_embedding_type": "rope",
     },
     "falcon_h1": {"model_type": "falcon_h1", **TINY, **MAMBA, "head_dim": 32, "mamba_d_ssm": 256},
@@ -459,13 +436,12 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     },
-    "gemma2_tf": {"model_type": "gemma2", **TINY, **SLIDING, "tie_word_embeddings": True, "head_dim": 32},
+    "gemma2_tf": {"model_type": "gemma2", **TINY, **SLIDING, **TIED},
     "gemma4_text_ple": {
         "model_type": "gemma4_text",
         **TINY,
         **SLIDING,
-        "tie_word_embeddings": True,
-        "head_dim": 32,
+        **TIED,
         "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": 512,
         "global_head_dim": 64,
@@ -476,8 +452,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "model_type": "gemma4_unified_text",
         **TINY,
         **SLIDING,
-        "tie_word_embeddings": True,
-        "head_dim": 32,
+        **TIED,
         "hidden_size_per_layer_input": 0,
         "global_head_dim": 32,
     },
@@ -512,13 +487,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "tie_word_embeddings": True,
         "num_dense_layers": 1,
     },
-    "phimoe": {
-        "model_type": "phimoe",
-        **TINY,
-        "num_local_experts": 8,
-        "attention_bias": True,
-        "lm_head_bias": False,
-    },
+    "phimoe": {"model_type": "phimoe", **TINY, "num_local_experts": 8, "attention_bias": True, "lm_head_bias": False},
     "zamba2": {
         "model_type": "zamba2",
         **TINY,

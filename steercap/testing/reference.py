@@ -1,4 +1,4 @@
-"""Reference of captures: the rows that transformers computes for the same tokens.
+"""Reference of captures: the rows that transformers computes for the same tokens, and their comparison.
 
 The finished sequence goes through the model in one pass (teacher forcing), and hooks keep the rows.
 """
@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from jaxtyping import Float
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -25,6 +26,41 @@ from steercap.lab.training.hooked import HookedModel, Visited, firsts
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
+
+
+class Parity(NamedTuple):
+    """Agreement of the worst row with its reference.
+
+    Args:
+        cosine: least cosine of any row with its reference.
+        error: greatest absolute error of any row, over the norm of its reference row.
+    """
+
+    cosine: float
+    error: float
+
+    def worse(self, other: Parity) -> Parity:
+        """Return the worse of both, each measure by itself."""
+        return Parity(min(self.cosine, other.cosine), max(self.error, other.error))
+
+
+#: Initial value before any comparison.
+PERFECT = Parity(1.0, 0.0)
+
+
+def compare_rows(rows: Float[torch.Tensor, "rows hidden"], reference: Float[torch.Tensor, "rows hidden"]) -> Parity:
+    """Compare rows with their reference, in float64.
+
+    Raises:
+        ValueError: the shapes differ, or there is no row.
+    """
+    if rows.shape != reference.shape or not len(rows):
+        raise ValueError(f"cannot compare rows {tuple(rows.shape)} with a reference of {tuple(reference.shape)}")
+    left, right = rows.double(), reference.double()
+    cosine = torch.cosine_similarity(left, right, dim=-1).min()
+    error = ((left - right).abs().amax(-1) / right.norm(dim=-1)).max()
+    return Parity(float(cosine), float(error))
+
 
 #: Ids of experts, int64 [tokens, k], and their weights, float32 [tokens, k].
 Chosen: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
@@ -79,12 +115,12 @@ class Reference:
         instead = [(point, partial(_change, partial(_instead, rows))) for point, rows in (given or {}).items()]
         with self._hooked, ExitStack() as hooks, torch.inference_mode():
             # Hooks of a module run in the order in which they are put in.
-            self._visit(hooks, firsts([*edits, *keeps], first=True))
-            self._visit(hooks, firsts(edits, first=False))
+            self.hooked.visit(hooks, firsts([*edits, *keeps], first=True))
+            self.hooked.visit(hooks, firsts(edits, first=False))
             for layer, rows in (inputs or {}).items():
                 hooks.callback(self.layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
-            self._visit(hooks, firsts(keeps, first=False))
-            self._visit(hooks, instead)
+            self.hooked.visit(hooks, firsts(keeps, first=False))
+            self.hooked.visit(hooks, instead)
             for layer, choice in chosen.items():
                 hooks.callback(_choose(_experts(self.layers[layer])[1], choice).remove)
             self.model(torch.tensor([list(token_ids)]), use_cache=False, **media)
@@ -100,7 +136,7 @@ class Reference:
         """
         with self._hooked, ExitStack() as hooks, torch.inference_mode():
             edits = self._edits(steering, prompt_len)
-            self._visit(hooks, [*firsts(edits, first=True), *firsts(edits, first=False)])
+            self.hooked.visit(hooks, [*firsts(edits, first=True), *firsts(edits, first=False)])
             found = self.model(torch.tensor([list(token_ids)]), use_cache=False, output_attentions=True).attentions
         return [weights[0].float() for weights in found]
 
@@ -122,8 +158,8 @@ class Reference:
         found: dict[int, Chosen] = {}
         instead = [(point, partial(_change, partial(_instead, rows))) for point, rows in (given or {}).items()]
         with self._hooked, ExitStack() as hooks, torch.inference_mode():
-            self._visit(hooks, self._edits(steering, prompt_len))
-            self._visit(hooks, instead)
+            self.hooked.visit(hooks, self._edits(steering, prompt_len))
+            self.hooked.visit(hooks, instead)
             for index, layer in self.layers.items():
                 if any(name.endswith(".experts") or name == "experts" for name, _ in layer.named_modules()):
                     hooks.callback(_watch_experts(*_experts(layer), partial(found.__setitem__, index)).remove)
@@ -158,7 +194,7 @@ class Reference:
         )
         processors = LogitsProcessorList([biasing(steering, prompt_len, tokens)])
         with self._hooked, ExitStack() as hooks, torch.inference_mode():
-            self._visit(hooks, self._edits(steering, prompt_len))
+            self.hooked.visit(hooks, self._edits(steering, prompt_len))
             found = self.model.generate(
                 torch.tensor([list(token_ids)], device=self.model.device),
                 generation_config=config,
@@ -177,9 +213,6 @@ class Reference:
             (point, partial(_change, partial(edited, spec, point, prompt_len=prompt_len, num_layers=count)))
             for point in points
         ]
-
-    def _visit(self, hooks: ExitStack, visits: Iterable[Visited]) -> None:
-        self.hooked.visit(hooks, visits)
 
 
 def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:

@@ -13,8 +13,7 @@ from steercap.core.extras import extra
 from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 from steercap.lab.demo.checkpoint import cached
-from steercap.testing.architectures import ARCHITECTURES
-from steercap.testing.families import FAMILY_CONFIGS
+from steercap.testing.architectures import ARCHITECTURES, FAMILY_CONFIGS
 
 #: Standard deviation of weights: rows differ between tokens, positions and layers, and attention is not uniform.
 INIT_STD: Final = 0.15
@@ -60,13 +59,7 @@ def _write(settings: dict[str, Any], folder: Path) -> None:
 
 
 def write_model(kind: Any, config: Any, folder: Path) -> None:
-    """Write a model of random weights.
-
-    Args:
-        kind: transformers' class of the model.
-        config: transformers' configuration of the model.
-        folder: folder to write to.
-    """
+    """Write a model of random weights, of a class and a configuration of transformers."""
     import torch
 
     torch.manual_seed(SEED)

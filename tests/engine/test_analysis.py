@@ -12,7 +12,7 @@ from steercap import sync
 from steercap.errors import InvalidSpec, PointNotArmed
 from steercap.lab.mechanism import analysis
 from steercap.lab.mechanism.patching import LogitDifference
-from steercap.lab.studies.sweeps.controls import random_like
+from steercap.lab.studies.sweeps.operations import random_like
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
 

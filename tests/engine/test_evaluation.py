@@ -15,7 +15,7 @@ from steercap import Add, LowRank, SteeringSpec
 from steercap.errors import InvalidFile, PointNotArmed
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.studies.evaluation import Choices, Evaluation, Method, Passages, evaluate, read_results, shuffled
-from steercap.lab.studies.evaluation.reading import PromptAndText, logprobs_of, parts_of
+from steercap.lab.studies.evaluation.tasks import PromptAndText, logprobs_of, tokenized
 from steercap.steering import LayerVectors
 from steercap.testing import Reference
 
@@ -45,7 +45,7 @@ async def test_log_probabilities_of_texts_are_those_of_transformers(smol, smol_r
     """Of every text of both tasks, within 1e-3 nats a token: float32 on both sides. And so is what the task makes of them."""
     for task in TASKS:
         for place, item in enumerate(task.items):
-            parts = parts_of(smol.tokenizer, [{"role": "user", "content": item.prompt}], item)
+            parts = tokenized(smol.tokenizer, [{"role": "user", "content": item.prompt}], item)
             assert [smol.tokenizer.decode(one.lead + one.text) for one in parts] == [
                 item.lead + text for text in item.texts
             ]

@@ -18,7 +18,7 @@ from steercap.architectures.families import FAMILIES
 from steercap.architectures.sites import SITES
 from steercap.errors import UnsupportedModel
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.testing.families import FAMILY_CONFIGS
+from steercap.testing.architectures import FAMILY_CONFIGS
 
 #: Norms of queries and keys; experts; one tensor of queries, keys and values; soft caps, windows and norms behind the
 #: blocks; transformers' modules. The others differ from one of them by less.

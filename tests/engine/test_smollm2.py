@@ -15,7 +15,7 @@ from steercap import AddIf, CaptureHandle, CaptureSpec, SteeringSpec
 from steercap.config import CPU
 from steercap.lab.demo import smollm2
 from steercap.testing import Reference, compare_rows
-from steercap.testing.parity import PERFECT
+from steercap.testing.reference import PERFECT
 
 PROMPTS = ["The capital of France is", "Once upon a time there was", "def fibonacci(n):", "1"]
 PARAMS: dict[str, Any] = {"max_tokens": 24, **GREEDY}

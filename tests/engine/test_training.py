@@ -29,7 +29,7 @@ from steercap.lab.training.settings import Penalties
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec
 from steercap.testing import tiny_checkpoint
-from steercap.testing.parity import compare_rows
+from steercap.testing.reference import compare_rows
 
 WIDTH = 128
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"

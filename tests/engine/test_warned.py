@@ -22,8 +22,7 @@ from transformers import AutoTokenizer
 
 from steercap import Add, CaptureSpec, Monitor, SteeringSpec, SteerModel
 from steercap.adapters import server
-from steercap.cli.prompts import PromptOptions
-from steercap.cli.requests import run_each
+from steercap.cli.prompts import PromptOptions, run_each
 from steercap.client import RemoteModel
 from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.spec import Point

@@ -18,8 +18,7 @@ from steercap.steering.directions import DirectionSet
 from steercap.steering.edits.ablate import Ablate
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
-from steercap.testing.parity import PERFECT, Parity
-from steercap.testing.reference import Reference
+from steercap.testing.reference import PERFECT, Parity, Reference
 from support.bad import BAD_REQUESTS, PROMPT, SIX, Bad
 from support.rows import (
     ALL_SITES,

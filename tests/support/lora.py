@@ -14,8 +14,7 @@ import torch
 from steercap.captures.handle import CaptureHandle
 from steercap.core.spec import CaptureSpec
 from steercap.steering.spec import SteeringSpec
-from steercap.testing.parity import Parity
-from steercap.testing.reference import Reference
+from steercap.testing.reference import Parity, Reference
 from support.agreement import worst_of
 from support.rows import ALL_SITES, GREEDY, flattened, parity, random_prompt, steps, within, within_16, worst
 from support.specs import spec

@@ -25,9 +25,8 @@ from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec
 from steercap.lab.demo.checkpoint import cached
 from steercap.steering.spec import SteeringSpec
-from steercap.testing.families import FAMILY_CONFIGS, TINY
-from steercap.testing.parity import Parity
-from steercap.testing.reference import Reference
+from steercap.testing.architectures import FAMILY_CONFIGS, TINY
+from steercap.testing.reference import Parity, Reference
 from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer, write_model
 from support.images import picture
 from support.rows import GREEDY, flattened, inputs_of, parity, within, worst

@@ -19,7 +19,7 @@ from steercap.steering.edits.replace import Replace
 from steercap.steering.edits.sae_feature import SAEFeature
 from steercap.steering.edits.set_projection import SetProjection
 from steercap.steering.spec import SteeringSpec
-from steercap.testing.parity import compare_rows
+from steercap.testing.reference import compare_rows
 from support.rows import GREEDY, flattened, random_prompt
 from support.specs import vector
 

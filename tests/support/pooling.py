@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from steercap.core.spec import CaptureSpec, Point
-from steercap.testing.parity import Parity, compare_rows
-from steercap.testing.reference import Reference
+from steercap.testing.reference import Parity, Reference, compare_rows
 from support.rows import flattened, random_prompt, within, worst
 from support.specs import spec
 

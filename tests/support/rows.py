@@ -14,8 +14,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.core.chat import TEXT
 from steercap.core.spec import Point
 from steercap.steering.spec import SteeringSpec
-from steercap.testing.parity import PERFECT, Parity, compare_rows
-from steercap.testing.reference import Reference
+from steercap.testing.reference import PERFECT, Parity, Reference, compare_rows
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

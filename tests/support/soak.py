@@ -30,8 +30,7 @@ from steercap.core.extras import extra
 from steercap.core.spec import REDUCTIONS, CaptureSpec
 from steercap.model import SteerModel
 from steercap.steering.spec import SteeringSpec
-from steercap.testing.parity import Parity
-from steercap.testing.reference import Reference
+from steercap.testing.reference import Parity, Reference
 from support.rows import ALL_SITES, CRAMPED, GREEDY, hold, random_prompt, settled, worst
 from support.specs import random_spec
 

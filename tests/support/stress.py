@@ -16,8 +16,7 @@ from steercap.captures.handle import CaptureHandle, flat
 from steercap.core.spec import REDUCTIONS, CaptureSpec
 from steercap.model import SteerModel
 from steercap.steering.spec import SteeringSpec
-from steercap.testing.parity import Parity
-from steercap.testing.reference import Reference
+from steercap.testing.reference import Parity, Reference
 from support.rows import ALL_SITES, GREEDY, counter, flattened, hold, random_prompt, settled
 from support.specs import random_spec, spec
 

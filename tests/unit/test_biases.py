@@ -342,7 +342,7 @@ def test_keys_and_values_depend_on_edits_alone() -> None:
 def test_files_with_biases_alone_arm_no_site(tmp_path) -> None:
     """The command line reads sites off edits of rows, shows biases, and looks at their tokens when the model is loaded."""
     from steercap.cli.inspection import inspected
-    from steercap.cli.steering import sites_of
+    from steercap.cli.parsing import sites_of
 
     spec = SteeringSpec([LogitBias({3: 1.0}), LogitBias(torch.ones(9))])
     assert sites_of(spec) == ()

@@ -27,10 +27,9 @@ from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, free_memory, gather
 from steercap.cli.doctor.gpus import Gpu, gpu_of, visible_of
 from steercap.cli.engines import ModelOptions
+from steercap.cli.parsing import SteerOptions, layers_of, tokens_of
 from steercap.cli.persona import ScoreOptions, SizeOptions, settings_of
 from steercap.cli.prompts import PromptOptions, records_of
-from steercap.cli.selections import layers_of, tokens_of
-from steercap.cli.steering import SteerOptions
 from steercap.cli.sweep_file import measure_of, read_settings, sweep_of
 from steercap.cli.vectors import texts_in
 from steercap.config import CPU

@@ -38,7 +38,7 @@ from steercap.errors import InvalidFile, ModelNotLoaded
 from steercap.files.base import write_whole
 from steercap.lab.personas import PersonaResult, PersonaSettings, traits
 from steercap.lab.personas.folder import open_folder
-from steercap.lab.personas.outcomes import Outcome
+from steercap.lab.personas.report import Outcome
 from steercap.lab.studies.sweeps.grid import Definition
 from steercap.steering import DirectionSet
 
@@ -409,7 +409,8 @@ def test_a_model_that_cannot_be_had_is_one_line_in_a_shell() -> None:
     done = shell("generate", "hi", "-m", "nobody/nothing", env=environment)
     assert done.returncode == 1
     assert "ModelNotLoaded: 'nobody/nothing' is not on this machine" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    slow = "loading nobody/nothing: "  # on a slow machine
+    assert len([line for line in done.stderr.splitlines() if not line.startswith(slow)]) == 1
 
 
 # Traits of one's own, and what comes after a run

@@ -14,8 +14,7 @@ from steercap.cli.evaluate import report, sites_in
 from steercap.cli.evaluation_file import EvaluationFile, read_evaluation
 from steercap.cli.terminal import Output, Terminal
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.lab.measures.length import Length
-from steercap.lab.measures.matches import Matches
+from steercap.lab.measures.texts import Length, Matches
 from steercap.lab.studies.evaluation import EvaluationResults, Passages
 from steercap.lab.studies.evaluation.store import Answer, Folder
 

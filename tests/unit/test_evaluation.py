@@ -16,12 +16,10 @@ from hypothesis import strategies as some
 from steercap import Ablate, Add, Cap, LowRank, Point, Replace, SteeringSpec
 from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
 from steercap.files.tables import read_table
-from steercap.lab.measures.classifier import Classifier
-from steercap.lab.measures.length import Length
-from steercap.lab.measures.matches import Matches
 from steercap.lab.measures.perplexity import Perplexity
-from steercap.lab.measures.refusal import Refusal
+from steercap.lab.measures.score import Classifier
 from steercap.lab.measures.statistics import cluster_means, difference, estimate, sign_flip, slope
+from steercap.lab.measures.texts import Length, Matches, Refusal
 from steercap.lab.studies.evaluation import (
     TASKS,
     Choice,

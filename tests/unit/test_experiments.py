@@ -20,18 +20,16 @@ from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
 from steercap.lab.measures import Measure
-from steercap.lab.measures.length import Length
 from steercap.lab.measures.perplexity import Perplexity, _perplexity
-from steercap.lab.measures.repetition import Repetition
+from steercap.lab.measures.texts import Length, Repetition
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
-from steercap.lab.mechanism.views.colours import colour, contrast, ink
+from steercap.lab.mechanism.views.lens import colour, contrast, ink
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.store import Value
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
-from steercap.lab.studies.sweeps.controls import random_like
+from steercap.lab.studies.sweeps.operations import random_like
 from steercap.lab.studies.sweeps.plots import _figure
-from steercap.lab.studies.sweeps.results import mean_of
-from steercap.lab.studies.sweeps.running import open_folder
+from steercap.lab.studies.sweeps.running import mean_of, open_folder
 from steercap.lab.studies.sweeps.summaries import Record
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.directions import alike, marks_of

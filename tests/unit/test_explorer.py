@@ -11,14 +11,14 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from steercap.cli.explore import HOST, free_port, opening
+from steercap.cli.serve import HOST, free_port, opening
 from steercap.cli.terminal import Output, Terminal
-from steercap.server import explorer
+from steercap.server import routes
 
 
 @pytest.fixture
 def client() -> httpx.AsyncClient:
-    app = Starlette(routes=explorer.routes())
+    app = Starlette(routes=routes.explorer_routes())
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -37,7 +37,7 @@ async def test_every_part_that_is_named_is_served(client) -> None:
         ]
         assert not [name for name in named if "//" in name]
         wanted += [f"/{name}" for name in named if f"/{name}" not in seen and "${" not in name]
-    left = {f"/explorer/{name}" for name in explorer.assets()} - seen
+    left = {f"/explorer/{name}" for name in routes.assets()} - seen
     assert left == {"/explorer/index.html", "/explorer/saved.js"}, "saved.js is a part of saved files"
 
 
@@ -55,7 +55,7 @@ async def test_only_parts_are_served(client, path) -> None:
 
 def test_modules_are_joined_in_a_saved_file() -> None:
     """Without imports and exports, and with no name that two of them declare."""
-    parts = {name: text.decode() for name, text in explorer.assets().items()}
+    parts = {name: text.decode() for name, text in routes.assets().items()}
     saving = parts["save.js"]
     order = re.findall(
         r'"(\w+\.js)"', saving[saving.index("const PARTS") : saving.index("];", saving.index("const PARTS"))]

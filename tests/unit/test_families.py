@@ -24,8 +24,7 @@ from steercap.architectures.sites import SITES
 from steercap.core.messages import Attached, Loaded
 from steercap.engine.ranks import Rank, loaded_of
 from steercap.errors import UnsupportedModel
-from steercap.testing.architectures import ARCHITECTURES, ENGINES
-from steercap.testing.families import FAMILY_CONFIGS
+from steercap.testing.architectures import ARCHITECTURES, ENGINES, FAMILY_CONFIGS
 
 FOLDER = Path(base.__file__).parent
 

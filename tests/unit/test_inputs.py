@@ -53,11 +53,11 @@ from steercap.errors import (
 )
 from steercap.kernels.codecs import ENCODINGS, codec_of
 from steercap.lab.directions.contrast import Contrast, directions_of
-from steercap.lab.measures.repetition import Repetition
 from steercap.lab.measures.score import Score
 from steercap.lab.measures.scores import make_scorer
 from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.scores.keywords import Keywords
+from steercap.lab.measures.texts import Repetition
 from steercap.lab.mechanism.views import TokenHeatmap
 from steercap.lab.personas import PersonaSettings
 from steercap.lab.studies.running import measures_of

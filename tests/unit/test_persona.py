@@ -45,15 +45,12 @@ from steercap.lab.measures.scores.judge import asked, number
 from steercap.lab.measures.scores.minilm import cross_validated, split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
-from steercap.lab.personas.folder import open_folder
+from steercap.lab.personas.folder import Count, open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, ends_of, generate, said
-from steercap.lab.personas.keep import keep
-from steercap.lab.personas.outcomes import outcomes
 from steercap.lab.personas.pipeline import PersonaResult, check
-from steercap.lab.personas.progress import Count
 from steercap.lab.personas.records import SIGNS, Records, Response, Score, all_requests
-from steercap.lab.personas.report import write_report
-from steercap.lab.personas.score import score
+from steercap.lab.personas.report import outcomes, write_report
+from steercap.lab.personas.score import keep, score
 from steercap.lab.personas.settings import DEPENDS, STAGES, described, stage_hashes
 
 SHIPPED = list(traits())

@@ -57,9 +57,8 @@ from steercap.lab.personas.roles import (
 )
 from steercap.lab.personas.roles.axis import axes, directions
 from steercap.lab.personas.roles.folder import check_same, open_folder
-from steercap.lab.personas.roles.records import requests_of, share_of
 from steercap.lab.personas.roles.role import trait_of
-from steercap.lab.personas.roles.settings import described, digests_of
+from steercap.lab.personas.roles.settings import described, digests_of, requests_of, share_of
 from steercap.lab.personas.roles.stages import kept_of
 from steercap.steering.formats import load_capping
 

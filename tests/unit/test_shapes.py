@@ -21,7 +21,7 @@ UNCHECKED = {
     "kernels/tap.py",
     "worker/taps/cuda.py",
     "testing/edits.py",
-    "testing/parity.py",
+    "testing/reference.py",
     # They read what users pass, tensors of any kind among it, and refuse it in words of their own.
     "lab/directions/contrast.py",
     "steering/directions.py",

@@ -91,11 +91,10 @@ from steercap.lab.datasets.folder import Totals
 from steercap.lab.datasets.shards import Receipt
 from steercap.lab.datasets.storage import FileReceipt
 from steercap.lab.directions.methods import METHODS
-from steercap.lab.measures.classifier import Classifier
-from steercap.lab.measures.matches import Matches
-from steercap.lab.measures.score import Score
+from steercap.lab.measures.score import Classifier, Score
 from steercap.lab.measures.scores import SCORERS
 from steercap.lab.measures.scores.judge import Judge
+from steercap.lab.measures.texts import Matches
 from steercap.lab.personas import folder as persona_folder
 from steercap.lab.personas import records, traits
 from steercap.lab.personas import settings as persona_settings
@@ -103,7 +102,6 @@ from steercap.lab.personas.capture import AnswerRowsHeader, load_rows
 from steercap.lab.personas.roles import AssistantAxis, load_run
 from steercap.lab.personas.roles import axis as roles_axis
 from steercap.lab.personas.roles import folder as roles_folder
-from steercap.lab.personas.roles import records as roles_records
 from steercap.lab.personas.roles import rows as roles_rows
 from steercap.lab.personas.roles import settings as roles_settings
 from steercap.lab.studies.evaluation import TASKS as KNOWN_TASKS
@@ -113,8 +111,8 @@ from steercap.lab.studies.evaluation.store import Answer as EvaluationAnswer
 from steercap.lab.studies.store import Value, folder_of
 from steercap.lab.studies.sweeps import MEASURES as KNOWN_MEASURES
 from steercap.lab.studies.sweeps import OPERATIONS, Measure
-from steercap.lab.studies.sweeps.controls import derived_seed
 from steercap.lab.studies.sweeps.grid import SWEEP
+from steercap.lab.studies.sweeps.operations import derived_seed
 from steercap.lab.studies.sweeps.summaries import Record
 from steercap.lab.training import OBJECTIVES, TrainingSettings
 from steercap.lab.training import folder as training_folder
@@ -785,7 +783,7 @@ def test_a_folder_says_what_it_said(name, tmp_path) -> None:
             records.RoleResponse,
             "id role prompt question sample seed system_prompt question_text answer token_ids finish",
         ),
-        (roles_records.RoleOutcome, "responses kept unscored mean_score left_out"),
+        (roles_settings.RoleOutcome, "responses kept unscored mean_score left_out"),
         (roles_rows.RoleRowsHeader, "version role layers questions counts prompts"),
         (
             manifest.Request,

@@ -53,8 +53,7 @@ from steercap.lab.training import (
 from steercap.lab.training.batches import EncodedExamples, Picked, Steps, collated, padded
 from steercap.lab.training.examples import ExampleTokens, split, tokens_of
 from steercap.lab.training.formula import Doses, changed, gate, stacked
-from steercap.lab.training.objectives.bipo import BiPO
-from steercap.lab.training.objectives.reps import RePS
+from steercap.lab.training.objectives import BiPO, RePS
 from steercap.lab.training.settings import Penalties
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec

@@ -14,7 +14,7 @@ from steercap.core.spec import Point
 from steercap.lab.demo import smollm2
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.testing.families import FAMILY_CONFIGS
+from steercap.testing.architectures import FAMILY_CONFIGS
 
 IDS = [3, 41, 5, 99, 200, 7]
 

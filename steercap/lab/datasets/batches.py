@@ -70,11 +70,8 @@ class Blocks:
 
     @staticmethod
     def of(edges: NDArray[np.int64], *, whole: bool) -> Blocks:
-        """Return the blocks of shards whose rows lie between `edges`.
-
-        Args:
-            edges: shard boundaries, ascending from 0: int64 [shards + 1].
-            whole: make one block of each shard.
+        """Return the blocks of shards whose rows lie between `edges`, int64 [shards + 1], ascending from 0; one a shard
+        if `whole`.
         """
         shards = [(int(start), int(stop)) for start, stop in pairwise(edges)]
         parts = [np.arange(start, stop, max(1, stop - start) if whole else BLOCK) for start, stop in shards]

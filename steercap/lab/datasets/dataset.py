@@ -17,10 +17,9 @@ from steercap.core.spec import Layers, Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 from steercap.lab.datasets.batches import ActivationBatches, Blocks, Order, ranks
-from steercap.lab.datasets.choosing import Join, Keep, TokenChoice, check_alike, points_of
 from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.folder import DatasetFolder
-from steercap.lab.datasets.opened import OpenShard
+from steercap.lab.datasets.reading import Join, Keep, OpenShard, TokenChoice, check_alike, points_of
 from steercap.lab.datasets.remote import RemoteFolder
 from steercap.lab.datasets.rows import NORMALISE, Groups, Labelled, Normalisation, Normalise, Rows, at, groups_of
 from steercap.lab.datasets.shards import Receipt

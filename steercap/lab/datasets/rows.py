@@ -145,11 +145,7 @@ class ShuffleBuffer:
         return {name: column[: self._filled] for name, column in self._columns.items()}
 
     def add(self, columns: Mapping[str, torch.Tensor]) -> int:
-        """Add as many leading rows as there is room for, and return their number.
-
-        Args:
-            columns: columns by name, [rows, ...]; the same names in each call.
-        """
+        """Add as many leading rows of columns, [rows, ...] each, as there is room for, and return their number."""
         taken = min(self.capacity - self._filled, len(next(iter(columns.values()))))
         for name, column in columns.items():
             if name not in self._columns:

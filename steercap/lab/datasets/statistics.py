@@ -112,12 +112,9 @@ class PointStatistics:
 
 
 def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64] | None = None) -> PointStatistics:
-    """Compute statistics of rows that come in pieces.
+    """Compute statistics of rows that come in pieces, [rows, ...] each; rows in a codec are decoded.
 
-    Args:
-        pieces: rows, [rows, ...] each; rows in a codec are decoded.
-        width: number of elements of a row.
-        chosen: numbers of the sampled rows over all pieces, ascending, see `drawn`; None for all.
+    `chosen` holds the numbers of the sampled rows over all pieces, ascending, see `drawn`; None for all.
     """
     running = _Running(width)
     looked_at = pieces if chosen is None else _of(pieces, chosen)
@@ -131,11 +128,6 @@ def drawn(rows: int, every: int, seed: int) -> NDArray[np.int64] | None:
 
     Rows are drawn, not counted off: in windows of one length, counting would sample the same positions, and the first
     row of a window is unlike the others.
-
-    Args:
-        rows: number of rows to draw from.
-        every: sampling interval; 1 for all rows.
-        seed: seed of the draw.
     """
     if every == 1:
         return None

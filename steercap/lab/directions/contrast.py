@@ -108,11 +108,7 @@ class Contrast:
 def check_groups(
     positive: Sequence[Hashable], negative: Sequence[Hashable], *, method: str, held_out: float, seed: int = 0
 ) -> None:
-    """Check that a direction can be computed between texts of these groups, before any of them is read.
-
-    Args:
-        positive, negative: group of each text.
-        method, held_out, seed: arguments as for `extract`.
+    """Check that a direction can be computed between texts of these groups, before any of them is read; see `extract`.
 
     Raises:
         UnknownName: the method does not exist.
@@ -205,12 +201,10 @@ def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int
 
 
 def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"]) -> float:
-    """Return the area under the ROC curve: the share of pairs with the positive value above, ties counted half.
+    """Return the area under the ROC curve of values of two kinds: the share of pairs with the positive value above,
+    ties counted half.
 
     Source: Hanley and McNeil (1982), The meaning and use of the area under a receiver operating characteristic curve.
-
-    Args:
-        positive, negative: values of each kind, one at least.
 
     Raises:
         InvalidVector: a value is NaN or infinite.

@@ -262,12 +262,7 @@ async def asked_of(
 
 
 def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -> list[list[int]]:
-    """Return the token ids of texts; for an exchange, those of prompt and response.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        texts: texts to tokenise.
-        special: argument as for `asked_of`; None warns of texts that already have them.
+    """Return the token ids of texts; for an exchange, those of prompt and response. `special` is as for `asked_of`.
 
     Raises:
         InvalidSpec: an exchange has an empty response, or an entry is not a text.

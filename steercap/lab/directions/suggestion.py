@@ -81,11 +81,7 @@ def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
 
 
 def middle_of_best(values: Mapping[int, float]) -> int:
-    """Return the middle of the longest run of neighbours among the layers with the highest value; see the rule above.
-
-    Args:
-        values: values by layer, one at least.
-    """
+    """Return the middle of the longest run of neighbours among the layers with the highest value, by the rule above."""
     layers = sorted(values)
     highest = max(values.values())
     runs: list[list[int]] = [[]]

@@ -1,7 +1,13 @@
-"""Stage "capture": one row per answer and layer, the mean over the answer's tokens, reduced in the workers."""
+"""Stages "capture" and "vectors".
+
+"capture" keeps one row per answer and layer, the mean over the answer's tokens, reduced in the workers; "vectors" makes
+directions of the rows of kept answers, tested on held-out questions.
+"""
 
 from __future__ import annotations
 
+import functools
+import operator
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,12 +21,14 @@ from steercap.core.prompts import templated
 from steercap.errors import InvalidFile
 from steercap.files.base import read_tensors, write_tensors
 from steercap.files.tables import PART_RECORDS
-from steercap.lab.directions import Exchange, Rows, mean_rows
-from steercap.lab.personas.folder import StageFolder
+from steercap.lab.directions import Contrast, Exchange, Rows, mean_rows
+from steercap.lab.directions.contrast import directions_of
+from steercap.lab.directions.extraction import digest_of, labelled
+from steercap.lab.personas.folder import Count, Report, StageFolder
 from steercap.lab.personas.generate import messages_of
-from steercap.lab.personas.progress import Count, Report
-from steercap.lab.personas.records import Records, Response, RoleResponse, RunSettings
+from steercap.lab.personas.records import SIGNS, Kept, Records, Response, RoleResponse, RunSettings, Sign
 from steercap.lab.personas.settings import PersonaSettings
+from steercap.steering.directions import DirectionSet
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -100,12 +108,6 @@ def room_of(
 
     To read, a model must generate one token too, so prompt and answer are shorter than the context. An answer may have
     filled it, and then lacks its last token.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        max_model_len: number of tokens that the context holds.
-        settings: settings of the run.
-        responses: answers to read.
     """
     lengths: dict[tuple[str, str], int] = {}
     found = {}
@@ -128,13 +130,7 @@ async def answer_rows(
     responses: Sequence[Response | RoleResponse],
     room: Mapping[str, int],
 ) -> Rows:
-    """Read answers with the model, in one batch, and return one row per answer and layer.
-
-    Args:
-        model: an open model.
-        settings: settings of the run.
-        responses: answers to read.
-        room: number of tokens of each answer to read, by id; see `room_of`.
+    """Read answers with the model, in one batch, `room` tokens of each by id, and return one row per answer and layer.
 
     Raises:
         The errors of `SteerModel.read`.
@@ -233,3 +229,51 @@ def _parts(folder: StageFolder, trait: str) -> list[Path]:
 
 def _ids(paths: Sequence[Path]) -> set[str]:
     return {name for path in paths for name in read_rows(path, AnswerRowsHeader, tensors=False)[0].ids}
+
+
+def vectors(
+    model: SteerModel, settings: PersonaSettings, folder: StageFolder, records: Records, report: Report | None
+) -> DirectionSet:
+    """Return the directions of all traits that have kept answers, with their provenance.
+
+    Groups are questions, so `provenance.auc` is computed on answers to held-out questions.
+
+    Raises:
+        InvalidSpec: too few questions have answers of both kinds.
+        InvalidFile: rows cannot be read.
+    """
+    path, names = folder.path / "directions.safetensors", list(dict.fromkeys(one.trait for one in records.kept))
+    if folder.is_done("vectors"):
+        Count("vectors", len(names), len(names), report)
+        return DirectionSet.load(path)
+    folder.begin("vectors")
+    count, found = Count("vectors", len(names), 0, report), []
+    for name in names:
+        found.append(_one(model, settings, folder, {sign: records.kept_of(name, sign) for sign in SIGNS}))
+        count.add()
+    directions = functools.reduce(operator.or_, found)
+    directions.save(path)
+    folder.finish("vectors")
+    return directions
+
+
+def _one(
+    model: SteerModel, settings: PersonaSettings, folder: StageFolder, mine: Mapping[Sign, Sequence[Kept]]
+) -> DirectionSet:
+    name = mine["positive"][0].trait
+    header, rows = load_rows(rows_file(folder, name))
+    places = {one: place for place, one in enumerate(header.ids)}
+    used = {sign: rows[[places[one.id] for one in mine[sign]]] for sign in SIGNS}
+    groups = {sign: [one.question for one in mine[sign]] for sign in SIGNS}
+    contrast = Contrast(used["positive"], used["negative"], groups["positive"], groups["negative"])
+    found = directions_of(
+        name,
+        contrast,
+        header.layers,
+        method=settings.method,
+        site=settings.site,
+        held_out=settings.held_out,
+        seed=settings.seed,
+    )
+    digests = [bytes.fromhex(header.prompts[places[one.id]]) for sign in SIGNS for one in mine[sign]]
+    return labelled(found, model, prompts={name: digest_of(digests)}, tokens="response", reduce="mean")

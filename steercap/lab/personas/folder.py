@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -27,6 +28,39 @@ from steercap.lab.personas.settings import (
     stage_settings,
     trait_hashes,
 )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress report of a run.
+
+    Args:
+        stage: "generate", "score", "filter", "capture", "vectors" or "report".
+        done, total: number of requests, answers or traits, finished and in all.
+    """
+
+    stage: str
+    done: int
+    total: int
+
+
+#: Receiver of reports; called in the event loop, so it should be quick.
+Report: TypeAlias = Callable[[Progress], None]
+
+
+class Count:
+    """Counter of a stage's finished work, which reports it."""
+
+    def __init__(self, stage: str, total: int, done: int, report: Report | None) -> None:
+        self._stage, self._total, self._done, self._report = stage, total, done, report
+        self.add(0)
+
+    def add(self, count: int = 1) -> None:
+        """Add to the finished work and report it."""
+        self._done += count
+        if self._report is not None:
+            self._report(Progress(self._stage, self._done, self._total))
+
 
 VERSION: Final = 1
 #: Digits of a SHA-256 that a folder of parts is named by.
@@ -137,11 +171,6 @@ class StageFolder:
 def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSettings) -> StageFolder:
     """Open the folder of a run to resume it, creating it if needed.
 
-    Args:
-        path: the folder.
-        model: identity of the model.
-        settings: settings of the run.
-
     Raises:
         RunDiffers: the folder holds answers of another model or of settings under which they would be others. Where
             later settings differ, the stages that depend on them are done again.
@@ -166,11 +195,7 @@ def open_folder(path: str | Path, model: Mapping[str, str], settings: PersonaSet
 
 
 def check_same(path: str | Path, settings: PersonaSettings) -> None:
-    """Check that a folder holds no answers of other settings; the model is not compared.
-
-    Args:
-        path: the folder, which need not exist.
-        settings: settings of the run.
+    """Check that a folder, which need not exist, holds no answers of other settings; the model is not compared.
 
     Raises:
         RunDiffers, InvalidFile: as for `open_folder`.

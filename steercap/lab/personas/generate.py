@@ -12,8 +12,7 @@ import msgspec
 from steercap.concurrency.bounded import each_of
 from steercap.errors import InvalidFile
 from steercap.files.tables import TableWriter, read_table, write_table
-from steercap.lab.personas.folder import StageFolder
-from steercap.lab.personas.progress import Count, Report
+from steercap.lab.personas.folder import Count, Report, StageFolder
 from steercap.lab.personas.records import AnyResponse, Request, Response, RoleRequest, RunSettings, all_requests
 from steercap.lab.personas.settings import PersonaSettings
 
@@ -96,13 +95,6 @@ async def answer_groups(
     Requests of all groups run concurrently. A group is taken when its first request is due; its answers go to its
     parts, and are read back when all are there.
 
-    Args:
-        model: an open model.
-        settings: settings of the run.
-        groups: groups that are not finished.
-        kind: type of a request with its answer.
-        count: counter of answers.
-
     Raises:
         The errors of `SteerModel.run`.
     """
@@ -152,13 +144,8 @@ def _finish(group: AnswerGroup[AnyResponse]) -> None:
 def said(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: object) -> tuple[int, ...]:
     """Strip the end-of-turn token and trailing special tokens from an answer.
 
-    That token is not part of an answer, and in the paper its row is not part of the mean.
-
-    Args:
-        token_ids: generated tokens.
-        ends: tokens that end a turn.
-        finish: reason for the answer's end, "stop" or "length".
-        stop_reason: stop reason of vLLM's sample; an int is the token that ended it.
+    That token is not part of an answer, and in the paper its row is not part of the mean. It ended the answer where
+    `finish` is "stop"; a stop reason of vLLM that is an int is the token.
     """
     ids = list(token_ids)
     # Words of the vocabulary, as some models end a turn with, are cut where they did end it, and only there.
@@ -171,11 +158,8 @@ def said(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: object)
 
 
 def ends_of(generation_config: Mapping[str, Any], special: Iterable[int]) -> Ends:
-    """Return the tokens that end a turn.
-
-    Args:
-        generation_config: generation configuration of the model; its `eos_token_id` is one token, several, or missing.
-        special: special tokens of the tokenizer.
+    """Return the tokens that end a turn; `eos_token_id` of a generation configuration is one token, several, or
+    missing.
     """
     eos = generation_config.get("eos_token_id")
     turn = [] if eos is None else [eos] if isinstance(eos, int) else eos

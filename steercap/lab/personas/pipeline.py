@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING
 from steercap.core.extras import require
 from steercap.core.spec import CaptureSpec
 from steercap.files.tables import write_table
-from steercap.lab.personas.capture import capture, room_of
-from steercap.lab.personas.folder import open_folder
+from steercap.lab.personas.capture import capture, room_of, vectors
+from steercap.lab.personas.folder import Count, Report, open_folder
 from steercap.lab.personas.generate import generate
-from steercap.lab.personas.keep import keep
-from steercap.lab.personas.outcomes import Outcome, outcomes
-from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import Records, RunSettings
-from steercap.lab.personas.report import write_report
-from steercap.lab.personas.score import score
+from steercap.lab.personas.report import Outcome, outcomes, write_report
+from steercap.lab.personas.score import keep, score
 from steercap.lab.personas.settings import PersonaSettings
-from steercap.lab.personas.vectors import vectors
 from steercap.steering.directions import DirectionSet
 
 if TYPE_CHECKING:

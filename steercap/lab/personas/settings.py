@@ -213,21 +213,12 @@ def described(settings: PersonaSettings) -> dict[str, Any]:
 
 
 def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:
-    """Return the SHA-256 of each stage's inputs, for all traits in order.
-
-    Args:
-        plain: settings as returned by `described`.
-        model: identity of the model.
-    """
+    """Return the SHA-256 of each stage's inputs, for all traits in order, from settings as `described` returns them."""
     return {stage: digest_of(list(found.items())) for stage, found in trait_hashes(plain, model).items()}
 
 
 def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the SHA-256 of each stage's inputs, by stage and trait, independent of other traits.
-
-    Args:
-        plain, model: arguments as for `stage_hashes`.
-    """
+    """Return the SHA-256 of each stage's inputs, by stage and trait, whatever the other traits; see `stage_hashes`."""
     found: dict[str, dict[str, str]] = {}
     for stage in DEPENDS:
         common, own = stage_settings(plain, stage)

@@ -83,12 +83,6 @@ async def fill(
 async def ask(model: SteerModel, prompt: Any, sampling: Mapping[str, Any], spec: SteeringSpec | None) -> dict[str, Any]:
     """Generate one answer.
 
-    Args:
-        model: an open model.
-        prompt: text to continue, or conversation of {"role", "content"} dicts.
-        sampling: vLLM sampling parameters.
-        spec: edits; None for none.
-
     Returns:
         The fields of `Answered` except `prompt`, and "finish_reason", vLLM's: "stop" or "length".
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,19 +151,10 @@ def generator(*parts: object) -> torch.Generator:
 def loader(
     examples: EncodedExamples, order: Any, selections: Sequence[TokenSelection], device: torch.device
 ) -> DataLoader[Any]:
-    """Return a loader of batches of examples, read on demand.
-
-    Args:
-        examples: examples of all traits.
-        order: iterable of the examples of each batch.
-        selections: token selections of the edits.
-        device: device of the tensors.
+    """Return a loader that reads batches of examples on demand, those that `order` yields, with a scope for each
+    selection.
     """
-
-    def collate(found: Sequence[tuple[Picked, tuple[ExampleTokens, ...]]]) -> Batch:
-        return collated(found, selections, device)
-
-    return DataLoader(examples, batch_sampler=order, collate_fn=collate)
+    return DataLoader(examples, batch_sampler=order, collate_fn=partial(collated, selections=selections, device=device))
 
 
 def collated(

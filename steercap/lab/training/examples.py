@@ -88,11 +88,7 @@ class ExampleTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> ExampleTokens:
-    """Tokenize a prompt and a response as an engine would.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        prompt, response: prompt and response, as for `Example`.
+    """Tokenize a prompt and a response, as for `Example`, as an engine would.
 
     Raises:
         InvalidPrompt: no token is left to learn, or the prompt or response is not valid.

@@ -61,11 +61,7 @@ class Doses:
 
 
 def stacked(lowered: Sequence[Sequence[RankOne]]) -> list[Part]:
-    """Stack the rank-one edits of one edit of each of k specs.
-
-    Args:
-        lowered: rank-one edits of the edit, for each spec.
-    """
+    """Stack the rank-one edits of one edit of each of k specs."""
     return [_part(together) for together in zip(*lowered, strict=True)]
 
 
@@ -159,12 +155,7 @@ def gate(p: Float[torch.Tensor, "n t"], threshold: Any, width: float) -> Float[t
     """Return 1 where p is above the threshold, else 0, with the gradient of sigmoid((p - threshold) / width).
 
     Straight-through estimator (Bengio et al. 2013, arXiv:1308.3432): the forward value is that of the saved edit, and
-    only the gradient is smooth.
-
-    Args:
-        p: projections.
-        threshold: threshold, a number or [n, 1].
-        width: width of the sigmoid; 0 for no gradient.
+    only the gradient is smooth. The threshold is a number or [n, 1]; width 0 gives no gradient.
     """
     hard: torch.Tensor = (p > threshold).to(p.dtype)
     if not width:

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from steercap.errors import TrainingDiverged
 from steercap.lab.training.batches import EncodedExamples, Picked, Steps, loader
 from steercap.lab.training.examples import ExampleTokens
-from steercap.lab.training.folder import TrainingState, TraitState, load_state, own, save_state
-from steercap.lab.training.results import Validation
+from steercap.lab.training.folder import TrainingState, TraitState, Validation, load_state, own, save_state
 from steercap.lab.training.settings import TrainingSettings
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import TrainableSpec

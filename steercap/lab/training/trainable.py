@@ -68,10 +68,8 @@ class TrainableSpec(nn.Module):
         return tuple(_shadow(edit, self._of(number)).lower() for number, edit in enumerate(self.edits))
 
     def spec(self, values: Mapping[str, torch.Tensor] | None = None) -> SteeringSpec:
-        """Return a copy of the current spec: gates are hard, numbers are plain.
-
-        Args:
-            values: parameters by name, as in `state_dict`, instead of the current ones.
+        """Return a copy of the spec, current or of other values by name, as in `state_dict`: gates are hard, numbers
+        are plain.
 
         Raises:
             InvalidVector: a vector is not finite, or is zero and needs a direction.

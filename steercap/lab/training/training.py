@@ -21,11 +21,10 @@ from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import model_name, weights_of
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
 from steercap.lab.training.examples import Example, ExampleTokens, Preference, Prompted, digest_of, split
-from steercap.lab.training.folder import FOLDER, Definition, check_name, write_history
+from steercap.lab.training.folder import FOLDER, Definition, Trained, check_name, write_history
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import Loop, TraitInTraining, rank, world
 from steercap.lab.training.objectives import OBJECTIVES, Objective
-from steercap.lab.training.results import Trained
 from steercap.lab.training.settings import Penalties, TrainingSettings, described, settings_of
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import Start, TrainableSpec

@@ -11,7 +11,6 @@ import torch
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.errors import InvalidSpec
-from steercap.lab.datasets.choosing import Join
 from steercap.lab.datasets.collecting.collection import (
     SHARD_BYTES,
     CollectArguments,
@@ -24,6 +23,7 @@ from steercap.lab.datasets.collecting.many import RayActors, collect_on_actors
 from steercap.lab.datasets.collecting.samples import TokenSample
 from steercap.lab.datasets.collecting.sources import Corpus, open_source
 from steercap.lab.datasets.collecting.streaming import ActivationStream, Streaming
+from steercap.lab.datasets.reading import Join
 from steercap.lab.datasets.rows import Normalise
 from steercap.lab.datasets.statistics import PointStatistics
 from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context

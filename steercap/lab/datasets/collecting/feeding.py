@@ -54,12 +54,7 @@ class _End:
 async def feed(
     source: DocumentSource, reading: Reading, wanted: Callable[[int], bool] = lambda _: True
 ) -> AsyncGenerator[list[Fed], None]:
-    """Yield the documents of a source in batches, in order.
-
-    Args:
-        source: source of documents.
-        reading: settings for windows and token selections.
-        wanted: predicate on document numbers; unwanted documents are only hashed.
+    """Yield the documents of a source in batches, in order; those whose numbers are not `wanted` are only hashed.
 
     Raises:
         The errors of `DocumentSource` and of `Cutting.windows`, where their document is.

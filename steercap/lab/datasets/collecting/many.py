@@ -102,11 +102,7 @@ async def collect_on_actors(
 ) -> Collected:
     """Read a corpus into a data set with many engines; see `steercap.lab.datasets.collecting.collect`.
 
-    Args:
-        opening: function that returns a model that is not started, on any machine.
-        corpus, folder: arguments as for `collect`; every machine must reach the folder.
-        asked: arguments of the collection.
-        spread: actors to start.
+    `opening` returns a model that is not started, on any machine; every machine must reach the folder.
 
     Raises:
         MissingExtra: Ray is not installed.

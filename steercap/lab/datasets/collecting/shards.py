@@ -205,13 +205,9 @@ def _seen(future: asyncio.Future[Receipt]) -> None:
 
 
 def check_same(storage: Storage, there: Receipt, documents: int, begun: str) -> None:
-    """Check that an existing shard is of the corpus's documents in its place.
+    """Check that an existing shard is of the corpus's documents in its place, of which there are `documents`.
 
-    Args:
-        storage: storage of the data set.
-        there: receipt of the shard.
-        documents: number of the corpus's documents in the shard's place.
-        begun: SHA-256 over as many of these as the shard has, in hexadecimal; any other text if there are fewer.
+    `begun` is the SHA-256 over as many of these as the shard has, in hexadecimal; any other text if there are fewer.
 
     Raises:
         RunDiffers: the documents differ, or there are more: the corpus has grown.

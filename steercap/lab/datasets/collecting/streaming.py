@@ -21,12 +21,12 @@ from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSetting
 from steercap.kernels.codecs.coded import CodedRows, Whole
-from steercap.lab.datasets.choosing import Join, check_alike
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.pipeline import Block, blocks
 from steercap.lab.datasets.collecting.reading import Reading
 from steercap.lab.datasets.collecting.sources import DocumentSource
 from steercap.lab.datasets.definition import PointFormat
+from steercap.lab.datasets.reading import Join, check_alike
 from steercap.lab.datasets.rows import NORMALISE, Labelled, Normalisation, Normalise, Rows, ShuffleBuffer
 from steercap.lab.datasets.statistics import PointStatistics, statistics_of
 from steercap.lab.datasets.tables import COLUMNS

@@ -9,9 +9,9 @@ from steercap.lab.mechanism.analysis.components import ends, principal, scores, 
 from steercap.lab.mechanism.analysis.geometry import chance_cosine, clusters, cosines, merges, method_similarity
 from steercap.lab.mechanism.analysis.heads import head_reads, ov_circuit, ov_tokens, qk_circuit
 from steercap.lab.mechanism.analysis.neurons import nearest_features, neuron_reads, neuron_writes
+from steercap.lab.mechanism.analysis.pictures import plot_layer_sweep, plot_position_sweep
 from steercap.lab.mechanism.analysis.pictures.blocks import plot_heads, plot_neurons, plot_tokens
 from steercap.lab.mechanism.analysis.pictures.cosines import plot_cosines, plot_methods, plot_scores, plot_scree
-from steercap.lab.mechanism.analysis.pictures.sweeps import plot_layer_sweep, plot_position_sweep
 from steercap.lab.mechanism.analysis.sweeps import layer_sweep, position_sweep
 from steercap.lab.mechanism.analysis.tables import about, as_text, save_table
 from steercap.lab.mechanism.analysis.tokens import nearest_tokens, vector_lens

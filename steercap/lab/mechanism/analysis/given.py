@@ -37,9 +37,6 @@ OWN: Final[Mapping[str, Block]] = {"attn_out": "attention", "mlp_out": "mlp"}
 def named(vectors: Vectors) -> DirectionSet:
     """Return vectors as a set with names.
 
-    Args:
-        vectors: vectors in any accepted form.
-
     Raises:
         InvalidSpec: not vectors, two of one name, or vectors that differ in model, site, width or layers.
     """
@@ -81,11 +78,7 @@ def units(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names hi
 
 
 def chosen_layers(directions: DirectionSet, layers: Layers | None) -> list[int]:
-    """Resolve the selected layers of vectors, all by default.
-
-    Args:
-        directions: vectors with names.
-        layers: layers as in `CaptureSpec`; negative ones count from the last layer with a vector.
+    """Resolve the selected layers of vectors, all by default; negative ones count from the last layer with a vector.
 
     Raises:
         LayerOutOfRange, InvalidSpec: there are no vectors for a layer.
@@ -98,10 +91,6 @@ def chosen_layers(directions: DirectionSet, layers: Layers | None) -> list[int]:
 
 def in_stream(vectors: Vectors, weights: ModelWeights) -> DirectionSet:
     """Return vectors with names, after checking that they are in the basis of a model's stream.
-
-    Args:
-        vectors: vectors in any accepted form.
-        weights: weights of the model.
 
     Raises:
         InvalidSpec: the width differs from the model's, or the site is not in the basis of the stream.

@@ -18,7 +18,7 @@ from steercap.lab.mechanism.patching.metrics import Metric
 from steercap.lab.mechanism.patching.pairs import Pair, decoded, texts_of
 from steercap.lab.mechanism.patching.points import positions_of
 from steercap.lab.mechanism.patching.running import CONCURRENT, Runs
-from steercap.lab.studies.sweeps.controls import random_like
+from steercap.lab.studies.sweeps.operations import random_like
 from steercap.steering.edits.add import Add
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec

@@ -109,11 +109,7 @@ def as_text(table: pa.Table, rows: int = ROWS) -> str:
 
 
 def once(compared: int) -> float:
-    """Return the |z| that a random vector exceeds once among `compared` numbers, on average.
-
-    Args:
-        compared: number of standard normal values.
-    """
+    """Return the |z| that a random vector exceeds once among `compared` standard normal values, on average."""
     return NormalDist().inv_cdf(1 - 0.5 / max(compared, 2))
 
 

@@ -139,11 +139,6 @@ def z_of(
 
     A random vector is uniform on the sphere, so its product with a reader of length l has mean 0 and standard deviation
     l · norm / √hidden, exactly; for widths that are not tiny it is normal.
-
-    Args:
-        values: products of vectors with readers.
-        lengths: norms of the readers.
-        vectors: the vectors.
     """
     spread = lengths * vectors.norm(dim=1, keepdim=True) / math.sqrt(vectors.shape[1])
     return torch.where(spread > 0, values / spread, 0.0)

@@ -2,10 +2,9 @@
 
 from steercap.lab.mechanism.patching.activation import ablate, patch
 from steercap.lab.mechanism.patching.metrics import LogitDifference, LogProbability, Measured, Metric, MetricRequest
-from steercap.lab.mechanism.patching.paths import path_patch
+from steercap.lab.mechanism.patching.paths import Receiver, path_patch
 from steercap.lab.mechanism.patching.points import Grid
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect
-from steercap.lab.mechanism.patching.routes import Receiver
 
 __all__ = [
     "Effects",

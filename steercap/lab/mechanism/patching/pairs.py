@@ -43,13 +43,7 @@ class Pair:
 
 
 def pairs_of(tokenizer: Any, clean: Any, corrupted: Any, *, direction: Any, align: Any) -> list[Pair]:
-    """Tokenize clean and corrupted prompts, and pair them.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        clean, corrupted: a prompt each, or lists of equal length.
-        direction: a `Direction`.
-        align: None, or an `Align`.
+    """Tokenize clean and corrupted prompts, one each or lists of equal length, and pair them.
 
     Raises:
         InvalidSpec: an unknown direction or alignment, or lists of different lengths.

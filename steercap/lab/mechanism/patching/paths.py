@@ -8,21 +8,217 @@ computed. If the receiver is the logits, the first run suffices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import flag_of, index_of, parts_of, shown
+from steercap.errors import InvalidSpec, PointNotArmed
 from steercap.lab.directions.extraction import Text
 from steercap.lab.mechanism.patching.metrics import Metric
 from steercap.lab.mechanism.patching.pairs import Direction, Pair, pairs_of
-from steercap.lab.mechanism.patching.points import PatchedPlace
+from steercap.lab.mechanism.patching.points import PatchedPlace, head_count, positions_of
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect, effect_of
-from steercap.lab.mechanism.patching.routes import LOGITS, Frozen, Head, Receiver, Routes
-from steercap.lab.mechanism.patching.running import CONCURRENT, PatchSource, Runs
+from steercap.lab.mechanism.patching.running import CONCURRENT, PatchSource, Runs, replaced
+from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
+    from steercap.steering.edits import Edit
+
+#: A head: its layer, and its number there.
+Head: TypeAlias = tuple[int, int]
+#: Receiver at the model's end.
+LOGITS: Final = "logits"
+#: Sites at which heads receive.
+RECEIVED: Final = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """Group of heads that receive a change together.
+
+    Args:
+        site: site of the heads, "q", "k" or "v". Heads of `k` and `v` are key heads, of which there may be fewer.
+        heads: (layer, head) of each head.
+        tokens: tokens of the prompt at which they receive.
+        name: name in the column `receiver` of the table; by default made of the other arguments.
+
+    Raises:
+        InvalidSpec, InvalidSelection: an argument is of the wrong type.
+    """
+
+    site: Literal["q", "k", "v"]
+    heads: Sequence[Head]
+    tokens: Tokens | TokenSelection = "prompt"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.site not in RECEIVED:
+            raise InvalidSpec(f"Receiver: site={shown(self.site)}; give one of {', '.join(map(repr, RECEIVED))}")
+        heads = heads_in(self.heads, "Receiver: heads")
+        object.__setattr__(self, "heads", heads)
+        object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
+        if not self.name:
+            object.__setattr__(self, "name", f"{self.site} of {', '.join(f'{one}.{head}' for one, head in heads)}")
+
+    @property
+    def points(self) -> list[Point]:
+        """Points of the heads, one for each layer."""
+        return [Point(layer, self.site) for layer in dict.fromkeys(layer for layer, _ in self.heads)]
+
+
+class Frozen(NamedTuple):
+    """Unchanged runs of a pair.
+
+    Args:
+        pair: the prompts.
+        base: metric and held rows of the run that is changed.
+        source: metric and `z` rows of the other run.
+    """
+
+    pair: Pair
+    base: tuple[float, PatchSource]
+    source: tuple[float, PatchSource]
+
+
+class Routes:
+    """Senders and receivers, checked against a model."""
+
+    def __init__(self, model: SteerModel, senders: Any, receivers: Any, tokens: Any, through_mlps: Any) -> None:
+        through = flag_of(through_mlps)
+        if through is None:
+            raise InvalidSpec(f"through_mlps={shown(through_mlps)}; give True or False")
+        self._model = model
+        self.receivers = _receivers(receivers)
+        self.tokens = TokenSelection.parse(tokens)
+        last = max(self._last(one) if isinstance(one, Receiver) else model.num_layers for one in self.receivers)
+        self.senders = self._heads(senders, last)
+        for site, heads in (("z", self.senders), *((one.site, one.heads) for one in self._heads_that_receive())):
+            self._check_heads(site, heads)
+        if late := [head for head in self.senders if head[0] >= last]:
+            raise InvalidSpec(f"senders hold {late[0]}, and no receiver is in a later layer, so nothing reaches one")
+        first = min(layer for layer, _ in self.senders)
+        self._frozen = [Point(layer, "z") for layer in range(first, model.num_layers)]
+        if not through:
+            self._frozen += [Point(layer, "mlp_out") for layer in range(first, model.num_layers)]
+        self._check_armed(self._frozen)
+
+    @property
+    def held(self) -> CaptureSpec:
+        """Capture spec of the rows that are held at their values in the run that is changed."""
+        sites = dict.fromkeys(point.site for point in self._frozen)
+        return CaptureSpec(
+            layers=[*dict.fromkeys(point.layer for point in self._frozen)], sites=[*sites], tokens="prompt", codec="raw"
+        )
+
+    @property
+    def sent(self) -> CaptureSpec:
+        """Capture spec of the senders' rows in the other run."""
+        layers = sorted({layer for layer, _ in self.senders})
+        return CaptureSpec(layers=layers, sites="z", tokens=self.tokens, codec="raw")
+
+    def check(self, pair: Pair) -> None:
+        """Check that all token selections fit a prompt."""
+        for selection in (self.tokens, *(one.tokens for one in self._heads_that_receive())):
+            assert isinstance(selection, TokenSelection)
+            positions_of(selection, len(pair.base))
+
+    def first_run(self, frozen: Frozen, sender: Head) -> SteeringSpec:
+        """Return the edits of the first run: the sender's rows from the other run, everything after it held."""
+        layer, head = sender
+        positions = positions_of(self.tokens, len(frozen.pair.base))
+        sending = PatchedPlace(Point(layer, "z"), head, tuple(positions))
+        edits: list[Edit] = [replaced(self._model, sending, frozen.source[1].at(sending.point, positions))]
+        everywhere = tuple(range(len(frozen.pair.base)))
+        for point in self._frozen:
+            if point.layer > layer or (point.layer == layer and point.site == "mlp_out"):
+                cell = PatchedPlace(point, None, everywhere)
+                edits.append(replaced(self._model, cell, frozen.base[1].at(point, everywhere)))
+        return SteeringSpec(edits)
+
+    def second_run(self, frozen: Frozen, receiver: Receiver, after: int, seen: PatchSource) -> SteeringSpec:
+        """Return the edits of the second run: the rows seen by a receiver's heads after a layer."""
+        assert isinstance(receiver.tokens, TokenSelection)
+        positions = tuple(positions_of(receiver.tokens, len(frozen.pair.base)))
+        edits = []
+        for layer, heads in groupby(sorted(receiver.heads), key=lambda head: head[0]):
+            point = Point(layer, receiver.site)
+            if layer > after:
+                cell = PatchedPlace(point, None, positions)
+                edits.append(replaced(self._model, cell, seen.at(point, positions), [head for _, head in heads]))
+        return SteeringSpec(edits)
+
+    def reached(self, sender: Head) -> Iterator[Receiver | Literal["logits"]]:
+        """Yield the receivers with a head after the sender."""
+        for one in self.receivers:
+            if not isinstance(one, Receiver) or self._last(one) > sender[0]:
+                yield one
+
+    @staticmethod
+    def _last(receiver: Receiver) -> int:
+        """Return the last layer in which a receiver has a head."""
+        return max(layer for layer, _ in receiver.heads)
+
+    def _heads(self, senders: Any, last: int) -> list[Head]:
+        if isinstance(senders, str) and senders == "all":
+            points = [Point(layer, "z") for layer in range(last)]
+            if not points:
+                raise InvalidSpec("no layer is before that of the receivers, so nothing reaches one")
+            self._check_armed(points)
+            return [(one.layer, head) for one in points for head in range(head_count(one, self._model.points[one]))]
+        return list(heads_in(senders, "senders"))
+
+    def _heads_that_receive(self) -> list[Receiver]:
+        return [one for one in self.receivers if isinstance(one, Receiver)]
+
+    def _check_heads(self, site: str, heads: Sequence[Head]) -> None:
+        for layer, head in heads:
+            if not 0 <= layer < self._model.num_layers:
+                raise InvalidSpec(f"head {layer}.{head}: this model has layers 0 to {self._model.num_layers - 1}")
+            point = Point(layer, site)
+            self._check_armed([point])
+            if not 0 <= head < (count := head_count(point, self._model.points[point])):
+                raise InvalidSpec(f"head {layer}.{head}: rows at {point} have {count} heads, 0 to {count - 1}")
+
+    def _check_armed(self, points: Sequence[Point]) -> None:
+        if missing := [point for point in points if point not in self._model.points]:
+            sites = sorted({point.site for point in missing})
+            raise PointNotArmed(
+                f"path patching needs taps at {', '.join(map(str, missing[:3]))}{' ...' if missing[3:] else ''}, which "
+                f"this engine does not have; start it with SteerModel(..., sites=[..., {', '.join(map(repr, sites))}])"
+            )
+
+
+def heads_in(given: Any, what: str) -> tuple[Head, ...]:
+    """Parse pairs of layer and head.
+
+    Raises:
+        InvalidSpec: not such pairs, none, or one twice.
+    """
+    found = []
+    for one in parts_of(given, what) or [None]:
+        parts = [index_of(part) for part in one] if isinstance(one, (tuple, list)) else []
+        if len(parts) != 2 or None in parts:
+            raise InvalidSpec(f"{what}={shown(given)}; give (layer, head) of each, in a list")
+        found.append((parts[0], parts[1]))
+    if len(set(found)) < len(found):
+        raise InvalidSpec(f"{what}={shown(given)} holds a head twice")
+    return tuple(found)  # type: ignore[arg-type]  # none is None
+
+
+def _receivers(given: Any) -> list[Any]:
+    several = [given] if isinstance(given, (Receiver, str)) else parts_of(given, "receivers")
+    if not several or not all(isinstance(one, Receiver) or one == LOGITS for one in several):
+        raise InvalidSpec(f"receivers={shown(given)}; give 'logits', a Receiver, or a list of them")
+    names = [one.name if isinstance(one, Receiver) else one for one in several]
+    if len(set(names)) < len(names):
+        raise InvalidSpec(f"receivers are called {names}; give each a name= of its own")
+    return several
 
 
 async def path_patch(
@@ -52,8 +248,7 @@ async def path_patch(
         receivers: a `Receiver`, "logits", or several of them, each measured by itself.
         tokens: tokens of the prompt at which the senders' rows come from the other run.
         direction: "noise": the clean run is changed, and senders come from the corrupted run. "denoise": the reverse.
-        through_mlps: let feed-forward blocks carry the change. If False, they are held too, which needs `mlp_out`
-            armed.
+        through_mlps: let feed-forward blocks carry the change; False holds them too, and needs `mlp_out` armed.
         concurrent: maximum concurrent senders.
         progress: function called with the number of finished senders, and of all.
 
@@ -76,12 +271,7 @@ async def path_patch(
     async def one_pair(pair: Pair) -> list[PatchEffect]:
         base = await runs.read(pair.number, pair.base, routes.held)
         source = await runs.read(pair.number, pair.source, routes.sent)
-        frozen = Frozen(pair, base, source)
-
-        async def one_sender(sender: Head) -> list[PatchEffect]:
-            return await _sent(runs, routes, frozen, sender)
-
-        each = await runs.each_change(routes.senders, one_sender)
+        each = await runs.each_change(routes.senders, partial(_sent, runs, routes, Frozen(pair, base, source)))
         return [effect for effects in each for effect in effects]
 
     found = await runs.each_pair(pairs, one_pair)

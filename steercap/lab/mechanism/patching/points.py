@@ -130,10 +130,6 @@ class ResolvedGrid:
 def places_of(model: SteerModel, points: Any) -> list[ResolvedGrid]:
     """Resolve grids for a model.
 
-    Args:
-        model: an open model.
-        points: a Grid, or several.
-
     Raises:
         InvalidSpec: `points` is not a Grid, or rows lack a head.
         LayerOutOfRange, UnknownName, PointNotArmed: a point has no tap.

@@ -228,13 +228,7 @@ class Effects:
 def effect_of(
     pair: Pair, cell: PatchedPlace, *, value: float, base: float, source: float | None, receiver: str = ""
 ) -> PatchEffect:
-    """Return the result of a changed run.
-
-    Args:
-        pair: pair of prompts.
-        cell: place of the change.
-        value, base, source, receiver: fields as for `PatchEffect`.
-    """
+    """Return the result of a changed run, with fields as for `PatchEffect`."""
     position = cell.positions[0] if len(cell.positions) == 1 else None
     return PatchEffect(
         pair=pair.number,

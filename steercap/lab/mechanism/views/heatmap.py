@@ -17,7 +17,7 @@ from steercap.core.tokenizing import FONT, drawn, lines_of, texts_of, visible
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidRequest
 from steercap.files.base import save_figure
-from steercap.lab.mechanism.views.colours import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
+from steercap.lab.mechanism.views.lens import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
 
 if TYPE_CHECKING:
     import torch

@@ -194,13 +194,7 @@ class NeuronWeights:
 
 
 def taken_apart(fused: torch.Tensor, order: str, heads: int, kv_heads: int) -> Iterable[torch.Tensor]:
-    """Split a fused projection into queries, keys and values.
-
-    Args:
-        fused: weight or bias, [out, ...].
-        order: order of the outputs, as in `Layout.order`.
-        heads, kv_heads: number of query heads, and of key and value heads.
-    """
+    """Split a fused projection's weight or bias, [out, ...] in `Layout.order`, into queries, keys and values."""
     head_dim = len(fused) // (heads + 2 * kv_heads)
     if order == "stacked":
         return list(fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]))

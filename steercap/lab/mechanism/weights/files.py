@@ -36,11 +36,7 @@ class TensorFiles:
 
     @classmethod
     def find(cls, path: str, revision: str | None = None) -> TensorFiles:
-        """Find the files of a checkpoint; only the names of tensors are read.
-
-        Args:
-            path: folder, or name on the hub.
-            revision: revision of a name on the hub.
+        """Find the files of a checkpoint in a folder or on the hub; only the names of tensors are read.
 
         Raises:
             ModelNotLoaded: there are no files.
@@ -59,14 +55,11 @@ class TensorFiles:
         raise ModelNotLoaded(f"{path!r} has neither {WHOLE} nor {INDEX}; weights are read of safetensors files")
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Read one tensor: float32, on CPU.
+        """Read one tensor by its name in transformers' model: float32, on CPU, of the shape that the configuration
+        gives it.
 
         Checkpoints written without the head have names without the prefix of the body: "ln_f.weight" for
         "transformer.ln_f.weight".
-
-        Args:
-            name: name of the tensor in transformers' model.
-            shape: expected shape, from the configuration.
 
         Raises:
             InvalidFile: there is no such tensor.
@@ -87,14 +80,7 @@ class TensorFiles:
         return found.float()
 
     def fill(self, prefix: str, module: Any) -> Any:
-        """Load the weights of a module that was built without them, in place.
-
-        Args:
-            prefix: name of the module in the model.
-            module: module to fill; its parameters become float32.
-
-        Returns:
-            The module.
+        """Load the weights of a module that was built without them, in place and in float32, and return it.
 
         Raises:
             InvalidFile, UnsupportedModel: as for `read`.

@@ -209,11 +209,7 @@ def capping(
 
 
 def layers_in(vectors: LayerVectors, layers: Any) -> tuple[int, ...]:
-    """Return the selected layers of vectors.
-
-    Args:
-        vectors: vectors by layer.
-        layers: layer indices, None for all.
+    """Return the selected layers of vectors, None for all.
 
     Raises:
         InvalidSpec: no layer is given, or `layers` does not hold indices.

@@ -19,9 +19,8 @@ from steercap.lab.personas.generate import Ends, ends_in, messages_of, said, sam
 from steercap.lab.personas.records import seed_of
 from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.axis_capping import layers_in, projections_by_text
-from steercap.lab.personas.roles.records import requests_of
 from steercap.lab.personas.roles.role import drift_prompts, trait_of
-from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.lab.personas.roles.settings import RoleSettings, requests_of
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from steercap.errors import InvalidFile
 from steercap.files.base import write_whole
 from steercap.files.folder import FolderKind, differences
 from steercap.lab.personas.folder import VERSION, RunDefinition, StageFolder
-from steercap.lab.personas.roles.records import RoleOutcome
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.settings import (
+    RoleOutcome,
     RoleSettings,
     described,
     digests_of,
@@ -112,11 +112,6 @@ class RolesFolder:
 
 def open_folder(path: str | Path, model: Mapping[str, str], settings: RoleSettings) -> RolesFolder:
     """Open the folder of a run to resume it, creating it if needed.
-
-    Args:
-        path: the folder.
-        model: identity of the model.
-        settings: settings of the run.
 
     Raises:
         RunDiffers: the folder holds answers of another model, or of settings that give other answers. Where only later

@@ -14,11 +14,10 @@ import torch
 from steercap.core.extras import require
 from steercap.errors import InvalidFile, RunUnfinished, TooFewKept
 from steercap.lab.personas.capture import room_of
+from steercap.lab.personas.folder import Count, Report
 from steercap.lab.personas.pipeline import check
-from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import RoleResponse
 from steercap.lab.personas.roles.folder import RoleFolder, RolesFolder, open_folder, read_folder
-from steercap.lab.personas.roles.records import RoleOutcome, outcome_of, share_of
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import (
     LEAST,
@@ -28,7 +27,7 @@ from steercap.lab.personas.roles.rows import (
     read_rows_header,
     rows_path,
 )
-from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.lab.personas.roles.settings import RoleOutcome, RoleSettings, outcome_of, share_of
 from steercap.lab.personas.roles.stages import answer, answers_of, kept_of, read, score
 from steercap.steering.directions import Provenance
 

@@ -140,11 +140,6 @@ def trait_of(role: Role, roles: RoleSet, scorer: str) -> Trait:
     the examples, in pairs. What the role lacks and this scorer does not need is filled in: placeholders for examples,
     the role's name for keywords, a default rubric.
 
-    Args:
-        role: role to convert.
-        roles: set of the role.
-        scorer: name of the scorer, whose needs are checked.
-
     Raises:
         InvalidSetting: the scorer is "minilm" and there are too few pairs of sentences, or it is "keywords" and the
             role has none.
@@ -173,13 +168,8 @@ def trait_of(role: Role, roles: RoleSet, scorer: str) -> Trait:
 
 
 def check_texts(what: str, texts: tuple[str, ...], *, least: int = 1, empty: bool = False) -> None:
-    """Check that there are enough texts, none of them empty or duplicated.
-
-    Args:
-        what: name of the texts, for the message.
-        texts: texts to check.
-        least: minimum number of texts.
-        empty: allow an empty text.
+    """Check that there are at least `least` texts, none of them duplicated, nor empty unless `empty`; messages name
+    `what`.
 
     Raises:
         ValueError: a condition is not met.

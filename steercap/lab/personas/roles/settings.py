@@ -1,8 +1,9 @@
-"""Settings of a run over roles."""
+"""Settings of a run over roles, and the requests, shares and outcomes that follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from steercap.core.values import shown
 from steercap.errors import InvalidSetting
 from steercap.lab.measures.scores import make_scorer
+from steercap.lab.personas.records import RoleRequest, RoleResponse, seed_of
 from steercap.lab.personas.roles.role import ASSISTANT, RoleSet, trait_of
 from steercap.lab.personas.settings import check_fields, digest_of
 
@@ -122,12 +124,7 @@ def settings_from(plain: Mapping[str, Any], names: tuple[str, ...]) -> RoleSetti
 
 
 def generation_of(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the settings that the answers of a role, or of the assistant, depend on.
-
-    Args:
-        plain: settings as returned by `described`.
-        name: name of the role.
-    """
+    """Return the settings, of those that `described` returns, that the answers of a role or the assistant depend on."""
     roles = plain["roles"]
     prompts = roles["assistant"] if name == ASSISTANT else roles["roles"][name]["prompts"]
     common = {field: plain[field] for field in _DEPENDS["generate"]}
@@ -138,10 +135,7 @@ def generation_of(plain: Mapping[str, Any], name: str) -> dict[str, Any]:
 def digests_of(plain: Mapping[str, Any], model: Mapping[str, str], name: str) -> dict[str, str]:
     """Return the SHA-256 of the inputs of each stage of a role, which do not depend on other roles.
 
-    Args:
-        plain: settings as returned by `described`.
-        model: identity of the model.
-        name: name of the role, or the assistant's.
+    `plain` are settings as `described` returns them.
     """
     generate = digest_of([dict(model), generation_of(plain, name)])
     role = plain["roles"]["roles"].get(name)
@@ -149,3 +143,60 @@ def digests_of(plain: Mapping[str, Any], model: Mapping[str, str], name: str) ->
     score = digest_of([generate, said, [plain[field] for field in _DEPENDS["score"]]])
     read = digest_of([score, [plain[field] for field in _DEPENDS["read"]]])
     return {"generate": generate, "score": score, "read": read}
+
+
+class RoleOutcome(msgspec.Struct, frozen=True):
+    """Outcome of a role, in numbers.
+
+    Args:
+        responses: number of answers.
+        kept: number of answers used.
+        unscored: number of answers that the scorer could not score.
+        mean_score: mean over the answers with a score, 0 to 100; None if there is none, as without a scorer.
+        left_out: reason why it has no vector, "" if it has one.
+    """
+
+    responses: int
+    kept: int
+    unscored: int
+    mean_score: float | None
+    left_out: str = ""
+
+
+def requests_of(settings: RoleSettings, name: str) -> Iterator[RoleRequest]:
+    """Yield every request of a role, or of the assistant, in the order of its table."""
+    prompts = settings.roles.prompts_of(name)[: settings.n_prompts]
+    for prompt, words in enumerate(prompts):
+        for question, text in enumerate(settings.roles.questions[: settings.n_questions]):
+            for sample in range(settings.n_samples):
+                key = f"{name}/{prompt}/{question}/{sample}"
+                yield RoleRequest(key, name, prompt, question, sample, seed_of(settings.seed, key), words, text)
+
+
+def share_of(settings: RoleSettings, shard: tuple[int, int]) -> tuple[str, ...]:
+    """Return the roles of one of several processes, the assistant counted among them.
+
+    `shard` is (index of the share, number of shares), from 0. Together the shares hold each role once.
+
+    Raises:
+        InvalidSetting: there is no such share.
+    """
+    which, count = shard
+    names = (ASSISTANT, *settings.roles.names)
+    if count < 1 or not 0 <= which < count:
+        raise InvalidSetting(f"shard={which}/{count}; give 0/n to n-1/n")
+    if count > len(names):
+        raise InvalidSetting(f"shard={which}/{count}, but there are {len(names)} roles, the assistant included")
+    return names[which::count]
+
+
+def outcome_of(
+    responses: Sequence[RoleResponse], scores: Sequence[float | None] | None, kept: int, left_out: str
+) -> RoleOutcome:
+    """Return the outcome of a role from all of its answers, and their scores in the same order, None if nothing was
+    scored.
+    """
+    known = [score for score in scores or () if score is not None]
+    mean = math.fsum(known) / len(known) if known else None
+    unscored = len(responses) - len(known) if scores is not None else 0
+    return RoleOutcome(len(responses), kept, unscored, mean, left_out)

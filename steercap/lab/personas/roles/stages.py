@@ -20,14 +20,13 @@ from steercap.files.base import write_tensors
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.measures.scores import make_scorer
 from steercap.lab.personas.capture import VERSION, answer_rows
+from steercap.lab.personas.folder import Count, Report
 from steercap.lab.personas.generate import AnswerGroup, answer_groups
-from steercap.lab.personas.progress import Count, Report
 from steercap.lab.personas.records import RoleResponse, Score
 from steercap.lab.personas.roles.folder import RoleFolder
-from steercap.lab.personas.roles.records import requests_of
 from steercap.lab.personas.roles.role import ASSISTANT, trait_of
 from steercap.lab.personas.roles.rows import RoleRowsHeader, load_part, rows_path
-from steercap.lab.personas.roles.settings import RoleSettings
+from steercap.lab.personas.roles.settings import RoleSettings, requests_of
 from steercap.lab.personas.score import scored
 
 if TYPE_CHECKING:
@@ -96,13 +95,7 @@ async def score(
 def kept_of(
     settings: RoleSettings, responses: Sequence[RoleResponse], scores: Sequence[float | None] | None
 ) -> list[RoleResponse]:
-    """Select the answers to use: those that have a token and a sufficient score.
-
-    Args:
-        settings: settings of the run.
-        responses: answers of one role.
-        scores: their scores, in the same order; None to keep all.
-    """
+    """Select the answers of a role to use: those that have a token and, unless `scores` is None, a sufficient score."""
     if scores is None:
         return [response for response in responses if response.token_ids]
     return [
@@ -121,18 +114,10 @@ async def read(
     room: Mapping[str, int],
     count: Count,
 ) -> None:
-    """Read a role's kept answers with the model, and write `rows.safetensors`.
+    """Read a role's kept answers, each of which fits the context, with the model, and write `rows.safetensors`.
 
     Each answer becomes one row per layer in the workers, and the answers to a question become one here, before the next
     are read: memory does not grow with the number of answers.
-
-    Args:
-        model: an open model.
-        settings: settings of the run.
-        role: folder of the role.
-        kept: kept answers in the order of the table, each of which fits the context.
-        room: number of tokens of each answer to read, by id.
-        count: counter of answers.
 
     Raises:
         The errors of `SteerModel.read`.

@@ -6,10 +6,7 @@ from steercap.lab.studies.evaluation.methods import Method, shuffled
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.evaluation.running import evaluate, read_results
 from steercap.lab.studies.evaluation.tables import Comparison, Drift, Line, Matched, corrected
-from steercap.lab.studies.evaluation.tasks import TASKS
-from steercap.lab.studies.evaluation.tasks.base import Item, Task
-from steercap.lab.studies.evaluation.tasks.choices import Choice, Choices
-from steercap.lab.studies.evaluation.tasks.passages import Passages
+from steercap.lab.studies.evaluation.tasks import TASKS, Choice, Choices, Item, Passages, Task
 
 __all__ = [
     "TASKS",

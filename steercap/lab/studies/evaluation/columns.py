@@ -18,7 +18,7 @@ from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import Floats, cluster_means
 from steercap.lab.studies.evaluation.definition import Condition, Evaluation
 from steercap.lab.studies.evaluation.store import Answer
-from steercap.lab.studies.evaluation.tasks.base import Task
+from steercap.lab.studies.evaluation.tasks import Task
 
 #: Tolerance for being at a dose, as a share of the step: costs are exponentials of logarithms.
 ROUNDING: Final = 1e-9
@@ -193,11 +193,7 @@ class Place:
 
 
 def path(doses: Sequence[float]) -> list[float]:
-    """Return the doses in order from 0 upwards; if all are below 0, from 0 downwards.
-
-    Args:
-        doses: tried doses, without 0.
-    """
+    """Return the doses, without 0, in order from 0 upwards; if all are below 0, from 0 downwards."""
     up = sorted(dose for dose in doses if dose > 0)
     return [0.0, *(up or sorted(doses, reverse=True))]
 

@@ -14,9 +14,9 @@ import msgspec
 from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind, differences
-from steercap.lab.studies.checks import as_stored, settle
 from steercap.lab.studies.evaluation.methods import Method, listed
-from steercap.lab.studies.sweeps.controls import derived_seed
+from steercap.lab.studies.store import as_stored, settle
+from steercap.lab.studies.sweeps.operations import derived_seed
 from steercap.steering.spec import SteeringSpec
 
 

@@ -10,7 +10,7 @@ import torch
 
 from steercap.core.tokens import TokenSelection
 from steercap.errors import InvalidSpec
-from steercap.lab.studies.sweeps.controls import derived_seed
+from steercap.lab.studies.sweeps.operations import derived_seed
 from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add
 from steercap.steering.edits.low_rank import LowRank
@@ -18,11 +18,7 @@ from steercap.steering.spec import SteeringSpec
 
 
 def dosed(spec: SteeringSpec, dose: float) -> SteeringSpec:
-    """Return the edits with their scale multiplied by a dose.
-
-    Args:
-        spec: edits at dose 1.
-        dose: factor; at 1, any spec is returned unchanged.
+    """Return the edits with their scale multiplied by a dose; at 1, any spec is returned unchanged.
 
     Raises:
         InvalidSpec: an edit has no scale, such as a Cap, and the dose is not 1.
@@ -49,12 +45,7 @@ def _has_scale(edit: Any) -> bool:
 
 
 def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
-    """Return the edits for reading a text, placed as if the model had generated it after its prompt.
-
-    Args:
-        spec: edits of a generation.
-        prompt_len: number of tokens of the prompt.
-        total: number of tokens of prompt and text.
+    """Return the edits for reading a text of `total` tokens, placed as if the model had generated it after its prompt.
 
     Raises:
         InvalidSelection, EmptySelection: the edits select tokens that such a text does not have.

@@ -21,7 +21,7 @@ from steercap.lab.studies.evaluation.definition import Condition, Evaluation
 from steercap.lab.studies.evaluation.plots import plot_methods
 from steercap.lab.studies.evaluation.store import Answer
 from steercap.lab.studies.evaluation.tables import Comparison, Drift, Line, Matched, corrected
-from steercap.lab.studies.evaluation.tasks.base import Task
+from steercap.lab.studies.evaluation.tasks import Task
 
 if TYPE_CHECKING:
     import pyarrow as pa

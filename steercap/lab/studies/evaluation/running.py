@@ -12,11 +12,9 @@ from steercap.core.extras import require
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import Measure
 from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Conversation, Evaluation
-from steercap.lab.studies.evaluation.reading import logprobs_of, parts_of
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.evaluation.store import Answer, Folder
-from steercap.lab.studies.evaluation.tasks import TASKS
-from steercap.lab.studies.evaluation.tasks.base import Task
+from steercap.lab.studies.evaluation.tasks import TASKS, Task, logprobs_of, tokenized
 from steercap.lab.studies.running import CONCURRENT, ask, chosen, fill, measured, measures_of, steered
 from steercap.lab.studies.store import Row, Table, Value
 from steercap.steering.spec import SteeringSpec
@@ -181,7 +179,7 @@ class _Run:
         async def read(asked: tuple[_Reading, SteeringSpec | None], keep: Callable[[Value], None]) -> None:
             (number, condition, at), spec = asked
             item = task.items[at]
-            parts = parts_of(self.model.tokenizer, self.evaluation.prompt(condition, [item.prompt]), item)
+            parts = tokenized(self.model.tokenizer, self.evaluation.prompt(condition, [item.prompt]), item)
             keep(Value(number=number, value=task.value(at, await logprobs_of(self.model, parts, spec))))
 
         missing = [one for number, one in wanted.items() if number not in kept.rows]

@@ -11,7 +11,7 @@ from steercap.core.values import shown
 from steercap.errors import InvalidFile
 from steercap.lab.measures import Answered, Measure
 from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Evaluation
-from steercap.lab.studies.evaluation.tasks.base import Task
+from steercap.lab.studies.evaluation.tasks import Task
 from steercap.lab.studies.store import Row, StudyFolder, Table, Value, folder_of
 
 

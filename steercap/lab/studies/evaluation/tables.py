@@ -127,12 +127,7 @@ def markdown(lines: Sequence[Line], columns: Sequence[str]) -> str:
 
 
 def matched_markdown(lines: Sequence[Matched], columns: Sequence[str]) -> str:
-    """Format a Markdown table of methods at equal cost; those that never reach it, or have no doses, are marked.
-
-    Args:
-        lines: methods of an evaluation at equal cost.
-        columns: columns to show, in this order.
-    """
+    """Format a Markdown table of methods at equal cost; those that never reach it, or have no doses, are marked."""
     rows = [
         [
             _name(line.method, line.control_of),
@@ -145,11 +140,7 @@ def matched_markdown(lines: Sequence[Matched], columns: Sequence[str]) -> str:
 
 
 def compared_markdown(comparisons: Sequence[Comparison]) -> str:
-    """Format a Markdown table of differences with raw and adjusted p.
-
-    Args:
-        comparisons: comparisons that are considered together.
-    """
+    """Format a Markdown table of differences with raw and adjusted p."""
     rows = [
         [
             one.column,

@@ -3,8 +3,7 @@
 from steercap.lab.measures import MEASURES, Answered, Measure
 from steercap.lab.studies.sweeps.grid import Condition, Sweep
 from steercap.lab.studies.sweeps.operations import OPERATIONS
-from steercap.lab.studies.sweeps.results import SweepResults
-from steercap.lab.studies.sweeps.running import run_sweep
+from steercap.lab.studies.sweeps.running import SweepResults, run_sweep
 from steercap.lab.studies.sweeps.summaries import Effect, Summary
 
 __all__ = [

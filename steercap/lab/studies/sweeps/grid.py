@@ -15,9 +15,8 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind
-from steercap.lab.studies.checks import as_stored, settle
-from steercap.lab.studies.sweeps.controls import derived_seed, random_like
-from steercap.lab.studies.sweeps.operations import OPERATIONS
+from steercap.lab.studies.store import as_stored, settle
+from steercap.lab.studies.sweeps.operations import OPERATIONS, derived_seed, random_like
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 

@@ -155,12 +155,7 @@ def frame(axes: Any) -> None:
 
 
 def scale_log(axes: Any, which: str = "y") -> None:
-    """Make an axis logarithmic, with ticks at 2, 3, 5, 10, ..., for any visible range.
-
-    Args:
-        axes: matplotlib axes.
-        which: axis to change, "x" or "y".
-    """
+    """Make an axis, "x" or "y", of matplotlib axes logarithmic, with ticks at 2, 3, 5, 10, ..., for any range."""
     with extra("plots"):
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

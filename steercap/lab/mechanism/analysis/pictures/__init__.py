@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from steercap.core.extras import extra
-from steercap.core.tokenizing import drawn
+from steercap.core.tokenizing import FONT, drawn
 from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
+from steercap.lab.mechanism.analysis.tables import rows_of
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from matplotlib.figure import Figure
 
 #: Width of a column and of a page of text in inches; dots per inch of pictures that have dots.
@@ -94,15 +96,10 @@ def bare(axes: Any) -> None:
 
 
 def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5) -> None:
-    """Draw names beside points, each on the first side where it fits.
+    """Draw names beside points, [names, 2], each on the first side where it fits.
 
-    A name fits if it covers no other name and no point, and stays in the axes; if no side fits, the last one is used.
-
-    Args:
-        axes: axes to draw in, with final limits.
-        names: names as drawn.
-        points: coordinates, [names, 2].
-        size: font size.
+    A name fits if it covers no other name and no point, and stays in the axes, whose limits are final; if no side fits,
+    the last one is used.
     """
     axes.figure.draw_without_rendering()  # so that places in the axes are known
     renderer: Any = axes.figure.canvas.get_renderer()
@@ -131,12 +128,7 @@ def token(text: str, width: int = 14) -> str:
 
 
 def only(rows: Sequence[Mapping[str, Any]], column: str, asked: Any) -> Any:
-    """Return the single value of a column, or the requested one.
-
-    Args:
-        rows: rows of a table.
-        column: name of the column, such as `layer`.
-        asked: value requested by the user; None for the only one.
+    """Return the single value of a column of a table, or the requested one.
 
     Raises:
         InvalidSpec: there are several values and none was requested, or the requested one is missing.
@@ -152,3 +144,91 @@ def only(rows: Sequence[Mapping[str, Any]], column: str, asked: Any) -> Any:
 def limit(values: Any, least: float = 1e-12) -> float:
     """Return the greatest magnitude of some numbers, at least `least`, for a symmetric scale."""
     return max(float(np.nanmax(np.abs(values))), least)
+
+
+def plot_layer_sweep(table: pa.Table, path: str | Path, *, metric: str = "change of the metric") -> Path:
+    """Draw the mean effect over prompts by layer, with one standard error; in grey the range of random vectors.
+
+    Args:
+        table: table from `layer_sweep`.
+        path: file to write; its suffix sets the format.
+        metric: label of the vertical axis.
+
+    Raises:
+        InvalidSpec: another table.
+    """
+    rows = rows_of(table, "name", "control", "layer", "prompt", "difference", maker="layer_sweep")
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    with Picture(path, min(PAGE, COLUMN * len(names)), 2.5) as figure:
+        panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
+        for axes, name in zip(panels, names, strict=True):
+            own = [row for row in rows if row["name"] == name]
+            _draw_random(axes, [row for row in own if row["control"]])
+            layers, mean, error = _by_layer([row for row in own if not row["control"]])
+            axes.fill_between(layers, mean - error, mean + error, color=COLOURS[0], alpha=0.25, linewidth=0)
+            axes.plot(layers, mean, color=COLOURS[0], marker="o", markersize=3, linewidth=1.1, label="vector")
+            axes.axhline(0, color=CHANCE, linewidth=0.5, zorder=0)
+            axes.set(title=written(name), xlabel="layer")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            bare(axes)
+        panels[0].set_ylabel(metric)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    return Path(path)
+
+
+def _draw_random(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Draw the range of the means of random vectors."""
+    each = [_by_layer([row for row in rows if row["control"] == one]) for one in sorted({r["control"] for r in rows})]
+    if each:
+        means = np.array([mean for _, mean, _ in each])
+        said = f"range of {len(each)} random vectors"
+        axes.fill_between(each[0][0], means.min(0), means.max(0), color=CHANCE, alpha=0.35, linewidth=0, label=said)
+
+
+def _by_layer(rows: Sequence[dict[str, Any]]) -> tuple[list[int], Any, Any]:
+    """Return layers, and the mean and standard error over prompts at each."""
+    layers = sorted({row["layer"] for row in rows})
+    values = [np.array([row["difference"] for row in rows if row["layer"] == layer]) for layer in layers]
+    error = [one.std(ddof=1) / np.sqrt(len(one)) if len(one) > 1 else 0.0 for one in values]
+    return layers, np.array([one.mean() for one in values]), np.array(error)
+
+
+def plot_position_sweep(
+    table: pa.Table, path: str | Path, *, prompt: int = 0, name: str | None = None, metric: str = "change of the metric"
+) -> Path:
+    """Draw layers × tokens of one prompt: red where adding the vector raises the metric, blue where it lowers it.
+
+    Args:
+        table: table from `position_sweep`.
+        path: file to write; its suffix sets the format.
+        prompt: index of the prompt.
+        name: name of the vector, if there are several.
+        metric: label of the colour scale.
+
+    Raises:
+        InvalidSpec: another table, or no such prompt or vector.
+    """
+    rows = rows_of(table, "name", "control", "layer", "prompt", "position", "difference", maker="position_sweep")
+    if any(row["position"] is None for row in rows):
+        raise InvalidSpec("this picture takes a table of position_sweep, and the one given is of all tokens at once")
+    chosen = only(rows, "name", name), only(rows, "prompt", prompt if len({r["prompt"] for r in rows}) > 1 else None)
+    own = [row for row in rows if (row["name"], row["prompt"]) == chosen and not row["control"]]
+    layers, tokens = sorted({row["layer"] for row in own}), {row["position"]: row["token"] for row in own}
+    positions = sorted(tokens)
+    values = np.full((len(layers), len(positions)), np.nan)
+    for row in own:
+        values[layers.index(row["layer"]), positions.index(row["position"])] = row["difference"]
+    most = limit(values)
+    with Picture(path, min(0.27 * len(positions) + 1.5, PAGE), max(0.16 * len(layers), 1.1) + 0.95) as figure:
+        axes: Any = figure.subplots()
+        style = {"vmin": -most, "vmax": most, "aspect": "auto", "interpolation": "nearest", "origin": "lower"}
+        image = axes.imshow(values, cmap=DIVERGING, **style)
+        labels = [token(tokens[position], 10) for position in positions]
+        axes.set_xticks(range(len(positions)), labels, rotation=90, family=FONT, fontsize=6.5)
+        step = max(len(layers) // 12, 1)
+        axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+        axes.set(ylabel="layer", title=written(chosen[0]))
+        bar = figure.colorbar(image, ax=axes, pad=0.02)
+        bar.set_label(metric)
+        bar.outline.set_linewidth(0.4)
+    return Path(path)

@@ -1,14 +1,27 @@
-"""Reader of text files: a document a line, a paragraph, or a file."""
+"""Readers of texts (a document a line, a paragraph or a file), and of JSON lines."""
 
 from __future__ import annotations
 
+import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Final
+
+import msgspec
 
 from steercap.errors import InvalidFile
-from steercap.lab.datasets.collecting.readers import MOST_BYTES, FileItem, Reader, ReaderSettings, unpacked, utf8
-from steercap.lab.datasets.collecting.readers import lines as lines_of
+from steercap.lab.datasets.collecting.readers import (
+    MOST_BYTES,
+    Bad,
+    FileItem,
+    Reader,
+    ReaderSettings,
+    half_of_pair,
+    lines,
+    unpacked,
+    utf8,
+)
 
 
 class Texts(Reader):
@@ -18,7 +31,7 @@ class Texts(Reader):
 
     def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:
         if asked.unit == "line":
-            for number, line, read in lines_of(path):
+            for number, line, read in lines(path):
                 yield FileItem(f"line {number}", utf8(line), read)
         elif asked.unit == "paragraph":
             yield from _paragraphs(path)
@@ -56,4 +69,39 @@ def _paragraphs(path: Path) -> Iterator[FileItem]:
         yield FileItem(f"line {began}", utf8(b"".join(held).rstrip(b"\r\n")), read)
 
 
-MEMBER = Texts()
+class JsonLines(Reader):
+    """Reader of files with a JSON value per line; `.gz` and `.zst` too."""
+
+    suffixes = (".jsonl", ".ndjson", ".json.lines")
+
+    def items(self, path: Path, asked: ReaderSettings) -> Iterator[FileItem]:  # noqa: ARG002 -- what any of them needs
+        decode = msgspec.json.Decoder().decode
+        for number, line, read in lines(path):
+            yield FileItem(f"line {number}", _value(decode, line), read)
+
+
+def _value(decode: Any, line: bytes) -> Any:
+    try:
+        return decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Bad(_half_in(line) or f"no JSON: {error}")
+
+
+def _half_in(line: bytes) -> str:
+    """Return the message if an unpaired surrogate is all that is wrong with a line, else "".
+
+    Python's own JSON decoder accepts such a line.
+    """
+    try:
+        json.dumps(json.loads(line), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return half_of_pair(error)
+    except (ValueError, RecursionError):
+        pass
+    return ""
+
+
+MEMBERS: Final[Mapping[str, Reader]] = {
+    "jsonl": JsonLines(),
+    "text": Texts(),
+}
