@@ -225,15 +225,18 @@ class Connection:
             self.require_alive()
             await asyncio.sleep(LIVENESS_SECONDS)
 
-    def require_alive(self) -> None:
+    def require_alive(self, fresh: float = 0.0) -> None:
         """Check that the engine lives.
+
+        Args:
+            fresh: see `ConnectionWatch.look`.
 
         Raises:
             EngineFailure, ModelClosed: it has died, or was closed.
         """
         if self._llm is None:
             raise ModelClosed("the engine was shut down with its SteerModel")
-        if said := self.watch.look(FRESH_SECONDS):
+        if said := self.watch.look(fresh):
             raise EngineDied(said)
 
     async def ended(self) -> EngineFailure:

@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from steercap.adapters import detokenizer
 from steercap.adapters.arguments import check_heads, check_supported, read_arguments
 from steercap.adapters.cluster import tell_workers
-from steercap.adapters.connection import Connection
+from steercap.adapters.connection import FRESH_SECONDS, Connection
 from steercap.adapters.hardware import bound, check_kernels
 from steercap.adapters.lora import Adapters
 from steercap.adapters.pooling import read_pooling, tasks_of
@@ -231,7 +231,7 @@ class VllmEngine:
             InvalidRequest: vLLM refuses it, or could not read it.
             EngineFailure: the engine has died.
         """
-        self._connection.require_alive()
+        self._connection.require_alive(FRESH_SECONDS)
         ready = {**options, "lora_request": await self._adapters.ready(options.get("lora_request"), params)}
         await self._wire.check(prompt.payload, params, ready)
         return ready
@@ -347,7 +347,7 @@ class VllmEngine:
         Raises:
             EngineFailure: it does not.
         """
-        self._connection.require_alive()
+        self._connection.require_alive(FRESH_SECONDS)
         return self._connection.watch.over()
 
     async def quiesce(self) -> None:

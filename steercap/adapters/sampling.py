@@ -72,18 +72,16 @@ class ParamsReader:
     """Reader of users' sampling parameters that converts the last object again only if it has changed."""
 
     def __init__(self) -> None:
-        self._given: Any = None
+        self._given: Any = self  # nothing yet
         self._copied: Any = None
-        self._types: tuple[type, ...] = ()
+        self._types: tuple[Any, ...] = ()
         self._params = SamplingParams()
 
     def read(self, given: Any) -> SamplingParams:
         """Convert sampling parameters; see `read_params`."""
-        if given is None:
-            return read_params(None)
-        types = tuple(map(type, _values(given)))
+        types = (*(given if type(given) is dict else ()), *map(type, _values(given)))
         if given is not self._given or types != self._types or given != self._copied:
-            self._params, self._given = read_params(given), None
+            self._params, self._given = read_params(given), self
             if all(type(one) in _ATOMS or (type(one) is list and not one) for one in _values(given)):
                 self._given, self._copied, self._types = given, copy.deepcopy(given), types
         return copy.copy(self._params)

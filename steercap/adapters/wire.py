@@ -9,9 +9,9 @@ here first; for requests of token ids and plain numbers its preparation is enoug
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -50,6 +50,8 @@ _NUMBERS: Final = frozenset(
 )
 #: Every other field, those of later releases too.
 _OTHERS: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in _NUMBERS and name[0] != "_")
+_ALL_NUMBERS: Final = attrgetter(*(name for name in SamplingParams.__struct_fields__ if name in _NUMBERS))
+_ALL_OTHERS: Final = attrgetter(*_OTHERS)
 #: Integers that every decoder and every tensor of a runner holds.
 _INT32: Final = range(2**31)
 
@@ -65,9 +67,9 @@ class Wire:
         self._llm = llm
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
-        #: Parameters and options of the last plain request that passed, and the greatest length and token id of those
-        #: that passed with them.
-        self._passed: tuple[SamplingParams, dict[str, Any]] | None = None
+        #: Numbers of the parameters and options of the last plain request that passed, and the greatest length and
+        #: token id of those that passed with them.
+        self._passed: tuple[Any, ...] | None = None
         self._length = self._greatest = 0
 
     async def check(self, payload: Any, params: SamplingParams | PoolingParams, options: Mapping[str, Any]) -> None:
@@ -84,22 +86,18 @@ class Wire:
         Raises:
             InvalidRequest: they cannot be sent; the message names the argument.
         """
-        ids = plain_ids(payload) if is_plain_options(options) else None
-        if (
-            ids is not None
-            and (params, options) == self._passed
-            and len(ids) <= self._length
-            and max(ids) <= self._greatest
-        ):
+        ids = plain_ids(payload) if is_plain_options(options) and is_plain_params(params) else None
+        asked = None if ids is None else (_ALL_NUMBERS(params), dict(options))
+        if ids is not None and asked == self._passed and len(ids) <= self._length and max(ids) <= self._greatest:
             return
         tasks = await self._llm.get_supported_tasks()
         try:
             request = self._llm.input_processor.process_inputs("steercap", payload, params, tasks, **options)
         except Exception as error:  # of any kind: vLLM compares and indexes before it looks at types
             raise InvalidRequest(f"vLLM refuses this request: {str(error) or type(error).__name__}") from error
-        if ids is not None and is_plain_params(params):
-            if (params, options) != self._passed:
-                self._passed, self._length, self._greatest = (copy.copy(params), dict(options)), 0, 0
+        if ids is not None:
+            if asked != self._passed:
+                self._passed, self._length, self._greatest = asked, 0, 0
             self._length, self._greatest = max(self._length, len(ids)), max(self._greatest, *ids)
             return
         try:
@@ -139,7 +137,7 @@ def is_plain_params(params: SamplingParams | PoolingParams) -> bool:
         type(params) is SamplingParams
         and all(value in _INT32 for value in (params.max_tokens, params.min_tokens, params.n) if value is not None)
         and params.top_k <= _INT32[-1]
-        and not any(_is_set(getattr(params, name)) for name in _OTHERS)
+        and not any(map(_is_set, _ALL_OTHERS(params)))
     )
 
 

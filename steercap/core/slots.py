@@ -178,7 +178,8 @@ class Slots:
         self._slots.held[grant.digest].sent = grant.bank_rows
         for blob in grant.configuration.blobs:
             self._bank.held[blob.digest].sent = True
-        self._confirmed.add(grant.digest)
+        if grant.digest in self._granted:
+            self._confirmed.add(grant.digest)
 
     def release(self, grant: Grant) -> None:
         """Remove a user of the configuration, and with the last one a user of its blobs."""

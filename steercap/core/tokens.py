@@ -87,7 +87,7 @@ class TokenSelection:
         return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _ranges(tokens: TokenSelection, prompt_len: int, limit: int) -> tuple[Range, ...]:
     ranges = tuple(chain.from_iterable(_resolve(term, prompt_len, limit) for term in tokens.terms))
     if not selected(ranges, limit).any():
@@ -98,7 +98,7 @@ def _ranges(tokens: TokenSelection, prompt_len: int, limit: int) -> tuple[Range,
     return ranges
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def count_selected(ranges: tuple[Range, ...], total: int) -> int:
     """Return the number of positions below `total` that are selected."""
     return int(selected(ranges, total).sum())

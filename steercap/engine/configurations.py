@@ -78,6 +78,9 @@ class Configurations:
             SteeringSlotsFull: everything is in use and overflow="error".
             ModelClosed: the model was closed meanwhile.
         """
+        if not wanted:
+            yield []
+            return
         configurations = {lowered.digest: lowered.configuration for lowered in wanted}
         grants = await self._claim(configurations)
         try:

@@ -63,9 +63,27 @@ async def test_what_passed_does_not_excuse_what_comes_after(tiny) -> None:
     for changed, says in (({"logprobs": 10**6}, "logprobs"), ({"logit_bias": {vocabulary: 1.0}}, "logit_bias")):
         with pytest.raises(errors.InvalidRequest, match=says):
             await tiny.generate([3, 4], {**params, **changed})
+    scored = {**params, "prompt_logprobs": 0, "prompt_logprob_token_ids": [[5, 6]]}
+    with pytest.raises(errors.InvalidRequest, match="prompt_logprob_token_ids"):
+        await tiny.generate([3, 4], scored)
     with pytest.raises(errors.InvalidRequest, match="priority"):
         await tiny.generate([3, 4], params, priority=True)
     await tiny.generate([3, 4], params)
+
+
+@pytest.mark.parametrize("params", [None, {"temperature": 0.5}, {"seed": 5}])
+async def test_prompts_of_one_call_are_tried_once(tiny, monkeypatch, params) -> None:
+    """vLLM's preparation runs for the first of them alone, before it runs for each that is sent."""
+    tried, real = [], tiny.engine.input_processor.process_inputs
+
+    def process_inputs(request_id, *more, **options):
+        tried.append(request_id)
+        return real(request_id, *more, **options)
+
+    monkeypatch.setattr(tiny.engine.input_processor, "process_inputs", process_inputs)
+    await tiny.generate([[9, 3, 4], [5], [9, 9, 9], [2, 8]], params and {**params, "max_tokens": 2})
+    assert tried.count("steercap") == 1
+    assert len(tried) == 5
 
 
 async def test_a_request_that_vllm_ends_early_is_no_answer(tiny) -> None:

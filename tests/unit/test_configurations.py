@@ -92,6 +92,21 @@ async def test_whoever_gives_up_leaves_the_queue_to_the_others() -> None:
     assert owner.slots.slots_in_use == 0
 
 
+async def test_who_needs_nothing_waits_for_nobody() -> None:
+    """Beside requests that wait for the only slot, and after closing."""
+    owner, _ = configurations(slots=1)
+    done: list[int] = []
+    tasks = [asyncio.create_task(hold(owner, lowered(seed), done, seed)) for seed in (1, 2, 3)]
+    while not owner.waiting:
+        await asyncio.sleep(0)
+    async with asyncio.timeout(1), owner.holding() as grants:
+        assert (grants, owner.waiting) == ([], 2)
+    await asyncio.gather(*tasks)
+    await owner.aclose()
+    async with owner.holding() as grants:
+        assert grants == []
+
+
 async def test_closing_fails_those_who_wait_and_those_who_come() -> None:
     """ModelClosed for both; nobody hangs."""
     owner, _ = configurations(slots=1)
