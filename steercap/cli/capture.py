@@ -95,8 +95,8 @@ def table_of(found: list[Captured]) -> Table:
 
 
 def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tokenizer: Any) -> list[TokenHeatmap]:
-    """Return heat maps of the first prompts' projections at one layer, token by token; a negative one counts from the
-    last.
+    """Return heat maps of the first prompts' projections at one layer, token by token; a negative `layer` counts from
+    the last.
 
     Raises:
         InvalidSpec, LayerOutOfRange: the layer has no directions, or was not captured.
@@ -112,8 +112,9 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
 
 
 def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
-    """Check that a layer's projections can be shown token by token; a negative one counts from the last, if it is
-    known.
+    """Check that a layer's projections can be shown token by token; a negative `layer` counts from the last.
+
+    `layers` are the captured ones. `num_layers` is 0 if unknown, and then nothing is checked.
 
     Raises:
         typer.BadParameter: the layer is not captured.

@@ -131,8 +131,8 @@ async def capture_to(
 ) -> list[Captured]:
     """Capture every prompt, and write each capture as its request ends, so that none stays in memory.
 
-    The folder gets `0000.safetensors` and so on, see `CaptureHandle.load`, and their manifest. One with a part of the
-    same captures is resumed: prompts that its manifest lists are skipped.
+    `out` is a folder, or a store of it. It gets `0000.safetensors` and so on, see `CaptureHandle.load`, and their
+    manifest. One with a part of the same captures is resumed: prompts that its manifest lists are skipped.
 
     Raises:
         RunDiffers: the folder holds other captures.

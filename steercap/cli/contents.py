@@ -168,7 +168,7 @@ def write(
     """Write the content of `source`, at some layers, as `target`; return facts about the written file, by name.
 
     `name` is one of several directions or experiments, or a new name for a single one; `base` is the row of layer 0 in
-    a `.pt` file, `model_hint` that of a GGUF file.
+    a `.pt` file, `model_hint` the model hint in a GGUF file.
 
     Raises:
         InvalidSpec: an unknown extension, or a format that cannot hold the content.

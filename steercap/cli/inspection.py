@@ -1,4 +1,6 @@
-"""`steercap inspect`: summary of a file or folder. `steercap models`: the verified architectures, with accuracy."""
+"""`steercap inspect`: summary of a file or folder, read no further than needed. `steercap models`: the verified
+architectures, with their accuracy.
+"""
 
 from __future__ import annotations
 

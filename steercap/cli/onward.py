@@ -20,7 +20,7 @@ def sweeps_of(
     result: PersonaResult, settings: PersonaSettings, given: Mapping[str, str], model: ModelOptions
 ) -> list[str]:
     """Return a sweep command for each vector: at its best layer, on the trait's questions, which are written to the
-    folder.
+    folder of the run.
 
     `given` holds the user's name or file of each trait, by trait name.
 

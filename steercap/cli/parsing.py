@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from steercap.steering.layers import LayerVectors
     from steercap.steering.spec import SteeringSpec
 
+PANEL: Final = "Steering"
+
 
 def layers_of(text: str) -> Layers:
     """Parse layers: "all", "8", "8,16,-1" or "4:20:2".
@@ -95,9 +97,6 @@ def _integer(part: str, text: str) -> int:
         raise typer.BadParameter(
             f"{text!r}: give all, an index, several such as 8,16,-1, or a slice such as 4:20:2"
         ) from None
-
-
-PANEL: Final = "Steering"
 
 
 @dataclass(frozen=True)

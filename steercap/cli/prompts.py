@@ -1,4 +1,6 @@
-"""Prompts and texts from the command line, from files and from stdin."""
+"""Prompts and texts from the command line, from files and from stdin; a request for each, with a limit on those under
+way so that rows find room.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from steercap.steering.spec import SteeringSpec
 
 PANEL: Final = "Prompts"
+#: Maximum requests under way: more than vLLM runs at once by default, so that its batch is full.
+UNDER_WAY: Final = 512
+#: Maximum requests under way that capture, whose rows stay until they are written.
+CAPTURING: Final = 32
 #: Option of the commands that read texts.
 SpecialTokens: TypeAlias = Annotated[
     bool | None,
@@ -156,12 +162,6 @@ def _decoded(name: str, number: int, line: str) -> Any:
         raise InvalidFile(f"{name}, line {number} is not JSON: {error}; give one JSON value per line") from error
 
 
-#: Maximum requests under way: more than vLLM runs at once by default, so that its batch is full.
-UNDER_WAY: Final = 512
-#: Maximum requests under way that capture, whose rows stay until they are written.
-CAPTURING: Final = 32
-
-
 async def run_each(
     model: SteerModel,
     prompts: Sequence[Prompt],
@@ -174,7 +174,7 @@ async def run_each(
     """Run prompts as one request each, and pass each result on as the request ends.
 
     `take` gets the number of the prompt, its Generation (None for a pooling model, which only reads it, without
-    `params`), and a fetched handle if rows are kept, which is released afterwards.
+    `params`), and a fetched handle if rows are kept, which is released afterwards. `capture` has one sample of each.
 
     Raises:
         The errors of `SteerModel.generate`, the first of them.

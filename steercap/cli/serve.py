@@ -1,4 +1,6 @@
-"""`steercap serve`: vLLM's own server, with capture and steering. `steercap explore`: its page, on this machine."""
+"""`steercap serve`: vLLM's own server, with capture and steering. `steercap explore`: its page in a browser,
+served to this machine only.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 KEPT: Final = "What is kept"
 #: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
-#: Host that the explorer is served to.
+#: Address that the explorer listens on.
 HOST: Final = "127.0.0.1"
 #: Seconds between two checks for its server.
 PAUSE: Final = 0.5

@@ -1,4 +1,4 @@
-"""Registries of members by name: a folder of modules with one member each, or a table."""
+"""Registries of members by name: a folder of modules, each with one member or several, or a table."""
 
 from __future__ import annotations
 

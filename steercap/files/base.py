@@ -114,7 +114,7 @@ def write_whole(path: Path) -> Iterator[Path]:
 
 def save_figure(figure: Figure, path: str | Path, dpi: int, **further: Any) -> Path:
     """Write a matplotlib figure to a file, which appears whole or not at all; its suffix sets the format, PNG without
-    one.
+    one. `dpi` is in dots per inch; `further` goes to `Figure.savefig`.
     """
     with write_whole(Path(path)) as scratch:
         figure.savefig(scratch, dpi=dpi, format=Path(path).suffix[1:] or "png", **further)

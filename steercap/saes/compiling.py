@@ -71,7 +71,13 @@ def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
 def compile_readers(
     spec: CaptureSpec, points: Sequence[Point], armed: Mapping[Point, int], schemas: Mapping[Point, PointSchema]
 ) -> Readers:
-    """Check the SAEs of a spec, and compile them for the points that they read, with the index of each among the armed.
+    """Check the SAEs of a spec, and compile them.
+
+    Args:
+        spec: a spec with `sae`.
+        points: the points that they read, armed.
+        armed: index of every armed point.
+        schemas: shape and dtype of the rows at each armed point.
 
     Raises:
         InvalidSpec: an SAE of rows of another width, or with fewer features than are asked for.

@@ -1,4 +1,8 @@
-"""Construction of an SAE from a file's tensors: every architecture, by its name, as one encoder and one decoder."""
+"""Construction of an SAE from a file's tensors: every architecture, by its name, as one encoder and one decoder.
+
+The points of its rows are had from names of TransformerLens's hooks and of transformers' modules. A name whose rows
+differ from those of every point is not guessed at: it has no point.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +30,6 @@ MODULES: Final = {
 }
 _BLOCK: Final = re.compile(r"blocks\.(\d{1,4})\.(.+)")
 _LAYER: Final = re.compile(r"model\.(?:language_model\.)?layers\.(\d{1,4})\.(.+)")
-
-
-def point_of(name: object) -> Point | None:
-    """Return the point of a hook, or of a module's input or output; None if no point has its rows."""
-    if not isinstance(name, str):
-        return None
-    for pattern, sites in ((_BLOCK, TRANSFORMER_LENS), (_LAYER, MODULES)):
-        if (found := pattern.fullmatch(name)) and found[2] in sites:
-            return Point(int(found[1]), sites[found[2]])
-    return None
-
-
 #: Names of the tensors of each architecture: weights, biases, and others with one number a feature.
 STANDARD: Final = ("W_enc", "b_enc", "W_dec", "b_dec")
 ARCHITECTURES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -53,6 +45,16 @@ ARCHITECTURES: Final[Mapping[str, tuple[str, ...]]] = {
 #: Maximum number of features, and of elements of a row: beyond any published SAE.
 MOST_FEATURES: Final = 1 << 26
 MOST_WIDTH: Final = 1 << 20
+
+
+def point_of(name: object) -> Point | None:
+    """Return the point of a hook, or of a module's input or output; None if no point has its rows."""
+    if not isinstance(name, str):
+        return None
+    for pattern, sites in ((_BLOCK, TRANSFORMER_LENS), (_LAYER, MODULES)):
+        if (found := pattern.fullmatch(name)) and found[2] in sites:
+            return Point(int(found[1]), sites[found[2]])
+    return None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,23 @@ _PART: Final = 1 << 20
 #: Error for an unknown capture.
 NOT_WAITING: Final = "no such capture is waiting: it was deleted, its time is over, or it is not yours"
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+EXPLORER: Final = "/explorer"
+PAGE: Final = "index.html"
+#: Content types of the assets, by extension; other files are not served.
+KINDS: Final[Mapping[str, str]] = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+#: Nothing is loaded from or sent to other hosts, no frames, no inline scripts or styles.
+POLICY: Final = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+PAGE_HEADERS: Final[Mapping[str, str]] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 class Routes:
@@ -230,25 +247,6 @@ def refused(status: int, message: str, error: str = "") -> Response:
     """Build an error answer for OpenAI's clients; `error` is its class, if it is one that clients raise."""
     body, headers = failure(status, message, error)
     return Response(body, status, headers)
-
-
-EXPLORER: Final = "/explorer"
-PAGE: Final = "index.html"
-#: Content types of the assets, by extension; other files are not served.
-KINDS: Final[Mapping[str, str]] = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
-#: Nothing is loaded from or sent to other hosts, no frames, no inline scripts or styles.
-POLICY: Final = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
-PAGE_HEADERS: Final[Mapping[str, str]] = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
 
 
 def explorer_routes() -> list[Route]:

@@ -1,6 +1,7 @@
 """Tiny configurations of architectures, each as small as still exercises all parts of its layers.
 
-For all of them plain vLLM gives the log probabilities of transformers on CPU, in float32 unless `ENGINES` differs.
+`FAMILY_CONFIGS` has the families that are tested at every change, `ARCHITECTURES` further ones. For these further ones
+plain vLLM gives the log probabilities of transformers on CPU, in float32 unless `ENGINES` differs.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-#: Shape of every tiny model: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention accepts.
+#: Shape of most tiny models: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention accepts.
 SHAPE: Final = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -20,44 +21,13 @@ SHAPE: Final = {
 GPT: Final = {"vocab_size": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512}
 #: With grouped heads, and a gated MLP, as most have them.
 TINY: Final = {**SHAPE, "intermediate_size": 256, "num_key_value_heads": 2, "tie_word_embeddings": False}
-#: As Gemma has it.
-TIED: Final = {"tie_word_embeddings": True, "head_dim": 32}
+#: Tied embeddings, and the size of a head given, as Gemma has them.
+GEMMA: Final = {"tie_word_embeddings": True, "head_dim": 32}
+#: Factors of the residual stream and of attention scores.
 GRANITE: Final = {"residual_multiplier": 0.5, "attention_multiplier": 0.2}
-
-#: Keyword arguments of transformers' `AutoConfig.for_model`, by family; each exercises all parts of its layers.
-FAMILY_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "gemma": {"model_type": "gemma", **TINY, **TIED},
-    "gemma2": {"model_type": "gemma2", **TINY, **TIED, "sliding_window": 24},
-    "gemma3": {
-        "model_type": "gemma3_text",
-        **TINY,
-        **TIED,
-        "sliding_window": 24,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
-    "gpt2": {"model_type": "gpt2", **GPT},
-    "llama": {"model_type": "llama", **TINY},
-    "mistral": {"model_type": "mistral", **TINY, "sliding_window": 24},
-    "olmo2": {"model_type": "olmo2", **TINY},
-    "opt": {"model_type": "opt", **SHAPE, "ffn_dim": 256, "word_embed_proj_dim": 128},
-    "qwen2": {"model_type": "qwen2", **TINY},
-    "qwen3": {"model_type": "qwen3", **TINY, "head_dim": 32},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        **TINY,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [1],
-        "norm_topk_prob": True,
-    },
-    "stablelm": {"model_type": "stablelm", **TINY},
-}
-
-
+#: Layers with a sliding window, and with full attention, by turns.
 SLIDING: Final = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
+#: Routed experts, by the names of Qwen's configuration, and by those of DeepSeek's.
 EXPERTS: Final = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ROUTED: Final = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GROUPED: Final = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
@@ -72,6 +42,7 @@ LATENT: Final = {
 }
 #: Short convolutions between attention layers.
 SHORT: Final = {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 128, "conv_dim_out": 128}
+#: Mamba-2 layers with 8 heads of 32.
 MAMBA: Final = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -81,14 +52,38 @@ MAMBA: Final = {
     "mamba_chunk_size": 32,
 }
 
-#: Keyword arguments of transformers' `AutoConfig.for_model`, by a name for the configuration.
+#: Families that are tested at every change: keyword arguments of transformers' `AutoConfig.for_model`, by family.
+FAMILY_CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gemma": {"model_type": "gemma", **TINY, **GEMMA},
+    "gemma2": {"model_type": "gemma2", **TINY, **GEMMA, "sliding_window": 24},
+    "gemma3": {"model_type": "gemma3_text", **TINY, **GEMMA, **SLIDING},
+    "gpt2": {"model_type": "gpt2", **GPT},
+    "llama": {"model_type": "llama", **TINY},
+    "mistral": {"model_type": "mistral", **TINY, "sliding_window": 24},
+    "olmo2": {"model_type": "olmo2", **TINY},
+    "opt": {"model_type": "opt", **SHAPE, "ffn_dim": 256, "word_embed_proj_dim": 128},
+    "qwen2": {"model_type": "qwen2", **TINY},
+    "qwen3": {"model_type": "qwen3", **TINY, "head_dim": 32},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **TINY,
+        "head_dim": 32,
+        **EXPERTS,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+    "stablelm": {"model_type": "stablelm", **TINY},
+}
+
+#: Further architectures: such arguments, by a name for the configuration.
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere": {"model_type": "cohere", **TINY, "tie_word_embeddings": True},
     "gemma4_text": {
         "model_type": "gemma4_text",
         **TINY,
         **SLIDING,
-        **TIED,
+        **GEMMA,
         "hidden_size_per_layer_input": 0,
         "global_head_dim": 32,
     },
@@ -97,7 +92,8 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere2": {
         "model_type": "cohere2",
         **TINY,
-        **TIED,
+        "tie_word_embeddings": True,
+        "head_dim": 32,
         "sliding_window": 256,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
@@ -140,7 +136,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "helium": {"model_type": "helium", **TINY, "head_dim": 32},
     "hyperclovax": {"model_type": "hyperclovax", **TINY, "head_dim": 32, "residual_multiplier": 0.5},
     "nanochat": {"model_type": "nanochat", **TINY, "head_dim": 32},
-    "vaultgemma": {"model_type": "vaultgemma", **TINY, **SLIDING, **TIED, "query_pre_attn_scalar": 32},
+    "vaultgemma": {"model_type": "vaultgemma", **TINY, **SLIDING, **GEMMA, "query_pre_attn_scalar": 32},
     "bitnet": {"model_type": "bitnet", **TINY},
     "biogpt": {"model_type": "biogpt", **SHAPE, "intermediate_size": 256},
     "minicpm3": {
@@ -302,7 +298,8 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cohere2_moe": {
         "model_type": "cohere2_moe",
         **TINY,
-        **TIED,
+        "tie_word_embeddings": True,
+        "head_dim": 32,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "sliding_window": 256,
@@ -338,7 +335,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "model_type": "gemma4_text",
         **TINY,
         **SLIDING,
-        **TIED,
+        **GEMMA,
         "hidden_size_per_layer_input": 0,
         "global_head_dim": 32,
         "enable_moe_block": True,
@@ -436,12 +433,12 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     },
-    "gemma2_tf": {"model_type": "gemma2", **TINY, **SLIDING, **TIED},
+    "gemma2_tf": {"model_type": "gemma2", **TINY, **SLIDING, **GEMMA},
     "gemma4_text_ple": {
         "model_type": "gemma4_text",
         **TINY,
         **SLIDING,
-        **TIED,
+        **GEMMA,
         "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": 512,
         "global_head_dim": 64,
@@ -452,7 +449,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "model_type": "gemma4_unified_text",
         **TINY,
         **SLIDING,
-        **TIED,
+        **GEMMA,
         "hidden_size_per_layer_input": 0,
         "global_head_dim": 32,
     },

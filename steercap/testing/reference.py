@@ -1,4 +1,4 @@
-"""Reference of captures: the rows that transformers computes for the same tokens, and their comparison.
+"""Reference of captures: the rows that transformers computes for the same tokens, and comparison by the worst row.
 
 The finished sequence goes through the model in one pass (teacher forcing), and hooks keep the rows.
 """
@@ -49,7 +49,7 @@ PERFECT = Parity(1.0, 0.0)
 
 
 def compare_rows(rows: Float[torch.Tensor, "rows hidden"], reference: Float[torch.Tensor, "rows hidden"]) -> Parity:
-    """Compare rows with their reference, in float64.
+    """Compare rows with their reference by the worst row, as a mean over tokens hides a single wrong one; in float64.
 
     Raises:
         ValueError: the shapes differ, or there is no row.

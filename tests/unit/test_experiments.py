@@ -23,7 +23,7 @@ from steercap.lab.measures import Measure
 from steercap.lab.measures.perplexity import Perplexity, _perplexity
 from steercap.lab.measures.texts import Length, Repetition
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
-from steercap.lab.mechanism.views.lens import colour, contrast, ink
+from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.store import Value
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults

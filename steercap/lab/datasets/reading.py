@@ -28,6 +28,9 @@ from steercap.lab.datasets.tables import Index, decoded_index
 Join: TypeAlias = Literal["dict", "concatenate", "mix"]
 #: Function that selects rows of an index: a truth value for each row.
 Keep: TypeAlias = Callable[[Index], NDArray[np.bool_]]
+Parts: TypeAlias = Mapping[str, torch.Tensor]
+PAGE: Final = mmap.PAGESIZE
+_LIBC: Final = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -161,12 +164,6 @@ def check_alike(points: Sequence[PointFormat], why: str) -> None:
         raise InvalidRequest(
             f"{why} needs points of one shape, and these are {shapes}; choose some by layers= and sites="
         )
-
-
-Parts: TypeAlias = Mapping[str, torch.Tensor]
-
-PAGE: Final = mmap.PAGESIZE
-_LIBC: Final = ctypes.CDLL(None)
 
 
 class OpenShard:

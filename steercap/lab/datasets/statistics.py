@@ -114,7 +114,8 @@ class PointStatistics:
 def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64] | None = None) -> PointStatistics:
     """Compute statistics of rows that come in pieces, [rows, ...] each; rows in a codec are decoded.
 
-    `chosen` holds the numbers of the sampled rows over all pieces, ascending, see `drawn`; None for all.
+    `width` is the number of elements of a row. `chosen` holds the numbers of the sampled rows over all pieces,
+    ascending, see `drawn`; None for all.
     """
     running = _Running(width)
     looked_at = pieces if chosen is None else _of(pieces, chosen)
@@ -124,7 +125,8 @@ def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64]
 
 
 def drawn(rows: int, every: int, seed: int) -> NDArray[np.int64] | None:
-    """Draw one row in `every`, at least one; return their numbers, ascending: int64 [chosen], or None for all.
+    """Draw one row in `every`, at least one; return their numbers, ascending: int64 [chosen]. None, for `every` of
+    1, stands for all rows.
 
     Rows are drawn, not counted off: in windows of one length, counting would sample the same positions, and the first
     row of a window is unlike the others.

@@ -1,4 +1,7 @@
-"""Measures of answers, one file each: base class and registry. To add one, add a file whose `MEMBER` is its class."""
+"""Measures of answers: base class and registry.
+
+To add one, add an entry to a file's `MEMBERS`, or a file with a `MEMBER`.
+"""
 
 from __future__ import annotations
 
@@ -54,5 +57,5 @@ class Measure(ABC):
         """
 
 
-#: Every measure by the name of its file; members are subclasses of `Measure`.
+#: Every measure by its name; members are subclasses of `Measure`.
 MEASURES: Registry[type] = Registry("measure", sys.modules[__name__], type)

@@ -188,8 +188,10 @@ def benjamini_hochberg(p: Sequence[float]) -> Floats:
 
 
 def slope(rows: Floats) -> Floats:
-    """Return the least-squares slope of each row of float64 [clusters, columns], per column; NaN for fewer than two
-    values.
+    """Return the least-squares slope of each row, per column: float64 [clusters]; NaN for fewer than two values.
+
+    Args:
+        rows: values, float64 [clusters, columns], NaN for a missing one.
     """
     at = np.where(np.isnan(rows), np.nan, np.arange(rows.shape[1], dtype=np.float64))
     enough = (~np.isnan(rows)).sum(1) > 1

@@ -130,7 +130,9 @@ async def answer_rows(
     responses: Sequence[Response | RoleResponse],
     room: Mapping[str, int],
 ) -> Rows:
-    """Read answers with the model, in one batch, `room` tokens of each by id, and return one row per answer and layer.
+    """Read answers with the model, in one batch, and return one row per answer and layer.
+
+    `room` is the number of tokens of each answer to read, by id; see `room_of`.
 
     Raises:
         The errors of `SteerModel.read`.

@@ -1,4 +1,4 @@
-"""Folders of runs: finished stages, known by the SHA-256 of their inputs, and partial results of the others.
+"""Folders of runs: finished stages, known by the SHA-256 of their inputs, and partial results of the others; progress.
 
 Every file appears whole or not at all. Finished records of a stage go to small part files; when all are there they
 become one file, the stage is marked as done, and the parts go. So a process that is killed loses the last records
@@ -28,6 +28,10 @@ from steercap.lab.personas.settings import (
     stage_settings,
     trait_hashes,
 )
+
+VERSION: Final = 1
+#: Digits of a SHA-256 that a folder of parts is named by.
+_SHORT: Final = 16
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,6 @@ class Count:
         self._done += count
         if self._report is not None:
             self._report(Progress(self._stage, self._done, self._total))
-
-
-VERSION: Final = 1
-#: Digits of a SHA-256 that a folder of parts is named by.
-_SHORT: Final = 16
 
 
 class RunDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

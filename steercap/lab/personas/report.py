@@ -19,6 +19,36 @@ from steercap.lab.personas.records import SIGNS, Records
 from steercap.lab.personas.settings import PersonaSettings
 from steercap.steering.directions import DirectionSet
 
+#: Number of answers shown of each end, and maximum characters of each.
+SHOWN, LENGTH = 2, 400
+_LIMITS: Final = """
+- **The AUC is of held-out questions, but of the same system prompts.** {reading}
+- **Only kept answers count in it.** Where few are kept, as of a trait that the model hardly shows, the vector is of
+  those that happened to pass the scorer.
+- **The best layer was chosen on the answers it is reported for.** So its AUC is somewhat too good; with few
+  answers held out many layers tie, and the middle of the longest run of these is named. The band in which 95 of 100
+  worthless directions lie is given beside it.
+- **A score is what the scorer makes of a text.** {scorer}
+- **A small model shows little.** Below some billion parameters a system prompt changes words and tone more than what
+  is argued: register or verse come out, flattery or invention hardly do. A vector from such answers is one of tone.
+  Whether it *causes* the trait is not shown here; that takes steering with it, against random vectors of its length.
+"""
+_READING: Final = {
+    True: (
+        "The rows were read with the system prompt before the answer, as in the paper, so a vector may in part tell "
+        "prompts apart and not answers; `read_system=False` reads answers after their question alone."
+    ),
+    False: "The rows were read after the question alone, without the system prompt: they show what the answer holds.",
+}
+_SCORERS: Final = {
+    "minilm": (
+        "`minilm` is a classifier on a trait's example sentences, no judge: it knows tone and words, and not whether "
+        "something is true."
+    ),
+    "keywords": "`keywords` counts words, whatever they are used for.",
+    "judge": "`judge` is another model's opinion, with its own leanings.",
+}
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -97,42 +127,11 @@ def _outcome(name: str, directions: DirectionSet, records: Records, left_out: st
     )
 
 
-#: Number of answers shown of each end, and maximum characters of each.
-SHOWN, LENGTH = 2, 400
-_LIMITS: Final = """
-- **The AUC is of held-out questions, but of the same system prompts.** {reading}
-- **Only kept answers count in it.** Where few are kept, as of a trait that the model hardly shows, the vector is of
-  those that happened to pass the scorer.
-- **The best layer was chosen on the answers it is reported for.** So its AUC is somewhat too good; with few
-  answers held out many layers tie, and the middle of the longest run of these is named. The band in which 95 of 100
-  worthless directions lie is given beside it.
-- **A score is what the scorer makes of a text.** {scorer}
-- **A small model shows little.** Below some billion parameters a system prompt changes words and tone more than what
-  is argued: register or verse come out, flattery or invention hardly do. A vector from such answers is one of tone.
-  Whether it *causes* the trait is not shown here; that takes steering with it, against random vectors of its length.
-"""
-_READING: Final = {
-    True: (
-        "The rows were read with the system prompt before the answer, as in the paper, so a vector may in part tell "
-        "prompts apart and not answers; `read_system=False` reads answers after their question alone."
-    ),
-    False: "The rows were read after the question alone, without the system prompt: they show what the answer holds.",
-}
-_SCORERS: Final = {
-    "minilm": (
-        "`minilm` is a classifier on a trait's example sentences, no judge: it knows tone and words, and not whether "
-        "something is true."
-    ),
-    "keywords": "`keywords` counts words, whatever they are used for.",
-    "judge": "`judge` is another model's opinion, with its own leanings.",
-}
-
-
 def write_report(
     folder: Path,
     settings: PersonaSettings,
     directions: DirectionSet,
-    outcomes: Mapping[str, Outcome],
+    results: Mapping[str, Outcome],
     records: Records,
 ) -> Path:
     """Write `report.md` and its pictures.
@@ -148,7 +147,7 @@ def write_report(
             f"Each vector is found at every layer, by the method `{settings.method}`, from answers that show a trait "
             "and answers that show its opposite.\n"
         ),
-        *_table(directions, outcomes),
+        *_table(directions, results),
         f"\n## AUC by layer\n\n![AUC by layer]({pictures['auc'].name})\n",
         f"\n## Scores\n\n![Scores]({pictures['scores'].name})\n",
         f"\n## Vectors against each other, layer {layer}\n\n![Cosines]({pictures['cosines'].name})\n",
@@ -174,7 +173,7 @@ def common_layer(directions: DirectionSet) -> int:
     return middle_of_best({layer: sum(found[layer] for found in auc.values()) for layer in directions.layers})
 
 
-def _table(directions: DirectionSet, outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+def _table(directions: DirectionSet, results: Mapping[str, Outcome]) -> Iterator[str]:
     yield (
         "\nPairs are *positive / negative*. Scores are means of all answers, 0 to 100. The length is the vector's, "
         "as a share of the rows' mean length at that layer.\n\n"
@@ -182,7 +181,7 @@ def _table(directions: DirectionSet, outcomes: Mapping[str, Outcome]) -> Iterato
         "| chance, 95 % | length |\n"
         "|---|---|---|---|---|---|---|---|---|---|\n"
     )
-    for name, one in outcomes.items():
+    for name, one in results.items():
         if one.auc is None:
             yield (
                 f"| {name} | {_pair(one.responses)} | {_pair(one.unscored)} | {_pair(one.kept)} "
@@ -196,7 +195,7 @@ def _table(directions: DirectionSet, outcomes: Mapping[str, Outcome]) -> Iterato
             f"| {one.auc:.2f} | {_pair(one.held_out)} | {low:.2f} to {high:.2f} "
             f"| {one.relative_norm:.2f} |\n"
         )
-    for name, one in outcomes.items():
+    for name, one in results.items():
         if one.left_out:
             yield f"\n**{name}** was left out: {_flat(one.left_out)}.\n"
     first, last = directions.layers[0], directions.layers[-1]

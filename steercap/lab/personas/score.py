@@ -25,11 +25,11 @@ async def score(
     if not folder.is_done("score"):
         folder.begin("score")
     kept, ready = folder.traits_of("score"), folder.is_done("score")
-    before = [score for score in read_table(path, Score) if score.trait in kept] if kept else []
-    found = {score.id: score for score in before}
+    before = [one for one in read_table(path, Score) if one.trait in kept] if kept else []
+    found = {one.id: one for one in before}
     todo = [trait for trait in settings.resolved() if trait.name not in kept]
     for trait in todo:
-        found |= {score.id: score for score in TableWriter(folder.parts("score", trait.name), Score).read()}
+        found |= {one.id: one for one in TableWriter(folder.parts("score", trait.name), Score).read()}
     count = Count("score", len(responses), sum(response.id in found for response in responses), report)
     for trait in todo:
         mine = [response for response in responses if response.trait == trait.name]
@@ -85,7 +85,8 @@ def keep(
     """Select the answers to use: positive ones from `threshold_high` up, negative ones up to `threshold_low`.
 
     Source: Chen et al., Persona Vectors, who keep pairs (`paired`), and of these the coherent ones. Scores are in the
-    order of the answers. Answers with a `room`, see `room_of`, of no token are not kept.
+    order of the answers. `room` is the number of readable tokens of each answer, by id, see `room_of`: answers with 0
+    are dropped. None is no limit.
 
     Returns:
         The kept answers of traits with enough of them; and the reasons for the others, by name.
@@ -93,7 +94,7 @@ def keep(
     Raises:
         TooFewKept: every trait has fewer than `min_kept` of a kind, or fewer than two questions with both kinds.
     """
-    said = {score.id: score.score for score in scores}
+    said = {one.id: one.score for one in scores}
     shown = {response.id for response in responses if _shown(settings, response, said[response.id])}
     full = {response.id for response in responses if room is not None and room[response.id] < 1} & shown
     shown -= full
@@ -112,10 +113,10 @@ def keep(
     return [one for one in kept if one.trait not in left_out], left_out
 
 
-def _shown(settings: PersonaSettings, response: Response, score: float | None) -> bool:
-    if score is None or not response.token_ids:
+def _shown(settings: PersonaSettings, response: Response, value: float | None) -> bool:
+    if value is None or not response.token_ids:
         return False
-    return score >= settings.threshold_high if response.sign == "positive" else score <= settings.threshold_low
+    return value >= settings.threshold_high if response.sign == "positive" else value <= settings.threshold_low
 
 
 def _lack(
@@ -130,7 +131,7 @@ def _lack(
     """Return the reason why a trait cannot have a vector, "" if it can."""
     mine = {sign: [one for one in kept if (one.trait, one.sign) == (trait, sign)] for sign in SIGNS}
     asked = {sign: sum((one.trait, one.sign) == (trait, sign) for one in responses) for sign in SIGNS}
-    silent = sum(score.score is None and score.trait == trait for score in scores)
+    silent = sum(one.score is None and one.trait == trait for one in scores)
     told = ", ".join(f"{len(mine[sign])} of {asked[sign]} {sign}" for sign in SIGNS)
     if long := sum(response.trait == trait and response.id in full for response in responses):
         told += f" (without {long} whose prompt leaves the context no room to read them; raise max_model_len)"

@@ -151,8 +151,8 @@ def generator(*parts: object) -> torch.Generator:
 def loader(
     examples: EncodedExamples, order: Any, selections: Sequence[TokenSelection], device: torch.device
 ) -> DataLoader[Any]:
-    """Return a loader that reads batches of examples on demand, those that `order` yields, with a scope for each
-    selection.
+    """Return a loader that reads batches of examples on demand: those that `order` yields, with a mask for each token
+    selection, on `device`.
     """
     return DataLoader(examples, batch_sampler=order, collate_fn=partial(collated, selections=selections, device=device))
 

@@ -1,4 +1,6 @@
-"""Folder of a training: its definition and its state, in files written atomically."""
+"""Folder of a training: its definition and its state, in files written atomically; its result, the edit at its best
+validation, with its history.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,8 @@ from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.edits.add import Add
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
+
+STATE: Final = "state.safetensors"
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,6 @@ def added(spec: SteeringSpec, name: str, model: str, provenance: Mapping[str, An
         held_out=counts["held_out"],
     )
     return DirectionSet({name: found}, said)
-
-
-STATE: Final = "state.safetensors"
 
 
 class Definition(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Training objectives: base class, members and registry."""
+"""Training objectives: base class, members and registry. To add one, add a class and an entry of `OBJECTIVES`."""
 
 from __future__ import annotations
 
@@ -74,6 +74,8 @@ class BiPO(Objective):
     The edit makes the chosen response likelier, and its opposite the rejected one. If nothing is drawn, as in
     validation, the loss is the mean over both signs.
 
+    Source: bidirectional preference optimisation, Cao et al. 2024 (arXiv:2406.00045).
+
     Args:
         beta: coefficient β.
     """
@@ -116,6 +118,8 @@ class RePS(Objective):
 
     p⁺ has the edit times a drawn factor. p⁰ has `h <- h - relu(h·w) w / ‖w‖²` instead of it, for each direction w that
     it writes, so the edit must not begin at zero. p is the model without any, and gives no gradient.
+
+    Source: reference-free preference steering, Wu et al. 2025 (arXiv:2505.20809).
 
     Args:
         factors: factors of the edit, one of which is drawn; if nothing is drawn, the loss is the mean over all.

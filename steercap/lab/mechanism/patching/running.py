@@ -94,7 +94,7 @@ class Runs:
         return await each_of(pairs, work, PAIRS)
 
     async def each_change(self, items: Iterable[Item], work: Callable[[Item], Awaitable[Result]]) -> list[Result]:
-        """Do every changed run of a pair, within the one limit of all pairs; changes are consumed lazily."""
+        """Do every changed run of a pair, within the limit of concurrent runs over all pairs; items are read lazily."""
 
         async def one(item: Item) -> Result:
             async with self._gate:
@@ -115,7 +115,7 @@ class Runs:
     async def read(
         self, pair: int, ids: Sequence[int], spec: CaptureSpec, change: SteeringSpec | None = None
     ) -> tuple[float, PatchSource]:
-        """Run a prompt and return its metric, and the rows of a raw spec that does not reduce them."""
+        """Run a prompt and return its metric, and its rows; `spec` must be raw and without `reduce`."""
         asked = self._asked[pair]
         prompt = {"prompt_token_ids": list(ids)}
         found = await self.model.run(prompt, asked.sampling, capture=spec, steering=change)

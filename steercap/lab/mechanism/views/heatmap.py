@@ -1,4 +1,7 @@
-"""Heat maps of tokens: in a notebook, in a terminal, and as a picture of tokens by names or layers."""
+"""Heat maps of tokens: in a notebook, in a terminal, and as a picture of tokens by names or layers.
+
+Colours diverge around a centre; text on them is black or white, whichever contrasts more.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from steercap.core.tokenizing import FONT, drawn, lines_of, texts_of, visible
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidRequest
 from steercap.files.base import save_figure
-from steercap.lab.mechanism.views.lens import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
     from steercap.steering.layers import LayerVectors
 
+#: From below the centre over it to above: blue, white, orange, which the colour-blind tell apart.
+BELOW, CENTRE, ABOVE = (33, 102, 172), (247, 247, 247), (230, 97, 1)
+#: Colour of NaN and inf.
+UNKNOWN: Final = (200, 200, 200)
 #: Times the median distance from the centre beyond which a value does not count for the limit: the first token of most
 #: models lies a hundred times as far off as others, and would leave them white.
 FAR: Final = 10.0
@@ -306,6 +312,33 @@ def heatmap_of_layers(
     return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre, limit)
 
 
+def colour(value: float, centre: float, limit: float) -> str:
+    """Return the background of a value as #rrggbb; values beyond the limit are clamped, NaN and inf are grey.
+
+    Args:
+        value: value to colour.
+        centre: value that is white.
+        limit: distance from the centre at which colours are full; 0 makes all of them white.
+    """
+    if not math.isfinite(value):
+        return _hex(UNKNOWN)
+    share = min(abs(value - centre) / limit, 1.0) if limit else 0.0
+    end = ABOVE if value > centre else BELOW
+    mixed = [round(middle + share * (full - middle)) for middle, full in zip(CENTRE, end, strict=True)]
+    return _hex((mixed[0], mixed[1], mixed[2]))
+
+
+def ink(background: str) -> str:
+    """Return black or white, whichever contrasts more with a background of #rrggbb."""
+    return "#000000" if contrast("#000000", background) >= contrast("#ffffff", background) else "#ffffff"
+
+
+def contrast(first: str, second: str) -> float:
+    """Return the contrast ratio of two colours of #rrggbb, from 1 to 21. Source: WCAG 2.2."""
+    darker, lighter = sorted((_luminance(first), _luminance(second)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
 def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> torch.Tensor:
     """Return scalar products of the rows of one layer with unit directions: float32 [rows, names]."""
     rows = handle.captures.elements((layer, directions.site))
@@ -362,3 +395,13 @@ def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
 
 def _shown(value: float) -> str:
     return f"{value:.4g}"
+
+
+def _luminance(background: str) -> float:
+    parts = [int(background[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _hex(rgb: tuple[int, int, int]) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*rgb)

@@ -194,7 +194,10 @@ class NeuronWeights:
 
 
 def taken_apart(fused: torch.Tensor, order: str, heads: int, kv_heads: int) -> Iterable[torch.Tensor]:
-    """Split a fused projection's weight or bias, [out, ...] in `Layout.order`, into queries, keys and values."""
+    """Split a fused projection's weight or bias, [out, ...] in `Layout.order`, into queries, keys and values.
+
+    `heads` is the number of query heads, `kv_heads` that of key and value heads.
+    """
     head_dim = len(fused) // (heads + 2 * kv_heads)
     if order == "stacked":
         return list(fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]))

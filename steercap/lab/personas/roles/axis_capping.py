@@ -199,7 +199,7 @@ def capping(
     ]
     measured = ", ".join(f"{layer}: {len(projections[layer])}" for layer in layers)
     provenance = {
-        "made by": "steercap.roles.capping",
+        "made by": "steercap.lab.personas.roles.capping",
         "vectors": f"{vectors.name} ({how})" if how not in vectors.name else vectors.name,
         "percentile": f"{given:g}",
         "projections by layer": measured,
@@ -209,7 +209,7 @@ def capping(
 
 
 def layers_in(vectors: LayerVectors, layers: Any) -> tuple[int, ...]:
-    """Return the selected layers of vectors, None for all.
+    """Return the selected layers of vectors, ascending; `layers=None` takes all.
 
     Raises:
         InvalidSpec: no layer is given, or `layers` does not hold indices.

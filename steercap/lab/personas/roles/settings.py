@@ -193,8 +193,13 @@ def share_of(settings: RoleSettings, shard: tuple[int, int]) -> tuple[str, ...]:
 def outcome_of(
     responses: Sequence[RoleResponse], scores: Sequence[float | None] | None, kept: int, left_out: str
 ) -> RoleOutcome:
-    """Return the outcome of a role from all of its answers, and their scores in the same order, None if nothing was
-    scored.
+    """Return the outcome of a role.
+
+    Args:
+        responses: all answers of the role.
+        scores: their scores, in the same order; None if nothing was scored.
+        kept: number of answers used.
+        left_out: reason why it has no vector, or "".
     """
     known = [score for score in scores or () if score is not None]
     mean = math.fsum(known) / len(known) if known else None

@@ -45,7 +45,12 @@ def _has_scale(edit: Any) -> bool:
 
 
 def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
-    """Return the edits for reading a text of `total` tokens, placed as if the model had generated it after its prompt.
+    """Return the edits for reading a text, placed as if the model had generated it after its prompt.
+
+    Args:
+        spec: edits of a generation.
+        prompt_len: number of tokens of the prompt.
+        total: number of tokens of prompt and text.
 
     Raises:
         InvalidSelection, EmptySelection: the edits select tokens that such a text does not have.

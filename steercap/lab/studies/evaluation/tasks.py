@@ -1,4 +1,7 @@
-"""Tasks of fixed texts that the model reads under a method: base class, members, registry; their log probabilities."""
+"""Tasks of fixed texts that the model reads under a method: base class, members, registry; their log probabilities.
+
+To add one, add a class and an entry of `TASKS`.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
 
 Kind = TypeVar("Kind")
+#: The first log probability that vLLM gives is that of the second token.
+FIRST_SCORED: Final = 1
 
 
 class Item(NamedTuple):
@@ -44,7 +49,7 @@ class Item(NamedTuple):
 
 
 def first_of(items: Sequence[Item], first: int | None, what: str) -> Sequence[Item]:
-    """Return the first items of a task, None for all of them; messages name `what`.
+    """Return the first items of a task; `first=None` takes all. `what` is the task's name, for the message.
 
     Raises:
         InvalidSpec: there are not enough items.
@@ -228,10 +233,6 @@ class Choices(Task):
 
 #: Every task by its name; members are subclasses of `Task`.
 TASKS: Final[Registry[type[Task]]] = Registry("task", {"choices": Choices, "passages": Passages})
-
-
-#: The first log probability that vLLM gives is that of the second token.
-FIRST_SCORED: Final = 1
 
 
 class PromptAndText(NamedTuple):

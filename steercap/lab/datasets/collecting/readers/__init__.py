@@ -1,4 +1,7 @@
-"""Corpus readers, one file per file format: base class and registry. To add one, add a file with a `MEMBER`."""
+"""Corpus readers by file format: base class and registry.
+
+To add one, add an entry to a file's `MEMBERS`, or a file with a `MEMBER`.
+"""
 
 from __future__ import annotations
 
