@@ -140,7 +140,9 @@ class Source:
 def source(module: str) -> Source:
     """Read a module."""
     path = ROOT / module.replace(".", "/")
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    file = path.with_suffix(".py")
+    if not file.exists():  # beside a module a folder of its name can be left, with nothing but old bytecode in it
+        file = path / "__init__.py"
     found = Source(module, {}, {})
     for node in _statements(ast.parse(file.read_text()).body):
         if isinstance(node, ast.Import):
