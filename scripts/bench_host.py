@@ -84,7 +84,7 @@ STAGES: Final[Sequence[tuple[Any, str]]] = (
     (Runtime, "_take_completed"),
     (Runtime, "_take_in"),
     (RequestTable, "label"),
-    (RequestTable, "complete_pass"),
+    (RequestTable, "complete"),
 )
 
 #: One line of a table.

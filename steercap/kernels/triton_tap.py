@@ -10,7 +10,7 @@ inputs are tables at fixed addresses, so a replayed graph does what the step ask
 from __future__ import annotations
 
 import functools
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -260,6 +260,12 @@ def _edit(  # noqa: PLR0915 -- one loop, unrolled by one step
     return row, applied
 
 
+#: The closing kernel as compiled, by what it is compiled for: for Triton to find it takes longer than to launch it.
+_compiled_closes: dict[tuple[object, ...], Any] = {}
+_CLOSE_BLOCK: Final = 128
+_ALIGNED: Final = 16  # bytes; Triton compiles addresses that are multiples of it apart
+
+
 @triton.jit(do_not_specialize=["first", "count"])
 def _close_kernel(tokens, checksums, reports, token_ids, positions, first, count, BLOCK: tl.constexpr):
     """Write a report of each token of a pass, and make the tables idle."""
@@ -359,7 +365,11 @@ def launch_close(
         first: row of `reports` that the first token is written to.
         count: tokens of the pass, padding not counted.
     """
-    block = 128
-    _close_kernel[(triton.cdiv(count, block),)](
-        tokens, checksums, reports, token_ids, positions, first, count, BLOCK=block
-    )
+    grid = triton.cdiv(count, _CLOSE_BLOCK), 1, 1
+    arguments = tokens, checksums, reports, token_ids, positions, first, count, _CLOSE_BLOCK
+    inputs = token_ids, positions
+    key = tokens.device, *((values.dtype, values.data_ptr() % _ALIGNED) for values in inputs)
+    if (compiled := _compiled_closes.get(key)) is not None:
+        compiled[grid](*arguments)
+    elif (compiled := _close_kernel[grid](*arguments)) is not None:  # None in Triton's interpreter
+        _compiled_closes[key] = compiled

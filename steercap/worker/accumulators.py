@@ -134,7 +134,7 @@ class Accumulators:
             The updates, None if the pass has no reduced rows; and the indices, in the request table, of requests with
             more newest rows than can be held: none of these is added from here on.
         """
-        if not (step.accumulators != NONE).any():
+        if not self.in_use or not (step.accumulators != NONE).any():
             return None, np.empty(0, dtype=np.int64)
         rows = _Rows.of(step)
         accumulators, request = rows.accumulators, rows.request

@@ -130,15 +130,20 @@ class RequestTable:
                 self._leaving.append((self._begun, index))
         self._reuse()
 
-    def label(self, step: Step, token_ids: Ints) -> None:
-        """Record the token ids that the model read at the kept tokens of a step, unless their rows were released."""
+    def label(self, step: Step, positions: Ints, token_ids: Ints) -> None:
+        """Record the token ids that the model read at the kept tokens of a series, unless their rows were released.
+
+        Args:
+            step: any step of the series.
+            positions, token_ids: those of each of its passes to record, int64 [passes, tracked].
+        """
         kept = step.kept & self._holding[step.requests]
         if kept.any():
-            self._token_ids[step.requests[kept], step.positions[kept]] = token_ids[kept]
+            self._token_ids[step.requests[kept], positions[:, kept]] = token_ids[:, kept]
 
-    def complete_pass(self) -> None:
-        """Count the next pass, in their order, as completed."""
-        self._completed += 1
+    def complete(self, passes: int) -> None:
+        """Count the next passes, in their order, as completed."""
+        self._completed += passes
         self._reuse()
 
     def flush(self, tracked: Tracked) -> None:
@@ -308,16 +313,16 @@ class RequestTable:
         self._series = None
         self._state[request.index] = start, stop, line, accumulator, layout, slot, mask, edits
 
-    def computes(self, step: Step, wanted: Iterable[Wanted]) -> bool:
-        """Return whether a step computes any of the wanted tokens."""
-        totals = np.zeros(len(self._state), dtype=np.int64)
+    def totals(self, wanted: Iterable[Wanted]) -> Ints:
+        """Return the tokens to compute before what is wanted of each request can be read: int64 [requests]."""
+        totals: Ints = np.zeros(len(self._state), dtype=np.int64)
         for item in wanted:
             tracked = self.find(item.owner)
             if tracked is not None and tracked.index != NONE:
                 totals[tracked.index] = (
                     item.total if tracked.capture_buffer is None else tracked.capture_buffer.reads(item.total)
                 )
-        return bool((step.positions < totals[step.requests]).any())
+        return totals
 
     def _alike_tokens(self, indices: Ints, starts: Ints, counts: Ints, first_tokens: Ints) -> Step:
         """Build the step of requests whose tokens in this pass are all covered by their state."""

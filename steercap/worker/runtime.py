@@ -216,33 +216,41 @@ class Runtime:
 
     def _take_completed(self, through: Step | None = None) -> None:
         """Process the passes that are known to be completed; wait for those up to `through`, if given."""
-        for step, report in self.taps.completed(through):
-            self._take_in(step, report)
-            self._request_table.complete_pass()
+        for steps, report in self.taps.completed(through):
+            self._take_in(steps, report)
+            self._request_table.complete(len(steps))
 
-    def _take_in(self, step: Step, report: StepReport) -> None:
-        """Take in the report of a finished pass: label its rows with token ids, and note which are not finite.
+    def _take_in(self, steps: Sequence[Step], report: StepReport) -> None:
+        """Take in the report of finished passes: label their rows with token ids, and note which are not finite.
 
-        Requests whose positions, edits or copies differ from the step, or whose edited rows overflowed, fail; all of
-        the pass do if the report itself is a failure. Nothing is raised.
+        Requests whose positions, edits or copies differ from a step, or whose edited rows overflowed, fail; all of
+        the passes do if the report itself is a failure. Nothing is raised.
+
+        Args:
+            steps: steps of one series, which differ in positions and lines alone.
+            report: their report.
         """
-        wrong = (report.positions != step.positions) | (report.edits != step.edits) | (report.copies != step.copies)
+        positions = np.stack([step.positions for step in steps])
+        wrong = (report.positions != positions) | (report.edits != steps[0].edits) | (report.copies != steps[0].copies)
         wrong |= report.overflowed != NONE
         if report.failure:
             wrong[:] = True
         if wrong.any():
-            self._refuse(step, report, wrong)
-        for token in np.flatnonzero(report.nonfinite != NONE).tolist():
-            if (capture_buffer := self._request_table.at(int(step.requests[token])).capture_buffer) is not None:
-                capture_buffer.found_nonfinite(int(step.positions[token]), self.taps.points[report.nonfinite[token]])
-        self._request_table.label(step, report.token_ids)
+            for number in np.flatnonzero(wrong.any(1)).tolist():
+                self._refuse(steps[number], report, number, wrong[number])
+        for number, token in np.argwhere(report.nonfinite != NONE).tolist():
+            if (capture_buffer := self._request_table.at(int(steps[0].requests[token])).capture_buffer) is not None:
+                point = self.taps.points[report.nonfinite[number, token]]
+                capture_buffer.found_nonfinite(int(positions[number, token]), point)
+        self._request_table.label(steps[0], positions, report.token_ids)
 
-    def _refuse(self, step: Step, report: StepReport, wrong: np.ndarray) -> None:
-        """Fail the requests of tokens that were not computed, edited or copied as the step says."""
+    def _refuse(self, step: Step, report: StepReport, number: int, wrong: np.ndarray) -> None:
+        """Fail the requests of tokens that were not computed, edited or copied as a step says, number `number`."""
         for index in np.unique(step.requests[wrong]).tolist():
             tracked = self._request_table.at(index)
             own = np.flatnonzero(wrong & (step.requests == index))
-            reason = report.failure or self._difference(step, report, own, int((step.requests == index).sum()))
+            count = int((step.requests == index).sum())
+            reason = report.failure or self._difference(step, report.of(number), own, count)
             if tracked.capture_buffer is not None:
                 tracked.capture_buffer.fail(reason)
             if tracked.steered is not None:
@@ -270,8 +278,8 @@ class Runtime:
         for item in wanted:
             if (tracked := self._request_table.find(item.owner)) is not None:
                 self._request_table.flush(tracked)
-        pending = reversed(self.taps.pending)
-        self._take_completed(next((step for step in pending if self._request_table.computes(step, wanted)), None))
+        totals, pending = self._request_table.totals(wanted), reversed(self.taps.pending)
+        self._take_completed(next((step for step in pending if (step.positions < totals[step.requests]).any()), None))
 
     # The client's calls
 

@@ -122,16 +122,17 @@ _ARRAYS: Final = tuple(one.name for one in fields(Step) if one.name not in {"rep
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report on the tracked tokens of a pass, in the order of its step.
+    """Report on the tracked tokens of consecutive passes of a series, in the order of its steps.
 
     Args:
-        token_ids: token ids that the model read, int64 [tracked].
-        positions: positions that the model read, int64 [tracked].
-        edits: checksum of the edits made, int64 [tracked].
-        copies: checksum of the copies made, int64 [tracked].
-        overflowed: this rank's first point where an edit left a row that is not finite, NONE for none: int64 [tracked].
-        nonfinite: this rank's first point with a kept row that is not finite, NONE for none: int64 [tracked].
-        failure: reason why the whole pass cannot be trusted, or None.
+        token_ids: token ids that the model read, int64 [passes, tracked].
+        positions: positions that the model read, int64 [passes, tracked].
+        edits: checksum of the edits made, int64 [passes, tracked].
+        copies: checksum of the copies made, int64 [passes, tracked].
+        overflowed: this rank's first point where an edit left a row that is not finite, NONE for none: int64 [passes,
+            tracked].
+        nonfinite: this rank's first point with a kept row that is not finite, NONE for none: int64 [passes, tracked].
+        failure: reason why none of the passes can be trusted, or None.
     """
 
     token_ids: Ints
@@ -141,6 +142,10 @@ class StepReport:
     overflowed: Ints
     nonfinite: Ints
     failure: str | None = None
+
+    def of(self, number: int) -> StepReport:
+        """Return the report of one of the passes, each of its arrays int64 [tracked]."""
+        return replace(self, **{one.name: getattr(self, one.name)[number] for one in fields(self)[:-1]})
 
 
 @dataclass
@@ -163,9 +168,9 @@ class SteadyDecode:
 
     def next(self, batch: BatchRows) -> Step | None:
         """Return the step of the next pass over the same requests in the same order; None if the series ends."""
-        if self.left < 1 or not (batch.counts == 1).all():
+        if self.left < 1 or batch.counts.max() != 1:
             return None
-        if not np.array_equal(batch.starts[self.tracked], self.starts):
+        if (batch.starts[self.tracked] != self.starts).any():
             return None
         self.left -= 1
         self.starts = self.starts + 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -44,7 +46,7 @@ from steercap.core.tokens import Range
 from steercap.kernels.codecs import dtype_of
 from steercap.worker.assembly import assemble
 from steercap.worker.memory import open_reader
-from steercap.worker.step import Step
+from steercap.worker.step import BatchRows, Step
 from steercap.worker.taps import cuda
 from steercap.worker.taps.transfers import Ring, pieces, runs
 
@@ -104,8 +106,10 @@ class Bench:
         plan = Plan(key, prompt, limit, capture=capture)
         self.runtime.register(key, plan.encode(), 0)
 
-    def step(self, *parts: tuple[str, int, int], padding: int = 0, skip_point: int | None = None) -> None:
-        """Run one pass over (request, first position, tokens) parts."""
+    def step(
+        self, *parts: tuple[str, int, int], padding: int = 0, skip_point: int | None = None, scale: float = 1.0
+    ) -> None:
+        """Run one pass over (request, first position, tokens) parts; rows are multiplied by `scale`."""
         names = [name for name, _, _ in parts]
         positions = np.concatenate([np.arange(start, start + count) for _, start, count in parts])
         owner = np.concatenate([np.full(count, float(name[1:])) for name, _, count in parts])
@@ -116,7 +120,7 @@ class Bench:
             if point == skip_point:
                 continue
             rows = torch.zeros(len(base) + padding, self.width, dtype=dtype_of(self.runtime.taps.schemas[0]))
-            rows[: len(base)] = (base[:, None] / 2).to(rows.dtype)
+            rows[: len(base)] = (base[:, None] / 2 * scale).to(rows.dtype)
             residual = (rows + (point / 10 if point else 0) * (rows != 0)).to(rows.dtype)
             device = device_of(self.kind)
             tap(self.runtime, rows.to(device), residual.to(device), point)
@@ -542,16 +546,67 @@ async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
 
 @DEVICE_ALONE
 async def test_rows_are_copied_behind_the_sampled_tokens_of_their_pass() -> None:
-    """Not before another pass was launched, or somebody asks: until then the runner has not queued its own copies."""
+    """Eight passes together, not before another was launched, or somebody asks: the runner's own copies go first."""
     bench = Bench()
     bench.plan("r1")
     passes = bench.runtime.taps._passed
     bench.step(("r1", 0, 3))
-    assert [one.queued for one in passes] == [0]
-    bench.step(("r1", 3, 1))
-    assert [one.queued for one in passes][-2:] == [1, 0]
-    _, rows = await bench.rows("r1", 4)
-    torch.testing.assert_close(rows[1], expected(1, range(4), 1))
+    for number in range(1, 20):
+        copied = [one.copied is not None for one in passes]
+        assert copied == [at < (number - 1) // 8 * 8 for at in range(number)]
+        bench.step(("r1", 2 + number, 1))
+    _, rows = await bench.rows("r1", 21)
+    torch.testing.assert_close(rows[1], expected(1, range(21), 1))
+    assert [one.copied is not None for one in passes] == [False]
+
+
+@DEVICE_ALONE
+async def test_a_small_ring_does_not_wait_for_eight_passes() -> None:
+    """Rows of few passes fill it: they are copied before the passes after them need their places."""
+    bench = Bench(4 << 20, arena_bytes=64 * LINE_BYTES)
+    for number in range(1, 9):
+        bench.plan(f"r{number}")
+    for position in range(60):
+        bench.step(*((f"r{number}", position, 1) for number in range(1, 9)))
+    for number in (1, 8):
+        _, rows = await bench.rows(f"r{number}", 60)
+        torch.testing.assert_close(rows[2], expected(number, range(60), 2))
+
+
+def moved(begin: Callable[[BatchRows], None], batch: BatchRows) -> None:
+    """Begin a pass whose second token the model reads at the next position."""
+    positions = batch.positions.clone()
+    positions[1] += 1
+    begin(replace(batch, positions=positions))
+
+
+@pytest.mark.parametrize("at", [11, 20, 59])
+async def test_one_bad_pass_of_a_series_fails_its_request_alone(at, monkeypatch) -> None:
+    """Reports are read many at a time: a token of another position fails its own request, whichever pass it was in."""
+    bench = Bench()
+    for name in ("r1", "r2"):
+        bench.plan(name)
+        bench.step((name, 0, 10))
+    begin = bench.runtime.begin_step
+    for position in range(10, 60):
+        monkeypatch.setattr(bench.runtime, "begin_step", partial(moved, begin) if position == at else begin)
+        bench.step(("r1", position, 1), ("r2", position, 1))
+    _, rows = await bench.rows("r1", 60)
+    torch.testing.assert_close(rows[1], expected(1, range(60), 1))
+    (captured_rows,) = bench.ask(Collect((Wanted(Owner("r2", 0), 60),))).shares
+    assert captured_rows.failure == f"the runner computes position {at + 1} where {at} was scheduled"
+
+
+@pytest.mark.parametrize("at", [11, 20, 59])
+async def test_a_row_that_is_not_finite_is_named_whichever_pass_of_a_series_it_was_in(at) -> None:
+    bench = Bench(dtype=torch.float16)
+    for name in ("r1", "r2"):
+        bench.plan(name)
+        bench.step((name, 0, 10))
+    for position in range(10, 60):
+        bench.step(("r1", position, 1), ("r2", position, 1), scale=1e6 if position == at else 1.0)
+    shares = bench.ask(Collect(tuple(Wanted(Owner(name, 0), 60) for name in ("r1", "r2")))).shares
+    assert [captured_rows.nonfinite for captured_rows in shares] == [(at, 0), (at, 0)]
 
 
 @DEVICE_ALONE

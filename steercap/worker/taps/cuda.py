@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 from typing import Any, Final
 
@@ -42,6 +43,12 @@ AHEAD: Final = 64
 SHARE: Final = 0.1
 #: Maximum vectors that wait to be written to the device.
 VECTORS: Final = 256
+#: Passes whose reports are read together, and passes that wait until as many can be read. A call of the client does not
+#: wait for them.
+TOGETHER, WAITING = 16, 24
+#: Passes, and bytes of rows, whose copies to the host are queued together.
+BUNDLE: Final = 8
+BUNDLE_BYTES: Final = 8 << 20
 #: Maximum bytes of one copy, so that other copies can come in between.
 PIECE_BYTES: Final = 32 << 20
 #: Bytes copied to the host beside any pass, plus this share of the bytes that the pass's own tokens can need: the
@@ -50,7 +57,7 @@ BESIDE_BYTES: Final = 64 << 20
 BESIDE_SHARE: Final = 1.25
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pass:
     """One pass, from the time its tables are filled until it is completed.
 
@@ -58,7 +65,7 @@ class _Pass:
         step: step of its tracked tokens.
         pattern: tables of its taps.
         token_ids, positions: the model's inputs.
-        reports: first row of its reports in their table.
+        number: index of its reports, and of its buffers, among those of AHEAD passes.
         line: first line of its rows in the ring.
         sources: first line in the ring of the rows to copy for each tracked token, NONE if it is not kept: int64
             [tracked].
@@ -66,25 +73,36 @@ class _Pass:
         encoded: layouts with an encoding, and the slice of the encoder's upload with the records of each.
         failure: reason why it cannot be trusted.
         closed: event at its end on the device.
-        copies: targets, sources and sizes of the copies to the host.
-        queued: number of these copies that are queued.
-        copied: event after the last of these copies; None until all are queued.
+        copied: event after the last copy of its rows to the host; None until all are queued.
     """
 
     step: Step
     pattern: Pattern
     token_ids: torch.Tensor
     positions: torch.Tensor
-    reports: int
+    number: int
     line: int
     sources: Ints
     updates: int
     encoded: Sequence[tuple[RecordLayout, slice]] = ()
     failure: str | None = None
     closed: Any = None
-    copies: tuple[Ints, ...] = ()
-    queued: int = 0
     copied: Any = None
+
+
+@dataclass
+class _Bundle:
+    """Rows of closed passes that are copied to the host together.
+
+    Args:
+        passes: the passes, in their order.
+        copies: targets, sources and sizes of the copies.
+        queued: number of these copies that are queued.
+    """
+
+    passes: Sequence[_Pass]
+    copies: tuple[Ints, Ints, Ints]
+    queued: int = 0
 
 
 class CudaTaps(Taps):
@@ -128,11 +146,17 @@ class CudaTaps(Taps):
         )
         # In host memory, to which the device writes: the reports are few, and a copy would cost the host more.
         self._reports = transfers.pinned((AHEAD * sizes.tokens, kernel.REPORT_COLUMNS), torch.int64)
+        self._said = self._reports.numpy().reshape(AHEAD, sizes.tokens, kernel.REPORT_COLUMNS)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
         self._tables: list[npt.NDArray[np.int32]] = [upload.numpy() for upload in self._uploads]
         self._pattern: Pattern | None = None
         self._lines: Ring[_Pass] = Ring(len(self._rows))
+        # Of a small ring at most a quarter waits: the next passes need the rest.
+        self._bundle_lines = min(BUNDLE_BYTES // LINE_BYTES, len(self._rows) // 4)
         self._passed: deque[_Pass] = deque()
+        self._waiting: list[_Pass] = []  # with rows that no bundle has yet
+        self._waiting_lines = 0
+        self._bundles: deque[_Bundle] = deque()  # that are not wholly queued
         self._open: _Pass | None = None
         self._number = 0
         self._dirty: set[int] = set()
@@ -180,7 +204,8 @@ class CudaTaps(Taps):
         if updates is not None:
             self._sums.upload(self._number, step, updates, sources, self.layouts.raw_lines)
         work: list[tuple[RecordLayout, slice]] = []
-        if (encoded := pattern.encoded).any():
+        if pattern.encodes:
+            encoded = pattern.encoded
             targets, of = pattern.targets(line), step.layouts[encoded]
             layouts = [self.layouts[number] for number in np.unique(of).tolist()]
             work = self._encoder.upload(self._number, layouts, of, np.stack([sources[encoded], targets], axis=1))
@@ -190,7 +215,7 @@ class CudaTaps(Taps):
             pattern,
             batch.token_ids,
             batch.positions,
-            self._number % AHEAD * self.sizes.tokens,
+            self._number % AHEAD,
             line,
             sources,
             len(updates or ()),
@@ -210,42 +235,61 @@ class CudaTaps(Taps):
             return
         done.failure = failure
         num_tokens, read = len(done.pattern.table), (done.token_ids, done.positions)
-        kernel.launch_close(self._tokens, self._checksums, self._reports, *read, done.reports, num_tokens)
+        first = done.number * self.sizes.tokens
+        kernel.launch_close(self._tokens, self._checksums, self._reports, *read, first, num_tokens)
         if done.updates:
             self._sums.launch(self._rows, done.updates)
         self._encoder.launch(self._rows, done.encoded)
         done.closed = self._transfers.now()
-        if self.arena is not None and done.pattern.drained.any():
-            done.copies = self._pieces(done)
+        # Rows of earlier passes only: this pass's own would delay its sampled tokens, which the runner copies next.
+        full = len(self._waiting) >= BUNDLE or self._waiting_lines >= self._bundle_lines
+        if full or self._bundles:
+            self._bundle()
+            self._queue(BESIDE_BYTES + int(BESIDE_SHARE * num_tokens * self._record_bytes))
+        if self.arena is not None and done.pattern.drains:
             self._lines.hold(done.line, done.pattern.lines, done)
+            self._waiting.append(done)
+            self._waiting_lines += done.pattern.lines
         else:
             done.copied = done.closed
-        # Rows of earlier passes only: this pass's own would delay its sampled tokens, which the runner copies next.
-        self._copy_away(BESIDE_BYTES + int(BESIDE_SHARE * num_tokens * self._record_bytes))
         self._passed.append(done)
 
-    def _copy_away(self, most: float = inf, *, through: _Pass | None = None) -> None:
-        """Queue copies of closed passes, in their order.
+    def _bundle(self, through: _Pass | None = None) -> None:
+        """Bundle the rows that wait, those of passes after `through` excepted."""
+        count = len(self._waiting) if through is None else self._waiting.index(through) + 1
+        passes, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._waiting_lines = sum(done.pattern.lines for done in self._waiting)
+        if passes:
+            self._bundles.append(_Bundle(passes, self._pieces(passes)))
+
+    def _copy_away(self, through: _Pass | None = None) -> None:
+        """Queue the copies of all closed passes, or of those up to `through`."""
+        if through is None or through in self._waiting:
+            self._bundle(through)
+        self._queue(through=through)
+
+    def _queue(self, most: float = inf, *, through: _Pass | None = None) -> None:
+        """Queue copies of bundles, in their order.
 
         Args:
             most: maximum bytes to queue.
-            through: last pass to copy.
+            through: last pass to copy, which somebody waits for.
         """
-        for done in self._passed:
-            if done.copied is None:
-                targets, sources, sizes = (numbers[done.queued :] for numbers in done.copies)
-                count = int(np.searchsorted(np.cumsum(sizes), most, side="right"))
-                if not count:
-                    return
-                now = targets[:count], sources[:count], sizes[:count]
-                event = self._transfers.fetch(done.closed, *now, urgent=through is not None)
-                most -= int(sizes[:count].sum())
-                done.queued += count
-                if count < len(sizes):
-                    return
-                done.copied = event
-            if done is through:
+        while self._bundles and (through is None or through.copied is None):
+            bundle = self._bundles[0]
+            targets, sources, sizes = (numbers[bundle.queued :] for numbers in bundle.copies)
+            count = int(np.searchsorted(np.cumsum(sizes), most, side="right"))
+            if not count:
                 return
+            now = targets[:count], sources[:count], sizes[:count]
+            event = self._transfers.fetch(bundle.passes[-1].closed, *now, urgent=through is not None)
+            most -= int(sizes[:count].sum())
+            bundle.queued += count
+            if count < len(sizes):
+                return
+            for done in bundle.passes:
+                done.copied = event
+            self._bundles.popleft()
 
     def spill(self, accumulator: int, layout: RecordLayout, lines: Ints) -> Any:
         assert self.arena is not None
@@ -268,22 +312,36 @@ class CudaTaps(Taps):
     def blocking(self) -> Step | None:
         return self._passed[0].step if len(self._passed) >= AHEAD - 1 else None
 
-    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, StepReport]]:
-        while self._passed:
-            done = self._passed[0]
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Sequence[Step], StepReport]]:
+        while self._passed and (through is not None or len(self._passed) >= WAITING):
+            passes = self._alike(through)
+            last = passes[-1]
             if through is not None:
-                self._copy_away(through=done)
-                self._transfers.wait(done.copied)
-            elif done.copied is None or not self._transfers.done(done.copied):
+                self._copy_away(through=last)
+                self._transfers.wait(last.copied)
+            elif last.copied is None or not self._transfers.done(last.copied):
                 return
-            self._passed.popleft()
-            self._lines.free(done)
-            said = self._reports.numpy()[done.reports : done.reports + len(done.step)].copy()
-            if done.step is through:
+            steps = [done.step for done in passes]
+            said = self._said[[done.number for done in passes], : len(steps[0])]
+            for done in passes:
+                self._passed.popleft()
+                self._lines.free(done)
+            if last.step is through:
                 through = None
-            token_ids, positions, *checksums = said.T
+            token_ids, positions, *checksums = np.moveaxis(said, 2, 0)
             (edits, overflowed), (copies, nonfinite) = map(split_checksum, checksums)
-            yield done.step, StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, done.failure)
+            yield steps, StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, last.failure)
+
+    def _alike(self, through: Step | None) -> Sequence[_Pass]:
+        """Return the oldest passes of one series, none after `through`; a pass that failed is alone."""
+        found: list[_Pass] = []
+        for done in islice(self._passed, TOGETHER):
+            if found and (done.step.series is not found[0].step.series or done.failure or found[0].failure):
+                break
+            found.append(done)
+            if done.step is through:
+                break
+        return found
 
     def on_tap(
         self,
@@ -367,11 +425,12 @@ class CudaTaps(Taps):
     def _there(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
 
-    def _pieces(self, done: _Pass) -> tuple[Ints, Ints, Ints]:
-        """Return the copies to the host: target and source addresses, and sizes in bytes."""
+    def _pieces(self, passes: Sequence[_Pass]) -> tuple[Ints, Ints, Ints]:
+        """Return the copies of passes to the host: target and source addresses, and sizes in bytes."""
         assert self.arena is not None
-        drained = done.pattern.drained
-        to, start, lines = runs(done.step.lines[drained], done.sources[drained], done.pattern.stored[drained])
+        records = [(one.step.lines, one.sources, one.pattern.stored) for one in passes]
+        drained = np.concatenate([one.pattern.drained for one in passes])
+        to, start, lines = runs(*(np.concatenate(numbers)[drained] for numbers in zip(*records, strict=True)))
         targets, sources = self.arena.lines.data_ptr() + to * LINE_BYTES, self._rows.data_ptr() + start * LINE_BYTES
         return pieces(targets, sources, lines * LINE_BYTES, PIECE_BYTES)
 

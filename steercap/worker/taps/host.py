@@ -104,7 +104,9 @@ class HostTaps(Taps):
         for point, tokens in reversed(self._nonfinite):  # the first point is written last
             nonfinite[np.searchsorted(step.tokens, tokens.numpy())] = point
         edits, overflowed = self._edits.made(step)
-        return StepReport(*self._labels, edits, step.copies, overflowed, nonfinite, failure)
+        columns = (*self._labels, edits, step.copies, overflowed, nonfinite)
+        token_ids, positions, edits, copies, overflowed, nonfinite = (column[None] for column in columns)
+        return StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, failure)
 
     def spill(self, accumulator: int, layout: RecordLayout, lines: Ints) -> Any:
         assert self.arena is not None
@@ -135,9 +137,10 @@ class HostTaps(Taps):
     def pending(self) -> Sequence[Step]:
         return [step for step, _ in self._done]
 
-    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, StepReport]]:  # noqa: ARG002 -- all have run
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Sequence[Step], StepReport]]:  # noqa: ARG002 -- all have run
         while self._done:
-            yield self._done.pop(0)
+            step, report = self._done.pop(0)
+            yield [step], report
 
     def on_tap(
         self,

@@ -26,6 +26,7 @@ class Pattern:
         stored: lines of each stored record: int64 [tracked].
         encoded: True where that is stored in another form than it is computed in: bool [tracked].
         drained: True where it goes to the arena: bool [tracked].
+        drains, encodes: True if any does, and if any of those is encoded.
         raw_lines: total lines of the raw records.
         lines: total lines of the raw and the encoded records.
     """
@@ -37,6 +38,8 @@ class Pattern:
     stored: Ints
     encoded: npt.NDArray[np.bool_]
     drained: npt.NDArray[np.bool_]
+    drains: bool
+    encodes: bool
     raw_lines: int
     lines: int
 
@@ -56,7 +59,8 @@ class Pattern:
         table[step.tokens] = asked
         total = int(raw.sum())
         lines = total + int(stored[encoded].sum())
-        return Pattern(step.series, table, kept, np.cumsum(raw) - raw, stored, encoded, drained, total, lines)
+        kinds = encoded, drained, bool(drained.any()), bool(encoded.any())
+        return Pattern(step.series, table, kept, np.cumsum(raw) - raw, stored, *kinds, total, lines)
 
     def sources(self, line: int) -> Ints:
         """Return the first line of each raw record, NONE for none, given the line of the first: int64 [tracked]."""
