@@ -44,9 +44,9 @@ from rich.table import Table
 from steercap.core.messages import (
     Call,
     Collect,
-    GetStats,
     GetSteeringRecord,
     Owner,
+    Read,
     Wanted,
     decode_answer,
     decode_call,
@@ -176,7 +176,7 @@ def measure_churn(requests: int, every: int, passes: int) -> Row:
             starts = np.array(list(live.values()))
             counts = np.where(starts == 0, PROMPT, 1)
             times.append(rank.run(list(live), starts, counts))
-            rank.ask(GetStats(), [Owner(name, 0) for name in gone])  # their rows are given back
+            rank.ask(Read(()), [Owner(name, 0) for name in gone])  # their rows are given back
             live = dict(zip(live, (starts + counts).tolist(), strict=True))
         for name, total in live.items():
             rank.check([Plan(name, PROMPT, limit, capture=everything())], total)
