@@ -34,7 +34,7 @@ _MOST_AXES: Final = 8
 _DTYPE: Final = re.compile(r"[<>|=]?(?:[fiub]\d{1,2}|[US]\d{1,6}|\?)", re.ASCII)
 #: Storages that are read, each the name of a dtype of torch in another case.
 _STORAGES: Final = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
-_DAMAGED: Final = (zipfile.BadZipFile, ArithmeticError, EOFError, LookupError, MemoryError, OSError, RuntimeError)
+_DAMAGED: Final = (zipfile.BadZipFile, struct.error, AttributeError, EOFError, LookupError, MemoryError, OSError)
 #: Opcodes that push their argument.
 _PUSHED: Final = re.compile(r"(BIN)?INT[12]?|LONG[14]?|(BIN)?FLOAT|((SHORT_)?BIN)?(STRING|UNICODE|BYTES)8?|BYTEARRAY8")
 
@@ -103,7 +103,7 @@ def read_pickled(path: Path) -> Any:
         with blame(path):
             budget = _Budget(path.stat().st_size * _GROWTH + _BESIDE)
             return _read_zip(path, budget) if zipfile.is_zipfile(path) else _read_legacy(path, budget)
-    except (*_DAMAGED, struct.error) as error:
+    except (*_DAMAGED, RuntimeError, ArithmeticError) as error:
         told = str(error).strip() or type(error).__name__
         raise InvalidFile(f"{path} cannot be read as a file of torch.save: {told.splitlines()[0]}") from error
 
@@ -131,14 +131,14 @@ class _Global(NamedTuple):
 class _Dtype:
     """Dtype of NumPy, such as "<f8"."""
 
-    text: Any
+    text: str
 
 
 def _read_zip(path: Path, budget: _Budget) -> Any:
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (folder,) = (name.removesuffix("data.pkl") for name in entries if name.endswith("/data.pkl"))
-        known: dict[str, torch.Tensor] = {}
+        known: dict[tuple[torch.dtype, str, int], torch.Tensor] = {}
 
         def read(name: str) -> bytes:
             entry = entries[folder + name]
@@ -148,9 +148,9 @@ def _read_zip(path: Path, budget: _Budget) -> Any:
             return archive.read(entry)
 
         def find(dtype: torch.dtype, key: str, numel: int) -> torch.Tensor:
-            if key not in known:
-                known[key] = _elements(read(f"data/{key}"), dtype, numel)
-            return known[key]
+            if (dtype, key, numel) not in known:
+                known[dtype, key, numel] = _elements(read(f"data/{key}"), dtype, numel)
+            return known[dtype, key, numel]
 
         if f"{folder}byteorder" in entries and read("byteorder") != b"little":
             raise ValueError("its numbers are big-endian")
@@ -171,7 +171,7 @@ def _read_legacy(path: Path, budget: _Budget) -> Any:
     start, known = file.tell(), dict[str, torch.Tensor]()
     _Machine(file, declare, budget).run()  # the elements come after what is made of them
     for key in _Machine(file, declare, budget).run():
-        dtype, numel = declared[key]
+        dtype, numel = declared[_key(key)]
         (there,) = struct.unpack("<q", file.read(8))
         budget.take(numel * dtype.itemsize)
         known[key] = _elements(file.read(numel * dtype.itemsize), dtype, numel, there)
@@ -236,7 +236,7 @@ class _Machine:
                 self._stack.append(self._memo[arg])
             case "GLOBAL" | "STACK_GLOBAL":
                 module, name = arg.split(" ", 1) if arg else self._popped(2)
-                self._stack.append(_Global(f"{module}".replace("numpy._core", "numpy.core"), f"{name}"))
+                self._stack.append(_Global(_text(module).replace("numpy._core", "numpy.core"), _text(name)))
             case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
                 self._stack.append(self._call(*self._popped(3 if opcode == "NEWOBJ_EX" else 2)))
             case "BUILD":
@@ -273,18 +273,17 @@ class _Machine:
     def _build(self, state: Any) -> None:
         target = self._stack[-1]
         if isinstance(target, _Dtype):
-            target.text = {"<": "<", ">": ">"}.get(state[1], "") + str(target.text).lstrip("<>|=")
+            target.text = _text(state[1]) + target.text.lstrip("<>|=")
         elif isinstance(target, (StandIn, PickledArray)):
             target.state = state
         else:
             raise TypeError(f"a state for {shown(target)}")
 
     def _storage(self, kind: Any, storage: Any, key: Any, _location: Any, numel: Any, *view: Any) -> Any:
-        module, name = storage
-        name = name.removesuffix("Storage")
+        module, name = _text(storage[0]), _text(storage[1]).removesuffix("Storage")
         if (kind, module) != ("storage", "torch") or name not in _STORAGES or not _sizes((numel,)) or any(view):
             raise ValueError(f"a storage of {shown(name)}, which is not read")
-        return self._find(getattr(torch, name.lower()), str(key), numel)
+        return self._find(getattr(torch, name.lower()), _text(key), numel)
 
     def tensor(self, elements: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor | None:
         """Return a tensor of a storage, in the manner of `torch._utils._rebuild_tensor_v2`."""
@@ -301,6 +300,12 @@ class _Machine:
             raise ValueError(f"text in {shown(encoding)}")
         self._budget.take(len(text))
         return text.encode("latin1")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{shown(value)} where text is expected")
+    return value
 
 
 def _key(value: Any) -> Any:
@@ -325,7 +330,7 @@ _KNOWN: Final[Mapping[str, Callable[..., Any]]] = {
     "numpy.core.numeric._frombuffer": lambda _, data, kind, shape, axes: PickledArray(
         (1, shape, kind, axes == "F", data)
     ),
-    "numpy.dtype": lambda _, text, *_args: _Dtype(text),
+    "numpy.dtype": lambda _, text, *_args: _Dtype(_text(text)),
     "_codecs.encode": _Machine.encode,
     **dict.fromkeys(("__builtin__.bytes", "builtins.bytes"), lambda _: b""),  # of protocol 2, without arguments
     **dict.fromkeys(("__builtin__.set", "builtins.set"), lambda _, items: set(map(_key, items))),

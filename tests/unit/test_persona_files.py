@@ -357,6 +357,7 @@ class TestComponents:
             ({"roles": {"pos_2": ["a"], "pos_3": ["a", "b", "c"]}}, "2 vectors of 1 names"),
             ({"roles": {"pos_2": ["a", "b"]}}, "expected both by level"),
             ({"vectors": [rows(1)]}, "expected both by level"),
+            ({"roles": {"pos_2": ["a", ["b"]], "pos_3": ["a", "b", "c"]}}, "expected texts"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, changes: dict[str, Any], told: str, pca: Any, tmp_path: Path) -> None:

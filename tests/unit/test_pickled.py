@@ -198,6 +198,27 @@ class TestHostile:
         refused(b"}" + nested + b"K\x01s.", tmp_path, "as a key")
         refused(b"\x8f(" + nested + b"\x90.", tmp_path, "as a key")
 
+    @pytest.mark.parametrize(
+        "use",
+        [
+            b"%bVx\n\x93.",  # as a module
+            b"Vx\n%b\x93.",  # as a name
+            b"cnumpy\ndtype\n%b\x85R.",
+            b"cnumpy\ndtype\n(Vf4\ntR(I3\n%btb.",  # as a byte order
+            b"(Vstorage\n%bV0\nVcpu\nI1\ntQ.",
+            b"(Vstorage\nctorch\nFloatStorage\n%bVcpu\nI1\ntQ.",
+            b"c__builtin__\nset\n%b\x85\x85R.",
+            b"c_codecs\nencode\n(%bVlatin1\ntR.",
+            b"%bI1\nb.",
+            b"%bI1\na.",
+        ],
+    )
+    def test_values_that_print_or_hash_for_ever_are_refused(self, use: bytes, tmp_path: Path) -> None:
+        """A list of lists of lists, of 2**60 items to print, and a tuple of that kind to hash, stop nothing."""
+        for start, pair in ((b")", b"h%ch%c\x86"), (b"]", b"(h%ch%ce")):
+            parts = [b"q%c" % n + (b"]" if pair.startswith(b"(") else b"") + pair % (n, n) for n in range(60)]
+            refused(use.replace(b"%b", start + b"".join(parts)), tmp_path, ".")
+
     def test_growth_is_bounded(self, tmp_path: Path) -> None:
         """Small files that would become large are refused before memory is allocated."""
         text = b"X" + struct.pack("<I", 100_000) + b"x" * 100_000 + b"q\x000"

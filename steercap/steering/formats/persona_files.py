@@ -230,7 +230,7 @@ def load_components(path: str | Path) -> PersonaComponents:
         if not isinstance(vectors, dict) or not isinstance(names, dict) or not names.keys() >= vectors.keys():
             raise ValueError(f"vectors {shown(vectors)} and {known[-1]} {shown(names)}; expected both by level")
         rows = {level: _at_layer(vectors[level], names[level], place, len(mean)) for level in vectors}
-        people = {level: tuple(map(str, names[level])) for level in vectors}
+        people = {level: tuple(names[level]) for level in vectors}
     further = tuple(str(one) for one in found if one not in known)
     kind: Literal["role", "trait"] = "role" if known[-1] == "roles" else "trait"
     return PersonaComponents(kind, place, components, mean, explained, rows, people, further)
@@ -238,11 +238,15 @@ def load_components(path: str | Path) -> PersonaComponents:
 
 def _at_layer(vectors: Any, names: Any, layer: int, width: int) -> Float[torch.Tensor, "personas hidden"]:
     """Return vectors [hidden] or [layers, hidden] at one layer, checked to be as many as their names."""
-    rows = [_numbers(one, 1, 2) for one in vectors]
-    rows = [row[layer] if row.dim() == 2 and layer < len(row) else row for row in rows]
+    rows = []
+    for one in vectors:
+        found = _numbers(one, 1, 2)
+        rows.append((found[layer] if found.dim() == 2 and layer < len(found) else found).float())
     if len(rows) != len(names) or any(row.shape != (width,) for row in rows):
         raise ValueError(f"{len(rows)} vectors of {len(names)} names, or of another width than {width}")
-    return torch.stack(rows).float() if rows else torch.empty(0, width)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"names {shown(names)}; expected texts")
+    return torch.stack(rows) if rows else torch.empty(0, width)
 
 
 def _numbers(value: Any, *axes: int) -> torch.Tensor:
