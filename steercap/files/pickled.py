@@ -25,12 +25,8 @@ from steercap.core.values import shown
 from steercap.errors import InvalidFile
 from steercap.files.base import blame, require_file
 
-#: Bytes of tensors that a file may become for each of its own, and beside.
-_GROWTH: Final = 4
-_BESIDE: Final = 1 << 20
 #: First value of a `torch.save` file before 2020.
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
-_MOST_AXES: Final = 8
 _DTYPE: Final = re.compile(r"[<>|=]?(?:[fiub]\d{1,2}|[US]\d{1,6}|\?)", re.ASCII)
 #: Storages that are read, each the name of a dtype of torch in another case.
 _STORAGES: Final = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
@@ -101,7 +97,7 @@ def read_pickled(path: Path) -> Any:
     require_file(path)
     try:
         with blame(path):
-            budget = _Budget(path.stat().st_size * _GROWTH + _BESIDE)
+            budget = _Budget(path.stat().st_size * 4 + (1 << 20))  # copies, and views of one storage
             return _read_zip(path, budget) if zipfile.is_zipfile(path) else _read_legacy(path, budget)
     except (*_DAMAGED, RuntimeError, ArithmeticError) as error:
         told = str(error).strip() or type(error).__name__
@@ -187,8 +183,8 @@ def _elements(data: bytes, dtype: torch.dtype, numel: int, there: int | None = N
 
 def _sizes(values: Any) -> bool:
     """Return whether a value is a tuple of a few sizes."""
-    fits = isinstance(values, tuple) and len(values) <= _MOST_AXES
-    return fits and all(type(one) is int and 0 <= one < 1 << 48 for one in values)
+    few = isinstance(values, tuple) and len(values) <= 8
+    return few and all(type(one) is int and 0 <= one < 1 << 48 for one in values)
 
 
 class _Machine:
@@ -327,9 +323,7 @@ _KNOWN: Final[Mapping[str, Callable[..., Any]]] = {
     "torch._utils._rebuild_parameter": lambda _, data, *_rest: data,
     "numpy.core.multiarray._reconstruct": lambda _, *_args: PickledArray(),
     "numpy.core.multiarray.scalar": lambda _, kind, data: PickledArray((1, (), kind, False, data)).numpy().item(),
-    "numpy.core.numeric._frombuffer": lambda _, data, kind, shape, axes: PickledArray(
-        (1, shape, kind, axes == "F", data)
-    ),
+    "numpy.core.numeric._frombuffer": lambda _, data, *how: PickledArray((1, how[1], how[0], how[2] == "F", data)),
     "numpy.dtype": lambda _, text, *_args: _Dtype(_text(text)),
     "_codecs.encode": _Machine.encode,
     **dict.fromkeys(("__builtin__.bytes", "builtins.bytes"), lambda _: b""),  # of protocol 2, without arguments

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float
@@ -28,10 +28,7 @@ from steercap.steering.layers import LayerVectors
 
 #: Levels that people use by default: of roles, of traits, of captures.
 DEFAULTS: Final = ("pos_3", "pos_neg_50", "contrast")
-#: Start of the names of levels that are differences already; the others are means.
-_DIFFERENCES: Final = ("pos_neg", "pos_default", "contrast")
-#: Keys of a file beside its levels.
-_FURTHER: Final = "metadata"
+_DIFFERENCES: Final = ("pos_neg", "pos_default", "contrast")  # how levels begin that are differences already
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +126,13 @@ def load_personas(
     ((name, chosen),) = vectors.items()
     if not raw and not name.startswith(_DIFFERENCES):
         beside = folder.absolute().parent / "default_vectors.pt" if default is None else Path(default)
-        base = _default(beside, minus, model=model, layers=kept)
+        if not beside.exists():
+            raise InvalidFile(f"there is no {beside}; give default=, the file of default levels, or raw=True")
+        levels = load_levels(beside, model=model, layers=kept)
+        if minus not in levels:
+            raise UnknownName(f"{beside} has no level {minus!r}; {choices(minus, levels)}")
         with blame(beside):
-            chosen = {persona: mean - base for persona, mean in chosen.items()}
+            chosen = {persona: mean - levels[minus] for persona, mean in chosen.items()}
         name = f"{name} - {minus}"
     return PersonaFolder(DirectionSet(chosen), name, dict(found), {**left_out, **lacking})
 
@@ -160,7 +161,7 @@ def save_default_levels(
         InvalidSpec, InvalidFile: as for `save_levels`.
     """
     rows = {level: _rows(vectors) for level, vectors in levels.items()}
-    return _save({"activations": rows, _FURTHER: dict(metadata or {})} if rows else {}, path)
+    return _save({"activations": rows, "metadata": dict(metadata or {})} if rows else {}, path)
 
 
 def save_persona_capture(
@@ -181,7 +182,7 @@ def save_persona_capture(
     if not control.name:
         raise InvalidSpec(f"{control!r} is the control and has no name; give it one with named")
     rows = {"activations": _rows(persona), "contrast": _rows(persona - control)}
-    return _save({**rows, _FURTHER: {**(metadata or {}), "control": control.name}}, path)
+    return _save({**rows, "metadata": {**(metadata or {}), "control": control.name}}, path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +200,7 @@ class PersonaComponents:
         further: names of the file's other entries, which are not read.
     """
 
-    kind: Literal["role", "trait"]
+    kind: str
     layer: int
     components: Float[torch.Tensor, "components hidden"]
     mean: Float[torch.Tensor, " hidden"]
@@ -215,9 +216,8 @@ def load_components(path: str | Path) -> PersonaComponents:
     Raises:
         InvalidFile: damaged, lacks something, or its numbers do not fit one another or are not finite.
     """
-    path = Path(path)
-    found = read_pickled(path)
-    with blame(path):
+    found = read_pickled(Path(path))
+    with blame(Path(path)):
         known = ("pca", "variance_explained", "layer", "vectors", "roles" if "roles" in found else "traits")
         if missing := [name for name in known if name not in found]:
             raise ValueError(f"no {', '.join(missing)}; it has {', '.join(map(str, found))}")
@@ -231,31 +231,26 @@ def load_components(path: str | Path) -> PersonaComponents:
             raise ValueError(f"vectors {shown(vectors)} and {known[-1]} {shown(names)}; expected both by level")
         rows = {level: _at_layer(vectors[level], names[level], place, len(mean)) for level in vectors}
         people = {level: tuple(names[level]) for level in vectors}
-    further = tuple(str(one) for one in found if one not in known)
-    kind: Literal["role", "trait"] = "role" if known[-1] == "roles" else "trait"
-    return PersonaComponents(kind, place, components, mean, explained, rows, people, further)
+        further = tuple(str(one) for one in found if one not in known)
+    return PersonaComponents(known[-1].removesuffix("s"), place, components, mean, explained, rows, people, further)
 
 
 def _at_layer(vectors: Any, names: Any, layer: int, width: int) -> Float[torch.Tensor, "personas hidden"]:
     """Return vectors [hidden] or [layers, hidden] at one layer, checked to be as many as their names."""
-    rows = []
-    for one in vectors:
-        found = _numbers(one, 1, 2)
-        rows.append((found[layer] if found.dim() == 2 and layer < len(found) else found).float())
-    if len(rows) != len(names) or any(row.shape != (width,) for row in rows):
-        raise ValueError(f"{len(rows)} vectors of {len(names)} names, or of another width than {width}")
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"names {shown(names)}; expected texts")
+    read = (_numbers(one, 1, 2) for one in vectors)
+    rows = [(one[layer] if one.dim() == 2 and layer < len(one) else one).float() for one in read]
+    told = all(isinstance(name, str) for name in names)
+    if len(rows) != len(names) or any(row.shape != (width,) for row in rows) or not told:
+        raise ValueError(f"{len(rows)} vectors of names {shown(names)}, or of another width than {width}")
     return torch.stack(rows) if rows else torch.empty(0, width)
 
 
 def _numbers(value: Any, *axes: int) -> torch.Tensor:
     """Return a tensor or an array of one of some numbers of axes in float64, checked to be finite."""
     found = torch.from_numpy(value.numpy()) if isinstance(value, PickledArray) else value
-    if not isinstance(found, torch.Tensor) or found.dim() not in axes or not found.is_floating_point():
-        raise ValueError(f"{_held(value)} where floats of {axes[0]} axes are expected")
-    if not bool(found.isfinite().all()):
-        raise ValueError("NaN or infinity")
+    fits = isinstance(found, torch.Tensor) and found.dim() in axes and found.is_floating_point()
+    if not fits or not bool(found.isfinite().all()):
+        raise ValueError(f"{_held(found)} where finite floats of {axes[0]} axes are expected")
     return found.double()
 
 
@@ -264,7 +259,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     found = read_pt(path)
     if isinstance(found, dict) and isinstance(found.get("activations"), dict):
         found = found["activations"]
-    rows = {key: one for key, one in found.items() if key != _FURTHER} if isinstance(found, dict) else {}
+    rows = {key: one for key, one in found.items() if key != "metadata"} if isinstance(found, dict) else {}
     if not rows:
         raise InvalidFile(f"{path} holds {_held(found)}; expected a dict of levels [layers, hidden]")
     shape = next(iter(rows.values())).shape if isinstance(next(iter(rows.values())), torch.Tensor) else ()
@@ -279,23 +274,11 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Return a folder's `.pt` files, and the others with the reason why they are left out."""
-    if not folder.is_dir():
-        raise InvalidFile(f"{folder} is not a folder; give the one that holds NAME.pt of each persona")
-    entries = sorted(one for one in folder.iterdir() if not one.name.startswith("."))
+    entries = sorted(one for one in folder.iterdir() if not one.name.startswith(".")) if folder.is_dir() else []
     paths = [one for one in entries if one.suffix == ".pt" and one.is_file()]
     if not paths:
-        raise InvalidFile(f"{folder} holds no .pt file, only {shown([one.name for one in entries])}")
+        raise InvalidFile(f"{folder} is no folder of NAME.pt of each persona; it holds {shown([*map(str, entries)])}")
     return paths, {one.name: "no .pt file" for one in entries if one not in paths}
-
-
-def _default(path: Path, level: str, *, model: str, layers: list[int] | None) -> LayerVectors:
-    try:
-        levels = load_levels(path, model=model, layers=layers)
-    except InvalidFile as error:
-        raise InvalidFile(f"{error}; give default=, the file of default levels, or raw=True") from error
-    if level not in levels:
-        raise UnknownName(f"{path} has no level {level!r}; {choices(level, levels)}")
-    return levels[level]
 
 
 def _rows(vectors: LayerVectors) -> Float[torch.Tensor, "layers hidden"]:
@@ -307,11 +290,10 @@ def _rows(vectors: LayerVectors) -> Float[torch.Tensor, "layers hidden"]:
 def _save(found: dict[str, Any], path: str | Path) -> Path:
     if not found:
         raise InvalidSpec("no levels to write; an empty level is absent, and a file has one at least")
-    path = Path(path)
-    check_extension(path, ".pt")
-    with write_whole(path) as scratch:
+    check_extension(Path(path), ".pt")
+    with write_whole(Path(path)) as scratch:
         torch.save(found, scratch)
-    return path
+    return Path(path)
 
 
 def _held(found: object) -> str:
