@@ -25,15 +25,13 @@ from steercap.core.values import shown
 from steercap.errors import InvalidFile
 from steercap.files.base import blame, require_file
 
-#: First value of a `torch.save` file before 2020.
-_MAGIC: Final = 0x1950A86A20F9469CFC6C
+_MAGIC: Final = 0x1950A86A20F9469CFC6C  # the first value of a file before 2020
 _DTYPE: Final = re.compile(r"[<>|=]?(?:[fiub]\d{1,2}|[US]\d{1,6}|\?)", re.ASCII)
 #: Storages that are read, each the name of a dtype of torch in another case.
 _STORAGES: Final = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
 _DAMAGED: Final = (zipfile.BadZipFile, struct.error, AttributeError, EOFError, LookupError, MemoryError, OSError)
 #: Opcodes that push their argument.
 _PUSHED: Final = re.compile(r"(BIN)?INT[12]?|LONG[14]?|(BIN)?FLOAT|((SHORT_)?BIN)?(STRING|UNICODE|BYTES)8?|BYTEARRAY8")
-
 #: Function from dtype, key and number of elements to the elements, None while a file is looked through.
 _Find: TypeAlias = Callable[[torch.dtype, str, int], torch.Tensor | None]
 
@@ -43,9 +41,7 @@ class StandIn:
     """Object of a class that is not imported, or result of a function that is not called.
 
     Args:
-        name: name of the class or function, with its module.
-        args: arguments of its call.
-        state: state that it would have been given.
+        name, args, state: name of the class or function, with its module; its arguments; the object's state.
     """
 
     name: str
@@ -56,15 +52,8 @@ class StandIn:
         return f"<stand-in for {self.name}>"
 
 
-@dataclass(eq=False, repr=False)
-class PickledArray:
-    """Array of NumPy, whose elements are read by `numpy`.
-
-    Args:
-        state: version, shape, dtype, whether the first axis varies fastest, and bytes.
-    """
-
-    state: Any = None
+class PickledArray(StandIn):
+    """Array of NumPy, whose state is version, shape, dtype, whether the first axis varies fastest, and bytes."""
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return the array.
@@ -73,16 +62,14 @@ class PickledArray:
             ValueError: it is of objects or records, or its bytes do not fit its shape.
         """
         match self.state:
-            case (_, tuple() as shape, _Dtype(text=str() as text), fortran, bytes() | bytearray() as data):
-                kind = np.dtype(text) if _DTYPE.fullmatch(text) else None
+            case (_, tuple(shape), StandIn("numpy.dtype", (str(text), *_), end), axes, bytes() | bytearray() as data):
+                swapped = isinstance(end, tuple) and end[1:2] == (">",)
+                kind = np.dtype((">" if swapped else "") + text.lstrip("<>|=")) if _DTYPE.fullmatch(text) else None
                 if kind is None or not _sizes(shape) or math.prod(shape) * kind.itemsize != len(data):
                     raise ValueError(f"an array {shown(shape)} of {shown(text)} in {len(data)} bytes")
-                rows = np.frombuffer(data, dtype=kind).reshape(shape, order="F" if fortran else "C")
-                return rows.astype(kind.newbyteorder("="))
+                rows = np.frombuffer(data, dtype=kind).astype(kind.newbyteorder("="))
+                return rows.reshape(shape, order="F" if axes else "C")
         raise ValueError("an array that is not of numbers or text")
-
-    def __repr__(self) -> str:
-        return "<pickled array>"
 
 
 def read_pickled(path: Path) -> Any:
@@ -100,8 +87,8 @@ def read_pickled(path: Path) -> Any:
             budget = _Budget(path.stat().st_size * 4 + (1 << 20))  # copies, and views of one storage
             return _read_zip(path, budget) if zipfile.is_zipfile(path) else _read_legacy(path, budget)
     except (*_DAMAGED, RuntimeError, ArithmeticError) as error:
-        told = str(error).strip() or type(error).__name__
-        raise InvalidFile(f"{path} cannot be read as a file of torch.save: {told.splitlines()[0]}") from error
+        (told, *_) = (str(error).strip() or type(error).__name__).splitlines()
+        raise InvalidFile(f"{path} cannot be read as a file of torch.save: {told}") from error
 
 
 class _Budget:
@@ -121,13 +108,6 @@ class _Global(NamedTuple):
 
     module: str
     name: str
-
-
-@dataclass(eq=False)
-class _Dtype:
-    """Dtype of NumPy, such as "<f8"."""
-
-    text: str
 
 
 def _read_zip(path: Path, budget: _Budget) -> Any:
@@ -182,7 +162,6 @@ def _elements(data: bytes, dtype: torch.dtype, numel: int, there: int | None = N
 
 
 def _sizes(values: Any) -> bool:
-    """Return whether a value is a tuple of a few sizes."""
     few = isinstance(values, tuple) and len(values) <= 8
     return few and all(type(one) is int and 0 <= one < 1 << 48 for one in values)
 
@@ -192,15 +171,12 @@ class _Machine:
 
     Args:
         file: the pickle, read to its end and not beyond.
-        find: function that returns the elements of a storage.
-        budget: bytes that may be allocated.
+        find, budget: function that returns the elements of a storage; bytes that may be allocated.
     """
 
     def __init__(self, file: io.BytesIO, find: _Find, budget: _Budget) -> None:
         self._file, self._find, self._budget = file, find, budget
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        self._stack, self._marks, self._memo = list[Any](), list[int](), dict[int, Any]()
 
     def run(self) -> Any:
         """Return the value of the pickle."""
@@ -235,12 +211,12 @@ class _Machine:
                 self._stack.append(_Global(_text(module).replace("numpy._core", "numpy.core"), _text(name)))
             case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
                 self._stack.append(self._call(*self._popped(3 if opcode == "NEWOBJ_EX" else 2)))
-            case "BUILD":
-                self._build(self._popped(1)[0])
+            case "BUILD" if isinstance(self._stack[-2], StandIn):
+                (self._stack[-1].state,) = self._popped(1)
             case "BINPERSID":
                 self._stack.append(self._storage(*self._popped(1)[0]))
             case _:
-                raise ValueError(f"the opcode {opcode}, which is not carried out")
+                raise ValueError(f"the opcode {opcode}, which is not carried out on {shown(self._stack[-2:])}")
 
     def _popped(self, count: int | None) -> list[Any]:
         """Remove and return the last `count` values, or those since the last mark."""
@@ -265,15 +241,6 @@ class _Machine:
             raise TypeError(f"a call of {shown(what)}")
         name = ".".join(what)
         return _KNOWN[name](self, *args) if name in _KNOWN else StandIn(name, args)
-
-    def _build(self, state: Any) -> None:
-        target = self._stack[-1]
-        if isinstance(target, _Dtype):
-            target.text = _text(state[1]) + target.text.lstrip("<>|=")
-        elif isinstance(target, (StandIn, PickledArray)):
-            target.state = state
-        else:
-            raise TypeError(f"a state for {shown(target)}")
 
     def _storage(self, kind: Any, storage: Any, key: Any, _location: Any, numel: Any, *view: Any) -> Any:
         module, name = _text(storage[0]), _text(storage[1]).removesuffix("Storage")
@@ -311,7 +278,6 @@ def _key(value: Any) -> Any:
 
 
 def _dict(items: list[Any]) -> dict[Any, Any]:
-    """Return the dict of keys and values in turn."""
     return dict(zip(map(_key, items[::2]), items[1::2], strict=True))
 
 
@@ -321,10 +287,9 @@ _COUNTS: Final = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPE
 _KNOWN: Final[Mapping[str, Callable[..., Any]]] = {
     "torch._utils._rebuild_tensor_v2": _Machine.tensor,
     "torch._utils._rebuild_parameter": lambda _, data, *_rest: data,
-    "numpy.core.multiarray._reconstruct": lambda _, *_args: PickledArray(),
-    "numpy.core.multiarray.scalar": lambda _, kind, data: PickledArray((1, (), kind, False, data)).numpy().item(),
-    "numpy.core.numeric._frombuffer": lambda _, data, *how: PickledArray((1, how[1], how[0], how[2] == "F", data)),
-    "numpy.dtype": lambda _, text, *_args: _Dtype(_text(text)),
+    "numpy.core.multiarray._reconstruct": lambda _, *_args: PickledArray("numpy.ndarray"),
+    "numpy.core.multiarray.scalar": lambda _, kind, data: PickledArray("", (), (1, (), kind, 0, data)).numpy().item(),
+    "numpy.core.numeric._frombuffer": lambda _, data, *how: PickledArray("", (), (1, *how[1::-1], how[2] == "F", data)),
     "_codecs.encode": _Machine.encode,
     **dict.fromkeys(("__builtin__.bytes", "builtins.bytes"), lambda _: b""),  # of protocol 2, without arguments
     **dict.fromkeys(("__builtin__.set", "builtins.set"), lambda _, items: set(map(_key, items))),
