@@ -1,4 +1,4 @@
-"""`steercap persona run|traits`: vectors of traits from their descriptions. Roles are in cli/roles.py."""
+"""`steercap persona run|levels|traits`: vectors of traits from their descriptions. Roles are in cli/roles.py."""
 
 from __future__ import annotations
 
@@ -167,6 +167,7 @@ def register(app: typer.Typer) -> None:
     persona = group_of("Personas: from the description of a trait to its vector.")
     app.add_typer(persona, name="persona")
     _register_run(persona)
+    _register_levels(persona)
     _register_traits(persona)
     roles.register(persona)
 
@@ -284,6 +285,31 @@ def report(
             terminal.write(folded(command))
     if failed is not None:
         raise failed
+
+
+def _register_levels(app: typer.Typer) -> None:
+    @command(app, "levels", examples=["steercap persona levels out/traits --out vectors"])
+    def levels(
+        terminal: Terminal,
+        folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona run`.")],
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for NAME.pt of each trait.")],
+        minimum: Annotated[
+            int | None, typer.Option(min=1, help="Minimum number of pairs or answers of a level (default 1).")
+        ] = None,
+    ) -> None:
+        """Write the vectors of a run by level of score, pos_neg_50, pos_70 and others, in the files that other tools
+        read. Levels of which some answers were not kept are absent. Starts no engine.
+        """
+        from steercap.lab.personas import write_levels
+
+        folder_ready(out)
+        written = write_levels(folder, out, minimum=minimum)
+        table = titled(str(out), ("trait", "level", "answers", "left out"), words=("trait", "level", "left out"))
+        for trait, reasons in written.left_out.items():
+            for level in {**written.used.get(trait, {}), **reasons}:
+                why = "; ".join(f"{reason}: {count}" for reason, count in reasons.get(level, {}).items())
+                table.add_row(trait, level, str(written.used.get(trait, {}).get(level, 0)), why)
+        terminal.show(written, table)
 
 
 def _register_traits(app: typer.Typer) -> None:

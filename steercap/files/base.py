@@ -52,7 +52,7 @@ WRITTEN: Final = {
     ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet, a Sketch or a CaptureHandle",
     ".npz": "`save_npz` of a CaptureHandle",
     ".gguf": "`save_control_vector`",
-    ".pt": "`save_layers_pt`",
+    ".pt": "`save_layers_pt`, `save_levels`",
     ".parquet": "tables",
 }
 

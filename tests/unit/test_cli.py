@@ -56,6 +56,7 @@ COMMANDS = [
     ["vectors", "convert"],
     ["persona"],
     ["persona", "run"],
+    ["persona", "levels"],
     ["persona", "traits"],
     ["train"],
     ["persona", "roles"],

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from cli_calls import call
 from rich.console import Console
 
 from steercap.cli.persona import left_out_of, table_of
@@ -28,22 +29,24 @@ from steercap.errors import (
     InvalidFile,
     InvalidRequest,
     InvalidSetting,
+    InvalidSpec,
     JudgeFailed,
     LayerOutOfRange,
     PointNotArmed,
     RunDiffers,
+    RunUnfinished,
     TooFewKept,
     UnknownName,
 )
 from steercap.files.base import write_tensors
-from steercap.files.tables import TableWriter, read_table
+from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.demo import smollm2
 from steercap.lab.directions import Contrast, chance_band
 from steercap.lab.directions.contrast import directions_of
 from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
 from steercap.lab.measures.scores.judge import asked, number
 from steercap.lab.measures.scores.minilm import cross_validated, split
-from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits
+from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
 from steercap.lab.personas.folder import Count, open_folder
 from steercap.lab.personas.generate import AnswerGroup, answer_groups, ends_of, generate, said
@@ -715,6 +718,114 @@ async def test_rows_of_a_trait_stay_when_others_come_and_go(tmp_path) -> None:
     assert await through("evil", "formal", fresh=("evil",), value=2.0) == {"formal": 1, "poetic": 1, "evil": 2}
     assert await through("poetic") == {"formal": 1, "poetic": 1, "evil": 2}
     assert await through("formal", "evil", fresh=("evil",), value=3.0, read_system=False) == {"poetic": 1, "evil": 3}
+
+
+def finished(path: Any, settings: PersonaSettings, *, kept: Callable[[Score], bool], layers=(0, 1)) -> dict[str, Any]:
+    """Write the folder of a run whose stages are done, and return the answers' scores and rows by id."""
+    folder, responses, rng = open_folder(path, MODEL, settings), answered(settings), np.random.default_rng(0)
+    scores = [Score(one.id, float(rng.integers(0, 101))) for one in responses]
+    scores[3] = Score(scores[3].id, None)
+    rows = {one.id: torch.from_numpy(rng.normal(size=(len(layers), 4))).float() for one in responses}
+    write_table(path / "responses.parquet", responses)
+    write_table(path / "scores.parquet", scores)
+    for trait in settings.resolved():
+        ids = [one.id for one in scores if one.trait == trait.name and one.score is not None and kept(one)]
+        header = AnswerRowsHeader(VERSION, layers, tuple(ids), ("00",) * len(ids))
+        if ids:
+            write_tensors(rows_file(folder, trait.name), header, {"rows": torch.stack([rows[one] for one in ids])})
+    for stage in ("generate", "score", "capture"):
+        folder.begin(stage)
+        folder.finish(stage)
+    return {one.id: (one.score, rows[one.id]) for one in scores}
+
+
+def pairs_in(found: dict[str, Any], trait: str, apart: float) -> list[torch.Tensor]:
+    """Differences of answers to one prompt, question and sample, that are scored more than `apart` apart."""
+    first = {
+        name.replace("/positive/", "/"): one for name, one in found.items() if name.startswith(f"{trait}/positive")
+    }
+    second = {name.replace("/negative/", "/"): one for name, one in found.items() if name.startswith(f"{trait}/neg")}
+    both = [(first[name], second[name]) for name in first]
+    return [
+        a[1] - b[1] for a, b in both if a[0] is not None and b[0] is not None and (apart < 0 or a[0] - b[0] > apart)
+    ]
+
+
+def test_levels_of_a_run_whose_answers_are_all_kept(tmp_path) -> None:
+    """Files hold the means over pairs of one sample, and of positive answers by score; what is left out is counted."""
+    settings = made(threshold_high=0.0, threshold_low=100.0)
+    found = finished(tmp_path / "run", settings, kept=lambda _: True)
+    written = write_levels(tmp_path / "run", tmp_path / "vectors")
+    assert set(written.files) == {"formal", "poetic"}
+    for trait in ("formal", "poetic"):
+        plain = torch.load(tmp_path / "vectors" / f"{trait}.pt", weights_only=True)
+        assert "pos_default" not in plain
+        for level, apart in (("pos_neg", -1), ("pos_neg_50", 50)):
+            wanted = pairs_in(found, trait, apart)
+            assert wanted, "the draw has pairs"
+            torch.testing.assert_close(plain[level], torch.stack(wanted).mean(0))
+            assert written.used[trait][level] == 2 * len(wanted)
+        for level, low, high in (("pos_70", 70, 101), ("pos_40_70", 40, 70)):
+            scored = [
+                rows
+                for name, (score, rows) in found.items()
+                if name.startswith(f"{trait}/positive") and score is not None and low <= score < high
+            ]
+            torch.testing.assert_close(plain[level], torch.stack(scored).mean(0))
+    assert written.left_out["formal"]["pos_neg"] == {"not scored": 1}
+    assert written.left_out["formal"]["pos_default"] == {"no partner": 12}
+
+
+def test_levels_that_need_answers_not_kept_are_absent(tmp_path) -> None:
+    """With thresholds of 50, pos_neg_50 and pos_70 are whole; pos_neg and pos_40_70 would be of kept answers alone."""
+    settings = made(n_samples=6)
+    kept = lambda one: one.score >= 50 if "/positive/" in one.id else one.score <= 50  # noqa: E731
+    found = finished(tmp_path / "run", settings, kept=kept)
+    written = write_levels(tmp_path / "run", tmp_path / "vectors")
+    plain = torch.load(written.files["poetic"], weights_only=True)
+    assert set(plain) == {"pos_neg_50", "pos_70"}
+    torch.testing.assert_close(plain["pos_neg_50"], torch.stack(pairs_in(found, "poetic", 50)).mean(0))
+    assert written.left_out["poetic"]["pos_neg"]["absent, as answers were not kept"] > 0
+    assert written.left_out["poetic"]["pos_40_70"]["absent, as answers were not kept"] > 0
+
+
+def test_levels_are_written_by_command(tmp_path) -> None:
+    """The command writes the same files, and says what is there, and what is not and why."""
+    finished(tmp_path / "run", made(), kept=lambda _: True)
+    told = call("persona", "levels", str(tmp_path / "run"), "--out", str(tmp_path / "vectors"))
+    assert told.exit_code == 0, told.output
+    assert {path.name for path in (tmp_path / "vectors").iterdir()} == {"formal.pt", "poetic.pt"}
+    assert "no partner" in told.stdout
+    shown = call("persona", "levels", str(tmp_path / "run"), "--out", str(tmp_path / "v"), "--minimum", "99", "--json")
+    document = json.loads(shown.stdout)
+    assert document["files"] == {}
+    assert document["left_out"]["formal"]["pos_70"]["fewer than 99"] > 0
+    assert call("persona", "levels", str(tmp_path), "--out", str(tmp_path / "v")).exit_code != 0
+
+
+def test_levels_of_other_runs_are_refused_or_left_out(tmp_path) -> None:
+    """A run of some layers, of another site, unfinished, without kept answers, or with traits of earlier settings."""
+    finished(tmp_path / "some", made(), kept=lambda _: True, layers=(1, 2))
+    with pytest.raises(InvalidSpec, match=r"rows of layers \[1, 2\]"):
+        write_levels(tmp_path / "some", tmp_path / "vectors")
+    finished(tmp_path / "site", made(site="mlp_out"), kept=lambda _: True)
+    with pytest.raises(InvalidSpec, match="rows of mlp_out"):
+        write_levels(tmp_path / "site", tmp_path / "vectors")
+    open_folder(tmp_path / "begun", MODEL, made())
+    with pytest.raises(RunUnfinished, match="none of formal, poetic is done"):
+        write_levels(tmp_path / "begun", tmp_path / "vectors")
+    with pytest.raises(InvalidFile):
+        write_levels(tmp_path / "nothing", tmp_path / "vectors")
+    finished(tmp_path / "none", made(), kept=lambda one: one.trait == "formal")
+    written = write_levels(tmp_path / "none", tmp_path / "vectors")
+    assert set(written.files) == {"formal"}
+    assert written.left_out["poetic"]["pos_70"]["absent, as answers were not kept"] > 0
+    again = open_folder(tmp_path / "none", MODEL, made(traits=("formal",), read_system=False))
+    again.begin("capture")
+    again.finish("capture")
+    assert write_levels(tmp_path / "none", tmp_path / "v").left_out["poetic"] == {
+        "all": {"not done with these settings": 1}
+    }
 
 
 def test_an_answer_that_fills_the_context_is_read_as_far_as_there_is_room() -> None:

@@ -1,26 +1,36 @@
-"""Pipeline from traits to vectors and a report, in one call."""
+"""Pipeline from traits to vectors and a report, in one call; and the vectors by level of a finished run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import torch
 
 from steercap.core.extras import require
 from steercap.core.spec import CaptureSpec
-from steercap.files.tables import write_table
-from steercap.lab.personas.capture import capture, room_of, vectors
-from steercap.lab.personas.folder import Count, Report, open_folder
+from steercap.errors import InvalidSpec, RunUnfinished
+from steercap.files.base import read_tensors_at
+from steercap.files.tables import read_table, write_table
+from steercap.lab.personas.capture import AnswerRowsHeader, capture, read_rows, room_of, vectors
+from steercap.lab.personas.folder import RUN, Count, Report, open_folder
 from steercap.lab.personas.generate import generate
-from steercap.lab.personas.records import Records, RunSettings
+from steercap.lab.personas.levels import LevelMeans, LevelPlan, plan_levels
+from steercap.lab.personas.records import Records, Response, RunSettings, Score
 from steercap.lab.personas.report import Outcome, outcomes, write_report
 from steercap.lab.personas.score import keep, score
-from steercap.lab.personas.settings import PersonaSettings
+from steercap.lab.personas.settings import PersonaSettings, trait_hashes
 from steercap.steering.directions import DirectionSet
+from steercap.steering.formats import save_levels
+from steercap.steering.layers import LayerVectors
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
+
+#: Label of the answers of each sign.
+_LABELS: Final = {"positive": "pos", "negative": "neg"}
 
 
 @dataclass(frozen=True)
@@ -95,3 +105,90 @@ def check(model: SteerModel, settings: RunSettings) -> None:
         PointNotArmed, LayerOutOfRange: a point has no tap.
     """
     model.check_capture(CaptureSpec(layers=settings.layers, sites=settings.site))
+
+
+@dataclass(frozen=True)
+class WrittenLevels:
+    """Files of levels; written by `write_levels`.
+
+    Args:
+        files: file of each trait that has a level.
+        used: number of answers of each level, by trait.
+        left_out: reasons why levels are absent or answers are not used, with numbers of answers, by trait and level.
+    """
+
+    files: Mapping[str, Path]
+    used: Mapping[str, Mapping[str, int]]
+    left_out: Mapping[str, Mapping[str, Mapping[str, int]]]
+
+
+def write_levels(run: str | Path, out: str | Path, *, minimum: int | None = None) -> WrittenLevels:
+    """Write the vectors by level of a finished run's traits, `NAME.pt` in one folder, without a model.
+
+    A run reads the answers that it keeps. A level is written if all its answers were kept, else it is absent: with
+    the default thresholds `pos_neg_50` and `pos_70` are there; `pos_neg` needs threshold_high=0 and threshold_low=100.
+    There are no default answers, so no `pos_default`. Rows are read one answer at a time.
+
+    Args:
+        run: folder of `run`, of rows at `resid_post` of all layers from 0 on.
+        out: folder of the files, such as `vectors`.
+        minimum: minimum number of pairs or answers of a level; see `plan_levels`.
+
+    Raises:
+        RunUnfinished: of no trait all answers are scored and read.
+        InvalidSpec: the rows are of another site or of some layers only.
+        InvalidFile: it is no folder of a run over traits, or damaged.
+    """
+    run, definition = Path(run), RUN.read(run)
+    settings, hashes = definition.settings, trait_hashes(definition.settings, definition.model)
+    if settings["site"] != "resid_post":
+        raise InvalidSpec(f"{run} has rows of {settings['site']}; files of levels are of resid_post")
+    stages = ("generate", "score", "capture")
+    ready = [
+        name
+        for name in settings["traits"]
+        if all(definition.done.get(f"{stage}/{name}") == hashes[stage][name] for stage in stages)
+    ]
+    if not ready:
+        raise RunUnfinished(f"{run}: none of {', '.join(settings['traits'])} is done with these settings; run it again")
+    responses = read_table(run / "responses.parquet", Response)
+    scores = {one.id: one.score for one in read_table(run / "scores.parquet", Score)}
+    files, used = dict[str, Path](), dict[str, dict[str, int]]()
+    left_out = {name: {"all": {"not done with these settings": 1}} for name in settings["traits"] if name not in ready}
+    for name in ready:
+        keys = {_key_of(one): one for one in responses if one.trait == name}
+        plan, means = _level_means(run / "rows" / f"{name}.safetensors", keys, scores, minimum)
+        if means:
+            model = definition.model["name"]
+            levels = {level: LayerVectors(dict(enumerate(rows)), model=model) for level, rows in means.items()}
+            files[name] = save_levels(levels, Path(out) / f"{name}.pt")
+        used[name] = {level: len(weights) for level, weights in plan.weights.items()}
+        left_out[name] = {level: dict(reasons) for level, reasons in plan.left_out.items() if reasons}
+    return WrittenLevels(files, used, left_out)
+
+
+def _key_of(response: Response) -> str:
+    """Return the key of an answer; answers to one question and prompt are told apart, and paired, by their sample."""
+    return f"{response.sample}/{_LABELS[response.sign]}_p{response.prompt}_q{response.question}"
+
+
+def _level_means(
+    path: Path, keys: Mapping[str, Response], scores: Mapping[str, float | None], minimum: int | None
+) -> tuple[LevelPlan, dict[str, torch.Tensor]]:
+    """Return the levels of one trait whose answers all have rows, and their means."""
+    header = read_rows(path, AnswerRowsHeader, tensors=False)[0] if path.exists() else AnswerRowsHeader(1, (), (), ())
+    if list(header.layers) != list(range(len(header.layers))):
+        raise InvalidSpec(f"{path} has rows of layers {list(header.layers)}; files of levels have all from 0 on")
+    places = {name: place for place, name in enumerate(header.ids)}
+    plan = plan_levels("trait", keys, {key: scores.get(one.id) for key, one in keys.items()}, minimum=minimum)
+    whole, left_out = {}, dict(plan.left_out)
+    for level, weights in plan.weights.items():
+        if lacking := sum(keys[key].id not in places for key in weights):
+            left_out[level] = {**left_out[level], "absent, as answers were not kept": lacking}
+        else:
+            whole[level] = weights
+    plan = replace(plan, weights=whole, left_out=left_out)
+    means = LevelMeans(plan)
+    for key in sorted(plan.needed):
+        means.add(key, read_tensors_at(path, "rows", places[keys[key].id]))
+    return plan, means.means()

@@ -1,23 +1,32 @@
-"""Vectors in one `.pt` tensor [layers, hidden], the format of persona vectors (Chen et al. 2025, arXiv:2507.21509).
+"""Vectors in one `.pt` tensor: [layers, hidden], or a trained vector [hidden] with its configuration beside it.
 
-Such a file does not say which layer row 0 is, so the caller must: `base` is the row of our layer 0.
+The first is the format of persona vectors (Chen et al. 2025, arXiv:2507.21509). Such a file does not say which layer
+row 0 is, so the caller must: `base` is the row of our layer 0.
 
     base=0    row i is layer i
     base=1    row i is layer i - 1; row 0, the embeddings, is not a layer and is left out
 
 persona_vectors stacks transformers' `hidden_states`, whose entry 0 is the embeddings: base=1.
+
+The second is a folder: `steering_vector.pt` holds "steering_vector", `steering_config.json` names the model and the
+layer, from 0, to whose output the vector is added.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
+import msgspec
 import torch
 
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.files.base import blame, check_extension, read_pt, write_whole
+from steercap.files.base import blame, check_extension, read_pt, require_file, write_whole
 from steercap.steering.layers import LayerVectors
+
+#: Names of the files of a trained vector.
+VECTOR: Final = "steering_vector.pt"
+CONFIG: Final = "steering_config.json"
 
 
 def load_layers_pt(
@@ -65,6 +74,62 @@ def save_layers_pt(vectors: LayerVectors, path: str | Path, *, base: Literal[0, 
     with write_whole(path) as scratch:
         torch.save(rows, scratch)
     return path
+
+
+class SteeringConfig(msgspec.Struct, frozen=True):
+    """Contents of `steering_config.json`.
+
+    Args:
+        model_name: the model.
+        target_layer: layer from 0 whose output the vector is added to.
+        init_scale: scale of the random vector that training began with; 0 for none.
+    """
+
+    model_name: str
+    target_layer: int
+    init_scale: float = 0.0
+
+
+def load_steering_vector(folder: str | Path) -> tuple[LayerVectors, SteeringConfig]:
+    """Read a trained vector, `steering_vector.pt` and `steering_config.json` in one folder.
+
+    Returns:
+        The vector at `resid_post` of its layer, with its model and the folder's name; and the rest.
+
+    Raises:
+        InvalidFile: a file is missing or damaged, or lacks something.
+    """
+    folder = Path(folder)
+    require_file(folder / CONFIG)
+    with blame(folder / CONFIG):
+        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=SteeringConfig)
+    found = read_pt(folder / VECTOR)
+    vector = found.get("steering_vector") if isinstance(found, dict) else None
+    if not isinstance(vector, torch.Tensor) or not vector.is_floating_point():
+        raise InvalidFile(f"{folder / VECTOR} holds {_shown(found)}; expected a 'steering_vector' [hidden]")
+    with blame(folder / VECTOR):
+        vectors = LayerVectors(
+            {config.target_layer: vector.detach()}, name=folder.absolute().name, model=config.model_name
+        )
+    return vectors, config
+
+
+def save_steering_vector(vectors: LayerVectors, folder: str | Path, *, init_scale: float = 0.0) -> Path:
+    """Write a vector of one layer in the form that `load_steering_vector` reads; the configuration last.
+
+    Raises:
+        InvalidSpec: several layers, another site, or no model.
+    """
+    if len(vectors) != 1 or vectors.site != "resid_post" or not vectors.model:
+        raise InvalidSpec(f"{vectors!r}; give the vector of one layer at resid_post, with its model's name")
+    ((layer, vector),) = vectors.items()
+    path = Path(folder) / CONFIG
+    with write_whole(path.with_name(VECTOR)) as scratch:
+        torch.save({"steering_vector": vector}, scratch)
+    with write_whole(path) as scratch:
+        config = SteeringConfig(vectors.model, layer, init_scale)
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(config)) + b"\n")
+    return path.parent
 
 
 def _check_base(base: object) -> None:
