@@ -21,6 +21,7 @@ from steercap.core.spec import Point
 from steercap.engine import checkpoint
 from steercap.engine.checkpoint import check_memory, look_up, weights_in
 from steercap.errors import InvalidFile, InvalidPrompt, InvalidRequest, ModelTooLarge, RunDiffers, UnknownName
+from steercap.files.folder import locked
 from steercap.lab.personas import read_answers, read_answers_by_dtype
 from steercap.lab.personas.answer_folder import RowsFile
 from steercap.testing import tiny_checkpoint
@@ -135,7 +136,7 @@ async def test_means_of_answers_and_of_roles(tmp_path, stored) -> None:
     """Each answer's mean, each score's, all default answers', by several models: NumPy finds the same."""
     talks = written(tmp_path, "role")
     models = [Formula(), Formula(), Formula()]
-    result = await read_answers(models, kind="role", stored=stored, **asked(tmp_path))
+    result = await read_answers(models[0], others=models[1:], kind="role", stored=stored, **asked(tmp_path))
     digits = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}[stored]
     for name, mine in talks.items():
         found = torch.load(tmp_path / "out/response_activations" / f"{name}.pt", weights_only=True)
@@ -323,7 +324,9 @@ async def test_what_does_not_fit_is_refused(tmp_path) -> None:
     with pytest.raises(InvalidRequest, match="concurrency=0"):
         await read_answers(Formula(), kind="role", concurrency=0, **given)
     with pytest.raises(InvalidRequest, match="models that differ"):
-        await read_answers([Formula(), Formula("other")], kind="role", **given)
+        await read_answers(Formula(), others=[Formula("other")], kind="role", **given)
+    with locked(tmp_path / "out"), pytest.raises(InvalidRequest, match="another call writes to"):
+        await read_answers(Formula(), kind="role", **given)
     with pytest.raises(InvalidFile, match="holds no answers"):
         await read_answers(Formula(), kind="role", **{**given, "responses": tmp_path})
     (tmp_path / "extract_scores/lonely.json").write_text("{}")

@@ -26,7 +26,7 @@ _SHOWN: Final = 3
 _Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _AnswerLine(msgspec.Struct, frozen=True):
     """Line of a file of answers; further fields are people's own."""
 
     conversation: list[dict[str, Any]]
@@ -136,7 +136,7 @@ def read_answers_file(path: Path) -> list[ExistingAnswer]:
         if not line.strip():
             continue
         try:
-            decoded = msgspec.json.decode(line, type=_Line)
+            decoded = msgspec.json.decode(line, type=_AnswerLine)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             cut = " (the file ends in this line: it was cut off)" if content.endswith(line) else ""
             raise InvalidFile(

@@ -27,8 +27,7 @@ from steercap.errors import (
     ModelTooLarge,
     UnknownName,
 )
-from steercap.files.folder import FolderKind
-from steercap.lab.datasets.storage import locked
+from steercap.files.folder import FolderKind, locked
 from steercap.lab.personas.answer_files import ExistingAnswer, PersonaFiles, read_answers_file, read_personas
 from steercap.lab.personas.answer_folder import STORED, AnswersFolder, PersonaReceipt, RowsFile
 from steercap.lab.personas.folder import VERSION, Count, Report, RunDefinition
@@ -61,12 +60,13 @@ class AnswersRead:
 
 
 async def read_answers(
-    model: SteerModel | Sequence[SteerModel],
+    model: SteerModel,
     responses: str | Path,
     scores: str | Path,
     to: str | Path,
     *,
     kind: PersonaKind,
+    others: Sequence[SteerModel] = (),
     names: Sequence[str] | None = None,
     minimum: int | None = None,
     stored: str = "float32",
@@ -78,14 +78,14 @@ async def read_answers(
     """Read answers that exist with a model: the mean row of each answer, and means per persona and score level.
 
     Args:
-        model: an open model with taps at "resid_post" of all layers, or several that are alike: each answer goes to
-            one that is free.
+        model: an open model with taps at "resid_post" of all layers.
         responses: folder of `NAME.jsonl`, one answer a line: `conversation`, `label`, `prompt_index`, `question_index`.
         scores: folder of `NAME.json`: `LABEL_pP_qQ` to a number or "REFUSAL". Default files of roles need none.
         to: folder of the results: `response_activations/NAME.pt` (key to [layers, hidden]), `vectors/NAME.pt` (level
             to float32 [layers, hidden]) and, for roles, `default_vectors.pt`. A call that was killed is resumed.
             Where only scores or `minimum` differ, the levels alone are made again.
         kind: "trait" or "role": how answers are scored, and the levels.
+        others: further open models, like the first and of its event loop: each answer goes to one that is free.
         names: names of personas; all by default.
         minimum: minimum number of answers of a level; see `plan_levels`.
         stored: dtype of the means of answers on disk: float32, bfloat16 or float16. Levels are means of what is stored.
@@ -106,7 +106,7 @@ async def read_answers(
         PointNotArmed: a layer has no tap.
         The errors of `SteerModel.read`.
     """
-    models: list[SteerModel] = [*model] if isinstance(model, Sequence) else [model]
+    models = [model, *others]
     settings = _settings(kind, stored, chat_template_kwargs)
     if (index_of(concurrency) or 0) < 1:
         raise InvalidSetting(f"concurrency={shown(concurrency)}; give 1 or more")
@@ -117,7 +117,7 @@ async def read_answers(
         todo = [files for files in personas if folder.receipt(files) is None]
         total = sum(len(files.keys) for files in personas)
         count = Count("read", total, total - sum(len(files.keys) for files in todo), progress)
-        await _Reading(folder, models, settings, concurrency, count).run(todo)
+        await _AnswersReading(folder, models, settings, concurrency, count).run(todo)
         found = {files.name: await asyncio.to_thread(folder.renew, files) for files in personas}
         default = [files for files in personas if kind == "role" and files.is_default]
         return AnswersRead(folder, found, await asyncio.to_thread(folder.save_default, default))
@@ -129,6 +129,8 @@ async def read_answers_by_dtype(
     scores: str | Path,
     to: str | Path,
     *,
+    kind: PersonaKind,
+    names: Sequence[str] | None = None,
     dtypes: Sequence[str] = DTYPES,
     **settings: Any,
 ) -> tuple[dict[str, AnswersRead], dict[str, str]]:
@@ -136,7 +138,7 @@ async def read_answers_by_dtype(
 
     Args:
         opening: function of a dtype that returns a model, not started: `lambda dtype: SteerModel("...", dtype=dtype)`.
-        responses, scores, to, settings: as for `read_answers`; subfolders of `to` end in `_vllm_DTYPE`.
+        responses, scores, to, kind, names, settings: as for `read_answers`; subfolders of `to` end in `_vllm_DTYPE`.
         dtypes: dtypes of the model.
 
     Returns:
@@ -149,6 +151,7 @@ async def read_answers_by_dtype(
     """
     if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
         raise UnknownName(f"dtype {shown(unknown[0])}; {choices(unknown[0], DTYPES)}")
+    await asyncio.to_thread(read_personas, responses, scores, kind, names)
     models: dict[str, SteerModel] = {}
     refused: dict[str, str] = {}
     for dtype in dtypes:
@@ -163,7 +166,8 @@ async def read_answers_by_dtype(
     found = {}
     for dtype, made in models.items():
         async with made as model:
-            found[dtype] = await read_answers(model, responses, scores, to, suffix=f"_vllm_{dtype}", **settings)
+            shared: dict[str, Any] = {"kind": kind, "names": names, "suffix": f"_vllm_{dtype}", **settings}
+            found[dtype] = await read_answers(model, responses, scores, to, **shared)
     return found, refused
 
 
@@ -188,15 +192,8 @@ def _open(folder: AnswersFolder, models: Sequence[SteerModel], settings: dict[st
 
 
 @dataclass(eq=False)
-class _Persona:
-    """Persona under way.
-
-    Args:
-        files: its files.
-        answers: its answers.
-        rows: rows that are there.
-        left: number of answers whose rows are not.
-    """
+class _PersonaUnderWay:
+    """Persona under way: its answers, and the number of them whose rows are still missing (`left`)."""
 
     files: PersonaFiles
     answers: list[ExistingAnswer]
@@ -204,13 +201,8 @@ class _Persona:
     left: int
 
 
-class _Reading:
-    """Reading of the personas that are not done, with one model or several.
-
-    Args:
-        folder, models, settings, concurrency: as for `read_answers`.
-        count: counter of answers.
-    """
+class _AnswersReading:
+    """Reading of the personas that are not done; arguments as for `read_answers`, and a counter of answers."""
 
     def __init__(
         self,
@@ -236,7 +228,7 @@ class _Reading:
             for rows in self._open:
                 rows.close()
 
-    def _calls_of(self, todo: Sequence[PersonaFiles]) -> Iterator[tuple[_Persona, list[int]]]:
+    def _calls_of(self, todo: Sequence[PersonaFiles]) -> Iterator[tuple[_PersonaUnderWay, list[int]]]:
         """Yield the answers of each call; a persona is opened when its first answers are due."""
         shape, dtype = (self._models[0].num_layers, self._models[0].hidden_size), STORED[self._settings["stored"]]
         for files in todo:
@@ -244,13 +236,13 @@ class _Reading:
             self._open.add(rows)
             missing = rows.missing
             self._count.add(len(files.keys) - len(missing))
-            persona = _Persona(files, read_answers_file(files.responses), rows, len(missing))
+            persona = _PersonaUnderWay(files, read_answers_file(files.responses), rows, len(missing))
             for first in range(
                 0, max(1, len(missing)), self._call
             ):  # one without answers: killed before it was finished
                 yield persona, missing[first : first + self._call]
 
-    async def _do(self, call: tuple[_Persona, list[int]]) -> None:
+    async def _do(self, call: tuple[_PersonaUnderWay, list[int]]) -> None:
         persona, indices = call
         if indices:
             model = await self._free.get()
@@ -267,7 +259,7 @@ class _Reading:
             persona.rows.close()
         self._count.add(len(indices))
 
-    async def _means(self, model: SteerModel, persona: _Persona, indices: Sequence[int]) -> list[torch.Tensor]:
+    async def _means(self, model: SteerModel, persona: _PersonaUnderWay, indices: Sequence[int]) -> list[torch.Tensor]:
         """Return the mean of the rows of each answer, float32 [layers, hidden]."""
         path, answers = persona.files.responses, [persona.answers[index] for index in indices]
         placed = [self._placed(model, path, answer) for answer in answers]
