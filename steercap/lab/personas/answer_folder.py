@@ -213,7 +213,7 @@ class AnswersFolder:
         found = rows.rows()
         save_pt(self.activations(files.name), found)
         self._save_levels(files, found)
-        rows.path.unlink()
+        rows.path.unlink(missing_ok=True)
 
     def renew(self, files: PersonaFiles) -> PersonaReceipt:
         """Return the receipt of a finished persona, whose levels are made again where scores or `minimum` differ."""
