@@ -70,6 +70,7 @@ FUNCTIONS: Final = {
     "path_patch": "steercap.lab.mechanism.patching.path_patch",
     "position_sweep": "steercap.lab.mechanism.analysis.position_sweep",
     "projections_by_text": "steercap.lab.personas.roles.projections_by_text",
+    "read_answers": "steercap.lab.personas.read_answers",
     "run_persona": "steercap.lab.personas.run",
     "run_roles": "steercap.lab.personas.roles.run",
     "run_share": "steercap.lab.personas.roles.run_share",

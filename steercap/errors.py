@@ -18,6 +18,7 @@ SteercapError
 ├── EngineFailure (RuntimeError)    the engine is missing or unusable
 │   ├── EngineDied                  a process of the engine has ended, or a thread in it
 │   ├── ModelNotLoaded              vLLM could not load the model
+│   │   └── ModelTooLarge           ... or would not: its weights do not fit into memory
 │   ├── UnsupportedModel            a model whose layers steercap cannot read
 │   │   └── ModelNotProved          rows that are not what their names say
 │   ├── UnsupportedRunner           a model runner or parallel layout steercap does not know
@@ -128,6 +129,10 @@ class EngineDied(EngineFailure):
 
 class ModelNotLoaded(EngineFailure):
     """vLLM could not load the model; the cause is chained."""
+
+
+class ModelTooLarge(ModelNotLoaded):
+    """The weights of the model do not fit into the memory there is; raised before the engine is started."""
 
 
 class UnsupportedModel(EngineFailure):

@@ -19,6 +19,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import Tokens, TokenSelection
+from steercap.engine.checkpoint import MemoryNeed, check_memory
 from steercap.errors import UnsupportedModel
 from steercap.files.fingerprint import identity_of, tokenizer_of
 from steercap.requests.answers import LocalBackend
@@ -336,6 +337,17 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             WrongEventLoop: it was started in another event loop, whose requests compile specs too.
         """
         return self.serving.here().captured(spec)[0]
+
+    def check_memory(self) -> MemoryNeed:
+        """Compare the memory that the model needs with what is free; nothing is started.
+
+        Returns:
+            Bytes needed and available, None where they are unknown, as those of a model that is not on this machine.
+
+        Raises:
+            ModelTooLarge: it does not fit in its dtype.
+        """
+        return check_memory(self.model, self.serving.engine_args)
 
     def identity(self) -> dict[str, str]:
         """Return everything that the model's answers depend on; a resumed run must find the same.

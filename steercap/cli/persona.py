@@ -1,4 +1,4 @@
-"""`steercap persona run|levels|traits`: vectors of traits from their descriptions. Roles are in cli/roles.py."""
+"""`steercap persona run|levels|traits`: vectors of traits. Roles are in cli/roles.py, answers in cli/answers.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from steercap.cli import roles
+from steercap.cli import answers, roles
 from steercap.cli.command import command, group_of
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened, pairs_of
@@ -170,6 +170,7 @@ def register(app: typer.Typer) -> None:
     _register_levels(persona)
     _register_traits(persona)
     roles.register(persona)
+    answers.register(persona)
 
 
 def _register_run(app: typer.Typer) -> None:

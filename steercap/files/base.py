@@ -228,15 +228,19 @@ def blame(path: Path) -> Iterator[None]:
         raise InvalidFile(f"{path} holds something that does not fit: {error}") from error
 
 
-def read_pt(path: Path) -> Any:
+def read_pt(path: Path, *, mapped: bool = False) -> Any:
     """Read a file written by `torch.save`, tensors on the CPU; no code in it is run.
+
+    Args:
+        path: the file.
+        mapped: True to map the tensors' memory from the file, which is read as far as they are used.
 
     Raises:
         InvalidFile: missing, truncated, no `.pt` file, or one with more than tensors, numbers, text and containers.
     """
     require_file(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except _NO_PICKLE as error:
         raise InvalidFile(
             f"{path} cannot be read as a .pt file of tensors: {_first_line(error)}; fetch or save it again, "

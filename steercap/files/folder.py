@@ -7,7 +7,10 @@ they are removed when the folder is opened again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import fcntl
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -15,13 +18,15 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from steercap.core.values import shown
-from steercap.errors import InvalidFile, RunDiffers
+from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
 from steercap.files.base import sweep, write_whole
 
 Definition = TypeVar("Definition", bound=msgspec.Struct)
 
 #: Maximum number of differences that an error names.
 NAMED: Final = 5
+#: Lock file; it stays, empty.
+LOCK: Final = ".lock"
 
 
 def differences(found: Any, wanted: Any, *, but: Collection[str] = (), none_is_unset: bool = False) -> list[str]:
@@ -160,3 +165,27 @@ class FolderKind(Generic[Definition]):
         """Write the definition file of a folder."""
         with write_whole(Path(folder) / self.file) as scratch:
             scratch.write_bytes(msgspec.json.format(msgspec.json.encode(definition), indent=2))
+
+
+@contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Lock a local folder against other writers, creating it if needed; a URL is not locked.
+
+    Raises:
+        InvalidRequest: another writer holds the lock.
+        OSError: the folder cannot be made or written to.
+    """
+    if "://" in str(folder):
+        yield
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    file = os.open(Path(folder) / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(file)
+        raise InvalidRequest(f"another call writes to {folder}; wait for it, or give another folder") from error
+    try:
+        yield
+    finally:
+        os.close(file)

@@ -260,7 +260,7 @@ def direct(work: Callable[..., Value], /, *args: Any, **kwargs: Any) -> Value:
 
 
 def unwrapped(handles: Any) -> Any:
-    """Return the asynchronous handles behind blocking ones, in lists of the same structure."""
-    if isinstance(handles, HandleTwin):
+    """Return the asynchronous handles and models behind blocking ones, in lists of the same structure."""
+    if isinstance(handles, (HandleTwin, Bridged)):
         return handles.awaited
     return type(handles)(unwrapped(item) for item in handles) if type(handles) in {list, tuple} else handles

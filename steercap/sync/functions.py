@@ -43,7 +43,9 @@ if TYPE_CHECKING:
     from steercap.lab.mechanism.patching.paths import Head, Receiver
     from steercap.lab.mechanism.patching.points import Grid
     from steercap.lab.mechanism.patching.results import Effects
+    from steercap.lab.personas.answers import AnswersRead
     from steercap.lab.personas.folder import Report
+    from steercap.lab.personas.levels import PersonaKind
     from steercap.lab.personas.pipeline import PersonaResult
     from steercap.lab.personas.roles.axis import AssistantAxis
     from steercap.lab.personas.roles.axis_capping import Capping
@@ -812,6 +814,73 @@ def projections_by_text(
     from steercap.lab.personas.roles import projections_by_text as there
 
     return forward(there, model, vectors, texts, layers=layers)
+
+
+def read_answers(
+    model: SteerModel,
+    responses: str | Path,
+    scores: str | Path,
+    to: str | Path,
+    *,
+    kind: PersonaKind,
+    others: Sequence[SteerModel] = (),
+    names: Sequence[str] | None = None,
+    minimum: int | None = None,
+    stored: str = "float32",
+    concurrency: int = 128,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    suffix: str = "",
+    progress: Report | None = None,
+) -> AnswersRead:
+    """Read answers that exist with a model: the mean row of each answer, and means per persona and score level.
+
+    Args:
+        model: an open model with taps at "resid_post" of all layers.
+        responses: folder of `NAME.jsonl`, one answer a line: `conversation`, `label`, `prompt_index`, `question_index`.
+        scores: folder of `NAME.json`: `LABEL_pP_qQ` to a number or "REFUSAL". Default files of roles need none.
+        to: folder of the results: `response_activations/NAME.pt` (key to [layers, hidden]), `vectors/NAME.pt` (level
+            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`. A call that was killed is resumed.
+            Where only scores or `minimum` differ, the levels alone are made again.
+        kind: "trait" or "role": how answers are scored, and the levels.
+        others: further open models, like the first and of its event loop: each answer goes to one that is free.
+        names: names of personas; all by default.
+        minimum: minimum number of answers of a level; see `plan_levels`.
+        stored: dtype of the means of answers on disk: float32, bfloat16 or float16. Levels are means of what is stored.
+        concurrency: answers under way at once in each model. With 1 the files are the same byte for byte, however
+            often a call was killed; with more, up to the rounding of batches.
+        chat_template_kwargs: further arguments of the chat template.
+        suffix: end of the names of the folders.
+        progress: function called with a `Progress`, stage "read".
+
+    Returns:
+        The folder, what each persona's levels are made of, and what was left out.
+
+    Raises:
+        InvalidFile: something is wrong with an answer or a score; the message names the file, the line and the key.
+        RunDiffers: the folder holds results of another model or other settings, or of answers that have changed.
+        InvalidPrompt: an answer does not fit the context.
+        InvalidSetting, UnknownName: a setting that does not fit.
+        PointNotArmed: a layer has no tap.
+        The errors of `SteerModel.read`.
+    """
+    from steercap.lab.personas import read_answers as there
+
+    return forward(
+        there,
+        model,
+        responses,
+        scores,
+        to,
+        kind=kind,
+        others=others,
+        names=names,
+        minimum=minimum,
+        stored=stored,
+        concurrency=concurrency,
+        chat_template_kwargs=chat_template_kwargs,
+        suffix=suffix,
+        progress=progress,
+    )
 
 
 def run_persona(

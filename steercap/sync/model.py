@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from steercap.config import Overflow, Preset, Settings, Transport
     from steercap.core.schema import PointSchema
     from steercap.core.spec import CaptureSpec, Layers, Point
+    from steercap.engine.checkpoint import MemoryNeed
     from steercap.requests.call_types import (
         ChatOptions,
         Conversation,
@@ -1333,6 +1334,17 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
             InvalidRequest: no chat template, or one that refuses the conversation.
         """
         return self.bridge.done(self.awaited.token_ids, text, add_special_tokens=add_special_tokens)
+
+    def check_memory(self) -> MemoryNeed:
+        """Compare the memory that the model needs with what is free; nothing is started.
+
+        Returns:
+            Bytes needed and available, None where they are unknown, as those of a model that is not on this machine.
+
+        Raises:
+            ModelTooLarge: it does not fit in its dtype.
+        """
+        return self.awaited.check_memory()
 
     def identity(self) -> dict[str, str]:
         """Return everything that the model's answers depend on; a resumed run must find the same.

@@ -407,7 +407,7 @@ async def test_a_second_writer_is_refused(tiny, tmp_path) -> None:
 
     first = asyncio.ensure_future(collect(tiny, slow(), tmp_path, layers=[1]))
     await asyncio.to_thread(began.wait, 60)
-    with pytest.raises(InvalidRequest, match="another collection"):
+    with pytest.raises(InvalidRequest, match="another call"):
         await collect(tiny, DOCUMENTS[:1], tmp_path, layers=[1])
     go_on.set()
     await first

@@ -21,11 +21,11 @@ from cli_calls import call, captured, directions, shell, vectors
 import steercap
 from steercap import Add, Cap, Point, Sketch, SteeringSpec
 from steercap.adapters import hardware
-from steercap.adapters.hardware import BIND
+from steercap.adapters.gpus import Gpu, gpu_of, visible_of
+from steercap.adapters.hardware import BIND, free_memory
 from steercap.adapters.releases import TRIED
 from steercap.cli.doctor.checks import CHECKS, Check, examine
-from steercap.cli.doctor.facts import Facts, free_memory, gather
-from steercap.cli.doctor.gpus import Gpu, gpu_of, visible_of
+from steercap.cli.doctor.facts import Facts, gather
 from steercap.cli.engines import ModelOptions
 from steercap.cli.parsing import SteerOptions, layers_of, tokens_of
 from steercap.cli.persona import ScoreOptions, SizeOptions, settings_of

