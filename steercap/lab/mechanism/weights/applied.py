@@ -66,6 +66,10 @@ class AttentionBlock:
         ]
         return not any(bool(one.any()) for one in constants)
 
+    def normed(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
+        """Return rows as `matrices` read them, the norm before the block applied: float32."""
+        return _normed(self.norm, rows.float())
+
     def queries(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows heads head_dim"]:
         """Return the queries of each head, their norm applied, biases included: float32."""
         return self._headed(rows, self.query, self.query_norm)
@@ -100,10 +104,11 @@ class AttentionBlock:
 
     def _headed(self, rows: torch.Tensor, linear: Linear, norm: FrozenNorm | None) -> torch.Tensor:
         """Project normed rows, apply the norm of heads or of all at once, and split: [rows, its heads, head_dim]."""
-        found = _projected(_normed(self.norm, rows.float()), linear)
+        found = _projected(self.normed(rows), linear)
         if norm is not None:
             found = norm(found.unflatten(1, (-1, norm.width))).flatten(1)
-        return found.unflatten(1, (-1, self.head_dim))
+        by_head: torch.Tensor = found.unflatten(1, (-1, self.head_dim))
+        return by_head
 
     def _shared(self, found: torch.Tensor) -> torch.Tensor:
         return found.repeat_interleave(self.heads // found.shape[1], dim=1)
@@ -129,6 +134,10 @@ class FeedForward:
     factor: float
     matrices: Mapping[str, torch.Tensor]
 
+    def normed(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
+        """Return rows as `matrices` read them, the norm before the block applied: float32."""
+        return _normed(self.norm, rows.float())
+
     def forward(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
         """Return what the block adds to the stream for each row: norm, neurons (of the experts that the row is routed
         to), last projection, norm behind it, factor; float32.
@@ -137,7 +146,8 @@ class FeedForward:
             rows: rows of the stream at the block's input, any dtype.
         """
         with torch.inference_mode():
-            return self.factor * _normed(self.post, self.inner(_normed(self.norm, rows.float())))
+            found = _normed(self.post, self.inner(self.normed(rows)))
+            return found * self.factor
 
 
 @dataclass(frozen=True, eq=False)

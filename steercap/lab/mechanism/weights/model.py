@@ -15,6 +15,7 @@ from steercap.architectures.families import family_of
 from steercap.core.extras import extra
 from steercap.core.values import index_of, shown
 from steercap.errors import LayerOutOfRange, ModelNotLoaded, UnsupportedModel
+from steercap.files.fingerprint import weights_of
 from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward, RoutedExperts
 from steercap.lab.mechanism.weights.blocks import (
     AttentionWeights,
@@ -81,6 +82,11 @@ class ModelWeights:
         return not self._family.resid_mid
 
     @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 that identifies the checkpoint's files: see `files.fingerprint.weights_of`."""
+        return weights_of(next(iter(self._files.held.values())).parent)
+
+    @cached_property
     def unembedding(self) -> Unembedding:
         """Final norm and unembedding.
 
@@ -135,13 +141,13 @@ class ModelWeights:
         self._account(index)
         norm, post = (self._norm(index, name, self.width) for name in (layout.attn_norm, layout.attn_post))
         query, key, value = self._projections(index)
-        head_dim = query[0].shape[0] // self._heads
-        norms = [
+        head_dim, output = query[0].shape[0] // self._heads, self._linear(index, self._family.attn_proj)
+        of_queries, of_keys = (
             self._norm_of_heads(index, name, head_dim, len(one[0]))
             for name, one in ((layout.query_norm, query), (layout.key_norm, key))
-        ]
-        output = self._linear(index, self._family.attn_proj)
-        return AttentionBlock(index, query, key, value, output, self._heads, norm, post, *norms, self._factor)
+        )
+        block = (query, key, value, output, self._heads, norm, post, of_queries, of_keys)
+        return AttentionBlock(index, *block, self._factor)
 
     def feed_forward(self, layer: int) -> FeedForward:
         """Read one feed-forward block as a function of rows: transformers' own module between the norms, in float32.
