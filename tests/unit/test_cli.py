@@ -64,6 +64,7 @@ COMMANDS = [
     ["sweep"],
     ["evaluate"],
     ["analyse"],
+    ["compare"],
     ["inspect"],
     ["doctor"],
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
+from cli_calls import call
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from scipy import stats
@@ -536,3 +538,35 @@ def test_what_cannot_be_compared_is_refused() -> None:
         CompareSettings(nulls=19)
     with pytest.raises(errors.LayerOutOfRange):
         compare(base, base, GROUPS, 3)
+
+
+def test_the_command_writes_what_the_library_finds(tmp_path) -> None:
+    """Groups from a file and from a folder of files; tables and pictures in a folder; wrong calls name what is wrong."""
+    base, instruct = tiny_checkpoint("llama"), altered("llama", tmp_path / "instruct")
+    (tmp_path / "traits").mkdir()
+    for name, vectors in GROUPS["traits"].items():
+        vectors.save(tmp_path / "traits" / f"{name}.safetensors")
+    GROUPS["roles"].save(tmp_path / "roles.safetensors")
+    given = ["--vectors", tmp_path / "roles.safetensors", "--vectors", tmp_path / "traits"]
+    layers = ["--layers", "1,2", "--feed-forward-layers", "0:3", "--nulls", "100"]
+    out = tmp_path / "out"
+    done = call("compare", base, instruct, *given, "--layer", LAYER, *layers, "--out", out, "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    known = compare(ModelWeights.open(base), ModelWeights.open(instruct), GROUPS, LAYER, settings=SETTINGS)
+    assert (document["focus"], document["left_out"]) == (known.focus, known.left_out)
+    assert {Path(file).name for file in document["files"]} >= {"attention.parquet", "altered.png"}
+    for name, table in known.tables.items():
+        assert parquet.read_table(out / f"{name}.parquet") == table
+    shown = call("compare", base, instruct, *given, "--layer", LAYER, *layers, "--out", out)
+    assert "PC1" in shown.stdout
+    assert "absolute" in shown.stdout
+    for wrong, said in (
+        (["--vectors", tmp_path / "instruct"], "not of steercap"),
+        ([*given, "--layer", "2"], "layers [2]"),
+        ([*given, "--correction", "hlm"], "holm"),
+        ([*given, *given], "same name"),
+    ):
+        bad = call("compare", base, instruct, *wrong, *([] if "--layer" in wrong else ["--layer", "1"]), "--out", out)
+        assert bad.exit_code in {1, 2}
+        assert said in " ".join(bad.output.split()), bad.output

@@ -10,7 +10,7 @@ from steercap.core.spec import Layers, parse_layers, resolve_layers
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind
-from steercap.lab.mechanism.comparison.summaries import Correction
+from steercap.lab.mechanism.comparison.summaries import Correction, check_correction
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,6 +36,7 @@ class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Raises:
         InvalidSpec: a count is too small.
+        UnknownName: there is no such correction.
     """
 
     layers: Any = None
@@ -53,6 +54,8 @@ class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
             number = index_of(value)
             if (name, value) != ("per_group", None) and (number is None or number < least):
                 raise InvalidSpec(f"{name}={shown(value)}; give a whole number, {least} at least")
+
+        check_correction(self.correction)
 
     def resolved(self, layer: int, count: int) -> CompareSettings:
         """Return the same settings, their layers ascending lists, for vectors of `layer` in a model of `count` layers.

@@ -60,8 +60,7 @@ def group_tests(
     for name in ("group", value, *by):
         if name not in table.column_names:
             raise UnknownName(f"no column {shown(name)}; {choices(name, table.column_names)}")
-    if correction not in get_args(Correction):
-        raise UnknownName(f"correction={shown(correction)}; {choices(correction, get_args(Correction))}")
+    check_correction(correction)
     wanted = _groups(table, groups)
     rows: list[dict[str, Any]] = []
     for place, values in _values(table, value, by).items():
@@ -240,6 +239,16 @@ def _groups(table: pa.Table, groups: Sequence[str] | None) -> list[str]:
     if len(wanted) < 2:
         raise InvalidSpec(f"groups={shown(wanted)}; groups are tested against each other, so give two at least")
     return wanted
+
+
+def check_correction(correction: str) -> None:
+    """Check the name of a correction.
+
+    Raises:
+        UnknownName: there is no such one.
+    """
+    if correction not in get_args(Correction):
+        raise UnknownName(f"correction={shown(correction)}; {choices(correction, get_args(Correction))}")
 
 
 def _check_group(group: str, known: Sequence[str]) -> None:
