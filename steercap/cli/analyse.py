@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from steercap.lab.mechanism.analysis import Anatomy
-    from steercap.lab.mechanism.comparison import Comparison
+    from steercap.lab.mechanism.comparison import CheckpointComparison
     from steercap.saes.sae import SAE
     from steercap.steering.directions import DirectionSet
     from steercap.steering.layers import LayerVectors
@@ -136,7 +136,7 @@ def group_in(path: Path, layer: int, base: int | None) -> DirectionSet:
     return DirectionSet(found)
 
 
-def compared(found: Comparison, out: Path, terminal: Terminal) -> None:
+def compared(found: CheckpointComparison, out: Path, terminal: Terminal) -> None:
     """Draw the pictures of a comparison, and show what it found."""
     from steercap.lab.mechanism.comparison import draw_comparison
 
@@ -172,12 +172,12 @@ def register_comparison(app: typer.Typer) -> None:
         terminal: Terminal,
         vectors: Annotated[
             list[Path],
-            typer.Option(exists=True, help="File or folder of vectors: a group, named after it; several are tested."),
+            typer.Option(help="File or folder of vectors: a group, named after it; several are tested."),
         ],
         layer: Annotated[int, typer.Option(min=0, help="Layer of the vectors.")],
         components: Annotated[
             Path | None,
-            typer.Option(exists=True, help="Vectors followed in detail (default: ten principal components)."),
+            typer.Option(help="Vectors followed in detail (default: ten principal components)."),
         ] = None,
         layers: Annotated[
             str | None, typer.Option(help="Layers of matrices and attention (default: five before to five after).")

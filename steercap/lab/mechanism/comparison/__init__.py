@@ -28,7 +28,12 @@ from steercap.lab.mechanism.comparison.layers import (
     reinforcement,
     susceptibility,
 )
-from steercap.lab.mechanism.comparison.settings import FOLDER, CompareSettings, Comparison, ComparisonDefinition
+from steercap.lab.mechanism.comparison.settings import (
+    FOLDER,
+    CheckpointComparison,
+    CompareSettings,
+    ComparisonDefinition,
+)
 from steercap.lab.mechanism.comparison.summaries import (
     COMPONENTS,
     focus_layers,
@@ -42,8 +47,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
+    "CheckpointComparison",
     "CompareSettings",
-    "Comparison",
     "compare",
     "draw_comparison",
     "focus_layers",
@@ -58,7 +63,7 @@ COUNT: Final = 10
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """What one block of one layer gave: names of its tables, and what it left out."""
+    """Record of one block of one layer that is done: names of its tables, and parts left out."""
 
     tables: list[str]
     left_out: dict[str, str]
@@ -74,7 +79,7 @@ def compare(
     settings: CompareSettings | None = None,
     folder: str | Path | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> Comparison:
+) -> CheckpointComparison:
     """Compare two checkpoints of one architecture and size on vectors of one layer.
 
     All vectors are scaled to the mean of their lengths. Memory: one block of both models in float32, of a layer with
@@ -96,7 +101,7 @@ def compare(
         UnsupportedModel, LayerOutOfRange, InvalidFile: as for `ModelWeights.attention`.
         RunDiffers: the folder holds another comparison.
     """
-    run = _Run.of((base, instruct), groups, layer, components, settings or CompareSettings())
+    run = _ComparisonRun.of((base, instruct), groups, layer, components, settings or CompareSettings())
     where = None if folder is None else Path(folder)
     if where is not None and FOLDER.open(where, run.definition) is None:
         FOLDER.write(where, run.definition)
@@ -119,7 +124,7 @@ def compare(
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
+class _ComparisonRun:
     """One comparison: its vectors and settings, resolved and checked."""
 
     base: ModelWeights
@@ -141,7 +146,7 @@ class _Run:
         layer: int,
         components: Vectors | None,
         settings: CompareSettings,
-    ) -> _Run:
+    ) -> _ComparisonRun:
         """Check what a user gave."""
         base, instruct = models
         if not isinstance(settings, CompareSettings):
@@ -206,7 +211,7 @@ class _Run:
                 scratch.write_bytes(msgspec.json.encode(_Part(list(tables), left_out)))
         return tables, left_out
 
-    def summed(self, parts: Mapping[str, list[pa.Table]], left_out: dict[str, str]) -> Comparison:
+    def summed(self, parts: Mapping[str, list[pa.Table]], left_out: dict[str, str]) -> CheckpointComparison:
         """Join and summarise the tables of all layers, and say what they were made of."""
         groups = list(dict.fromkeys(self.named.groups))
         if len(groups) < 2 or min(map(self.named.groups.count, groups)) < 2:
@@ -223,7 +228,7 @@ class _Run:
             **msgspec.structs.asdict(self.settings),
         }
         made = {name: described(table, **about) for name, table in tables.items()}
-        return Comparison(made, about["focus"], left_out)
+        return CheckpointComparison(made, about["focus"], left_out)
 
     def _compared(self, block: str, layer: int) -> tuple[dict[str, pa.Table], dict[str, str]]:
         tables, left_out = dict[str, Any](), dict[str, str]()

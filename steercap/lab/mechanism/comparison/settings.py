@@ -90,7 +90,7 @@ class ComparisonDefinition(msgspec.Struct, frozen=True):
 FOLDER: Final = FolderKind("comparison.json", ComparisonDefinition, "comparison")
 
 
-class Comparison(NamedTuple):
+class CheckpointComparison(NamedTuple):
     """Result of `compare`.
 
     Args:
