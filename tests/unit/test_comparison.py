@@ -281,7 +281,8 @@ def test_attention_is_scores_and_what_is_written(pair, found) -> None:
                 value = own.scores(source[None], target[None], row["layer"])[0]
                 random = own.scores(drawn_first, second, row["layer"])
             else:
-                value = cosine(own.writes(source[None], row["layer"]), target)[0]
+                side = -1 if row["relation"] == "opposite" else 1  # here the source is the negated one
+                value = cosine(own.writes(side * source[None], row["layer"]), side * target)[0]
                 random = cosine(own.writes(drawn_first, row["layer"]), second)
             assert row[model] == pytest.approx(value, abs=1e-4 * (abs(value) + random.std()))
             assert row[f"{model}_z"] == pytest.approx((value - random.mean()) / random.std(ddof=1), abs=2e-3)
@@ -380,6 +381,9 @@ def test_an_opposite_has_the_scores_of_itself_negated(pair) -> None:
     given = LabelledRows(("a",) * 20, tuple(f"v{at}" for at in range(20)), rows)
     table = attention_deltas((block, block), given, given.where([]), RandomPairs.drawn(50, WIDTH, 11.0, 0))
     assert set(table["relation"].to_pylist()) == ({"same"} if block.is_odd else {"same", "opposite"})
+    for circuit in ("qk", "vo"):  # nothing is shown twice
+        numbers = [abs(row["base"]) for row in table.to_pylist() if row["circuit"] == circuit]
+        assert len(np.unique(np.round(numbers, 6))) == len(numbers)
     assert not any(table["delta"].to_pylist())
 
 

@@ -116,9 +116,9 @@ def attention_deltas(
     cosine of a target with what attending to a source writes: norm, V, O, all heads together, the norm behind them.
     Rotary embedding is left out, as between two tokens at one position.
 
-    Every vector meets itself ("same"), and its opposite in models with biases alone: without them all its scores are
-    those of itself with the other sign. Every component meets every named vector and every other component ("given"),
-    by "qk" in both orders.
+    Every vector meets itself ("same"), and its opposite in models with biases alone: without them all its numbers are
+    those of itself with the other sign. By "qk" the key is negated, by "vo" the source. Every component meets every
+    named vector and every other component ("given"), by "qk" in both orders.
 
     Args:
         pair: attention blocks of both models.
@@ -167,8 +167,7 @@ class _PairSet(NamedTuple):
         """Return the cosine of each pair, exactly ±1 where a row meets itself or its opposite."""
         if self.relation != "given":
             return np.full(len(self.sources), float(self.sign))
-        units = given.units
-        found: Floats = (units[self.sources] * units[self.targets]).sum(1).numpy()
+        found: Floats = (given.units @ given.units.T).numpy()[self.sources, self.targets]
         return found
 
 
@@ -194,17 +193,21 @@ def _scored(
 def _written(
     block: AttentionBlock, given: LabelledRows, asked: list[_PairSet], pairs: RandomPairs
 ) -> list[tuple[Floats, Floats]]:
-    """Return the cosine of what attending to a source writes with its target, and their z, of each set of pairs."""
+    """Return the cosine of what attending to a source writes with its target, and their z, of each set of pairs.
+
+    Of opposites the source is negated: a negated target would only give the number of "same" another sign.
+    """
     drawn = torch.nn.functional.normalize(block.forward(pairs.first), dim=1)
 
     def number(second: torch.Tensor) -> torch.Tensor:
         return (drawn * torch.nn.functional.normalize(second, dim=1)).sum(1)
 
     null = RelationNull.drawn(number, pairs, f"attention of layer {block.layer}")
-    cosines = (torch.nn.functional.normalize(block.forward(given.rows).double(), dim=1) @ given.units.T).numpy()
+    outputs = {sign: block.forward(sign * given.rows).double() for sign in {one.sign for one in asked}}
     found = []
     for one in asked:
-        values = one.sign * cosines[one.sources, one.targets]
+        cosines = torch.nn.functional.normalize(outputs[one.sign], dim=1) @ given.units.T
+        values = cosines.numpy()[one.sources, one.targets]
         found.append((values, null.z(values, one.cosines(given))))
     return found
 
