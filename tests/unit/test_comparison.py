@@ -533,11 +533,16 @@ def test_what_cannot_be_compared_is_refused() -> None:
         (wide, GROUPS, errors.UnsupportedModel, "architecture and size"),
         (narrow, GROUPS, errors.UnsupportedModel, "architecture and size"),
         (base, {}, errors.InvalidSpec, "groups="),
+        (base, GROUPS["roles"], errors.InvalidSpec, "groups=DirectionSet"),
+        (base, {"roles": GROUPS["roles"].select("r0")}, errors.InvalidSpec, "give components="),
+        ("base", GROUPS, errors.InvalidSpec, "instruct='base'"),
         (base, {"components": GROUPS["roles"]}, errors.InvalidSpec, "rename"),
         (base, {"a": DirectionSet({"x": LayerVectors({1: [1.0, 2.0]})})}, errors.InvalidSpec, "width 2"),
     ):
         with pytest.raises(error, match=said):
             compare(base, instruct, groups, LAYER, settings=SETTINGS)
+    with pytest.raises(errors.InvalidSpec, match="give CompareSettings"):
+        compare(base, base, GROUPS, LAYER, settings={})
     with pytest.raises(errors.InvalidSpec, match="nulls=19; give a whole number, 20 at least"):
         CompareSettings(nulls=19)
     with pytest.raises(errors.LayerOutOfRange):

@@ -179,6 +179,8 @@ def principal_rows(given: LabelledRows, group: str, count: int) -> LabelledRows:
     Raises:
         InvalidSpec: fewer than two rows, or all the same.
     """
+    if len(given) < 2:
+        raise InvalidSpec(f"{list(given.names)}: principal components are of two vectors at least; give components=")
     vectors = DirectionSet({f"{at}": LayerVectors({0: row}) for at, row in enumerate(given.rows)})
     axes = _components(_rows(vectors, 0, unit=False), centred=True).axes[:count]
     names = tuple(f"PC{one + 1}" for one in range(len(axes)))

@@ -112,8 +112,8 @@ def labelled(groups: Mapping[str, Vectors], weights: ModelWeights, layer: int) -
         InvalidSpec: no groups, groups of several sites, or vectors that do not fit the model.
         LayerOutOfRange, InvalidVector: there are no vectors for the layer, or one is zero.
     """
-    if not isinstance(groups, Mapping) or not groups:
-        raise InvalidSpec(f"groups={shown(groups)}; give vectors by the name of their group")
+    if not isinstance(groups, Mapping) or isinstance(groups, DirectionSet) or not groups:
+        raise InvalidSpec(f"groups={shown(groups)}; give vectors by the name of their group: {{'traits': directions}}")
     sets = {group: in_stream(vectors, weights) for group, vectors in groups.items()}
     if len({directions.site for directions in sets.values()}) > 1:
         sites = ", ".join(f"{group} of {directions.site}" for group, directions in sets.items())

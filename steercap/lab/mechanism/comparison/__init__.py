@@ -101,7 +101,9 @@ def compare(
         UnsupportedModel, LayerOutOfRange, InvalidFile: as for `ModelWeights.attention`.
         RunDiffers: the folder holds another comparison.
     """
-    run = _ComparisonRun.of((base, instruct), groups, layer, components, settings or CompareSettings())
+    run = _ComparisonRun.of(
+        (base, instruct), groups, layer, components, CompareSettings() if settings is None else settings
+    )
     where = None if folder is None else Path(folder)
     if where is not None and FOLDER.open(where, run.definition) is None:
         FOLDER.write(where, run.definition)
@@ -152,6 +154,8 @@ class _ComparisonRun:
         if not isinstance(settings, CompareSettings):
             raise InvalidSpec(f"settings={shown(settings)}; give CompareSettings")
         own = labelled(groups, base, layer)
+        if not isinstance(instruct, ModelWeights):
+            raise InvalidSpec(f"instruct={shown(instruct)}; give ModelWeights.open(checkpoint)")
         if taken := {COMPONENTS, RANDOM} & set(groups):
             raise InvalidSpec(f"a group has the name {', '.join(taken)}, which the tables use themselves; rename it")
         if (base.width, base.layers) != (instruct.width, instruct.layers):
