@@ -18,6 +18,7 @@ from jaxtyping import AbstractArray, install_import_hook
 #: Modules whose every function and dataclass is checked, with the packages within them.
 CHECKED: Final = (
     "steercap.lab.mechanism.analysis",
+    "steercap.lab.mechanism.comparison",
     "steercap.lab.datasets",
     "steercap.steering.edits",
     "steercap.captures.tuned_lens",

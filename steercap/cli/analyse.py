@@ -1,4 +1,4 @@
-"""`steercap analyse`: analysis of vectors by the weights of a checkpoint, without an engine."""
+"""`steercap analyse` and `steercap compare`: vectors by the weights of one checkpoint, or of two, without an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.parsing import base_of, names_of
+from steercap.cli.parsing import base_of, layers_of, names_of
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from steercap.lab.mechanism.analysis import Anatomy
+    from steercap.lab.mechanism.comparison import CheckpointComparison
     from steercap.saes.sae import SAE
     from steercap.steering.directions import DirectionSet
+    from steercap.steering.layers import LayerVectors
 
+#: Extensions of files of vectors in a folder.
+FILES: Final = (".gguf", ".pt", ".safetensors")
 #: Column to sort a part's rows by, greatest absolute value first.
 SORTED: Final = {"heads": "copied_z"}
 #: Parts with one table for all vectors together.
@@ -111,8 +115,119 @@ def one_layer(directions: DirectionSet, layer: int | None) -> int:
     return found
 
 
+def group_in(path: Path, layer: int, base: int | None) -> DirectionSet:
+    """Return the vectors of one layer in a file, or in all files of a folder.
+
+    Raises:
+        InvalidFile: a folder without vectors, two vectors of one name, or a file that is none of vectors.
+    """
+    from steercap.errors import InvalidFile
+    from steercap.steering.directions import DirectionSet
+
+    files = sorted(one for one in path.iterdir() if one.suffix in FILES) if path.is_dir() else [path]
+    found: dict[str, LayerVectors] = {}
+    for file in files:
+        directions = directions_in(load(file, base=base_of(base)), file).at_layers([layer])
+        if twice := found.keys() & directions.keys():
+            raise InvalidFile(f"{file} holds {min(twice)!r}, and so does another file of {path}; rename one")
+        found |= directions
+    if not found:
+        raise InvalidFile(f"{path} has no file of vectors, {', '.join(FILES)}")
+    return DirectionSet(found)
+
+
+def compared(found: CheckpointComparison, out: Path, terminal: Terminal) -> None:
+    """Draw the pictures of a comparison, and show what it found."""
+    from steercap.lab.mechanism.comparison import draw_comparison
+
+    pictures = draw_comparison(found.tables, out)
+    files = [out / f"{name}.parquet" for name in found.tables] + pictures
+    document = {"focus": found.focus, "left_out": found.left_out, "files": list(map(str, files))}
+    words = {"component", "group", "measure"}
+    shown = []
+    for name in ("components", "by_layer"):
+        table = titled(name.replace("_", " "), found.tables[name].column_names, words=words)
+        for row in found.tables[name].to_pylist():
+            if name == "components" or row["layer"] == found.focus[row["measure"]]:
+                table.add_row(*(_cell(column, value) for column, value in row.items()))
+        shown.append(table)
+    said = {f"no {part}": reason for part, reason in found.left_out.items()}
+    terminal.show(document, *shown, facts("", {**said, "files": out}))
+
+
+def register_comparison(app: typer.Typer) -> None:
+    """Add the command of two checkpoints."""
+
+    @command(
+        app,
+        "compare",
+        examples=[
+            "steercap compare google/gemma-2-27b google/gemma-2-27b-it --vectors roles --vectors traits --layer 22",
+            "steercap compare base/ instruct/ --vectors traits.safetensors --layer 22 --layers 17:28 --per-group 20",
+        ],
+    )
+    def compare(
+        base: Annotated[str, typer.Argument(help="First checkpoint: hub name or path.")],
+        instruct: Annotated[str, typer.Argument(help="Second checkpoint, of the same architecture and size.")],
+        terminal: Terminal,
+        vectors: Annotated[
+            list[Path],
+            typer.Option(help="File or folder of vectors: a group, named after it; several are tested."),
+        ],
+        layer: Annotated[int, typer.Option(min=0, help="Layer of the vectors.")],
+        components: Annotated[
+            Path | None,
+            typer.Option(help="Vectors followed in detail (default: ten principal components)."),
+        ] = None,
+        layers: Annotated[
+            str | None, typer.Option(help="Layers of matrices and attention (default: five before to five after).")
+        ] = None,
+        feed_forward_layers: Annotated[
+            str | None, typer.Option(help="Layers of feed-forward blocks (default: seven before to two after).")
+        ] = None,
+        per_group: Annotated[int, typer.Option(min=0, help="Vectors of each group that go through matrices.")] = 5,
+        random: Annotated[int, typer.Option(min=2, help="Random vectors that go through matrices.")] = 20,
+        nulls: Annotated[int, typer.Option(min=20, help="Random pairs that attention is compared with.")] = 200,
+        seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+        correction: Annotated[str, typer.Option(help="Correction of the tests: holm, bh or none.")] = "holm",
+        row_base: Annotated[
+            int | None, typer.Option("--base", min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
+        ] = None,
+        out: Annotated[
+            Path, typer.Option(file_okay=False, help="Folder for tables (Parquet) and pictures; resumed.")
+        ] = Path("out/comparison"),
+    ) -> None:
+        """Compare two checkpoints on the same vectors by their weights, layer by layer: what their matrices, whole
+        feed-forward blocks and attention make of them. No engine is started, and a run that was interrupted goes on.
+        """
+        require("analysis")
+        folder_ready(out)
+        groups = {path.stem: group_in(path, layer, row_base) for path in vectors}
+        if len(groups) < len(vectors):
+            raise typer.BadParameter("two have the same name; rename one", param_hint="--vectors")
+        from steercap.lab.mechanism.analysis import ModelWeights
+        from steercap.lab.mechanism.comparison import CompareSettings
+        from steercap.lab.mechanism.comparison import compare as run
+
+        settings = CompareSettings(
+            layers=None if layers is None else layers_of(layers),
+            feed_forward_layers=None if feed_forward_layers is None else layers_of(feed_forward_layers),
+            per_group=per_group,
+            random=random,
+            nulls=nulls,
+            seed=seed,
+            correction=correction,  # type: ignore[arg-type]
+        )
+        axes = None if components is None else group_in(components, layer, row_base)
+        first, second = (ModelWeights.open(located(one)) for one in (base, instruct))
+        with terminal.stages() as progress:
+            found = run(first, second, groups, layer, components=axes, settings=settings, folder=out, progress=progress)
+        compared(found, out, terminal)
+
+
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the commands."""
+    register_comparison(app)
 
     @command(
         app,

@@ -65,6 +65,7 @@ COMMANDS = [
     ["sweep"],
     ["evaluate"],
     ["analyse"],
+    ["compare"],
     ["inspect"],
     ["doctor"],
 ]

@@ -43,6 +43,7 @@ from steercap.lab.directions import METHODS
 from steercap.lab.measures.scores import SCORERS, make_scorer
 from steercap.lab.mechanism import (
     analysis,
+    comparison,
     views,
 )
 from steercap.lab.personas import (
@@ -125,6 +126,7 @@ PUBLIC = [
     for module in (
         steercap,
         analysis,
+        comparison,
         datasets,
         evaluation,
         experiments,

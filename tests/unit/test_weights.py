@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from steercap.core.spec import Point
 from steercap.lab.mechanism.weights.layouts import LAYOUTS
@@ -59,15 +62,14 @@ def scaled(norm, rows):
 class Seen:
     """One token through transformers: rows at points, and what modules of one layer gave."""
 
-    def __init__(self, path) -> None:
+    def __init__(self, path, at=LAYER) -> None:
         reference = Reference(path)
         self.inputs, self.outputs = {}, {}
-        layer = reference.layers[LAYER]
-        for name, module in layer.named_modules():
+        for name, module in reference.layers[at].named_modules():
             module.register_forward_hook(self._keep(name), with_kwargs=True)
         self.family = reference.family
         between = ("resid_mid",) if self.family.resid_mid else ()
-        points = [Point(LAYER, site) for site in ("resid_pre", "resid_post", "attn_out", "mlp_out", *between)]
+        points = [Point(at, site) for site in ("resid_pre", "resid_post", "attn_out", "mlp_out", *between)]
         rows = {point.site: rows for point, rows in reference.rows([65], points).items()}
         self.read_by_attention, self.read_by_mlp = rows["resid_pre"], rows.get("resid_mid", rows["resid_pre"])
         if between:  # what is added to the stream, any factor in it
@@ -157,3 +159,77 @@ def test_neurons_are_those_of_the_module(family) -> None:
     proj = seen.family.mlp_proj
     written = seen.input(proj) @ weights.down + weights.down_constant
     near(written * scaled(weights.post, seen.output(proj)), seen.mlp_adds)
+
+
+@pytest.mark.parametrize("family", TINY.values())
+@pytest.mark.parametrize("layer", [LAYER, 2])
+def test_blocks_do_to_rows_what_the_modules_do(family, layer) -> None:
+    """Both blocks as functions of rows: what they add to the stream, experts included; of one token, attention has
+    weight one. Nothing of a layer is kept in the model afterwards.
+    """
+    path = tiny_checkpoint(family)
+    seen, model = Seen(path, layer), ModelWeights.open(path)
+    block = model.feed_forward(layer)
+    near(block.forward(seen.read_by_mlp), seen.mlp_adds)
+    near(block.forward(seen.read_by_mlp.repeat(3, 1))[2:], seen.mlp_adds)
+    attention = model.attention_block(layer)
+    near(attention.forward(seen.read_by_attention), seen.attention_adds)
+    layout = model._layout
+    for read, name, normed in (
+        (attention.queries, layout.query, layout.query_norm),
+        (attention.keys, layout.key, layout.key_norm),
+    ):
+        if not layout.fused:
+            known = seen.outputs[normed or name].reshape(1, -1, attention.head_dim)
+            near(read(seen.read_by_attention), known.repeat_interleave(attention.heads // known.shape[1], 1))
+    if layout.fused or not layout.gate:
+        return
+    for part, name in (("gate", layout.gate), ("up", layout.up)):
+        if part in block.matrices:
+            normed = seen.inputs[name].flatten(0, -2)
+            known = seen.output(name)
+            near(normed @ block.matrices[part].T, known)
+    assert all(one.is_meta for name, one in model._decoder[layer].named_parameters() if name.startswith("mlp."))
+
+
+def reference_experts(rows, tensors, prefix, names, chosen, *, normed):
+    """Softmax over experts, the `chosen` best of each row, SwiGLU of each, row by row."""
+    found = torch.zeros_like(rows)
+    for at, row in enumerate(rows):
+        shares = (tensors[f"{prefix}.{names[0]}.weight"] @ row).softmax(0)
+        best = shares.topk(chosen)
+        weights = best.values / best.values.sum() if normed else best.values
+        for weight, expert in zip(weights, best.indices.tolist(), strict=True):
+            gate, up, down = (tensors[f"{prefix}.{name.format(expert)}.weight"] for name in names[1:])
+            found[at] += weight * (down @ (torch.nn.functional.silu(gate @ row) * (up @ row)))
+    return found
+
+
+@pytest.mark.parametrize(("family", "layer", "chosen"), [("mixtral", 1, 2), ("qwen3_moe", 2, None)])
+def test_rows_go_through_their_own_experts(family, layer, chosen) -> None:
+    """Against the published formula, of rows that are routed apart; experts are read for their own rows alone."""
+    path = tiny_checkpoint(family, **({"num_experts_per_tok": chosen} if chosen else {}))
+    model = ModelWeights.open(path)
+    tensors = {}
+    for file in path.glob("*.safetensors"):
+        tensors |= load_file(file)
+    config = model._config
+    names = {
+        "mixtral": ["block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{one}" for one in (1, 3, 2))],
+        "qwen3_moe": ["mlp.gate", *(f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down"))],
+    }[family]
+    prefix = f"model.layers.{layer}"
+    rows = torch.randn(40, model.width, generator=torch.Generator().manual_seed(2)) * 3
+    gain = tensors[f"{prefix}.post_attention_layernorm.weight"]
+    scaled_rows = gain * rows * (rows.square().mean(1, keepdim=True) + config.rms_norm_eps).rsqrt()
+    normed = family == "mixtral" or config.norm_topk_prob
+    known = reference_experts(scaled_rows, tensors, prefix, names, config.num_experts_per_tok, normed=normed)
+    block = model.feed_forward(layer)
+    read = []
+    inner = replace(block.inner, read=lambda expert: read.append(expert) or block.inner.read(expert))
+    near(replace(block, inner=inner).forward(rows), known)
+    assert len(read) == len(set(read)) > 1
+    assert not block.matrices
+    read.clear()
+    near(replace(block, inner=inner).forward(rows[:1]), known[:1])
+    assert len(read) == config.num_experts_per_tok

@@ -11,7 +11,7 @@ import torch
 
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
-from steercap.lab.mechanism.analysis.given import Vectors, matrix, named, origin, random_units
+from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, matrix, named, origin, random_units
 from steercap.lab.mechanism.analysis.tables import table_of
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
@@ -171,6 +171,27 @@ def principal(vectors: Vectors, *, count: int = 1, centred: bool = True, unit: b
             for one in range(number)
         }
     )
+
+
+def principal_rows(given: LabelledRows, group: str, count: int) -> LabelledRows:
+    """Return the first principal components of rows, centred, as a group: "PC1", "PC2", ..., fewer if there are fewer.
+
+    Raises:
+        InvalidSpec: fewer than two rows, or all the same.
+    """
+    if len(given) < 2:
+        raise InvalidSpec(f"{list(given.names)}: principal components are of two vectors at least; give components=")
+    vectors = DirectionSet({f"{at}": LayerVectors({0: row}) for at, row in enumerate(given.rows)})
+    axes = _components(_rows(vectors, 0, unit=False), centred=True).axes[:count]
+    names = tuple(f"PC{one + 1}" for one in range(len(axes)))
+    return LabelledRows((group,) * len(axes), names, torch.from_numpy(axes).float())
+
+
+def explained_by(given: LabelledRows, axes: LabelledRows) -> dict[str, float]:
+    """Return the share of the rows' variance along each of `axes`, by its name."""
+    middle = given.rows.double() - given.rows.double().mean(0)
+    shares = (middle @ axes.units.T).square().sum(0) / middle.square().sum()
+    return dict(zip(axes.names, shares.tolist(), strict=True))
 
 
 def _rows(directions: DirectionSet, layer: int, *, unit: bool) -> Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
@@ -52,6 +53,73 @@ def named(vectors: Vectors) -> DirectionSet:
     if not names or "" in names or len(set(names)) < len(names):
         raise InvalidSpec(f"vectors have the names {names}; give each one of its own: vectors.named('joy')")
     return DirectionSet(dict(zip(names, vectors, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledRows:
+    """Vectors of several groups as rows of the stream.
+
+    Args:
+        groups, names: group and name of each row.
+        rows: float32 [rows, hidden].
+    """
+
+    groups: tuple[str, ...]
+    names: tuple[str, ...]
+    rows: Float[torch.Tensor, "rows hidden"]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def units(self) -> Float[torch.Tensor, "rows hidden"]:
+        """Rows at length 1, float64."""
+        return torch.nn.functional.normalize(self.rows.double(), dim=1)
+
+    def scaled(self, length: float) -> LabelledRows:
+        """Return the rows at another length, so that none counts for more and no norm's epsilon differs."""
+        return replace(self, rows=(self.units * length).float())
+
+    @property
+    def labels(self) -> dict[str, list[str]]:
+        """Columns `group` and `name` of a table with these rows."""
+        return {"group": list(self.groups), "name": list(self.names)}
+
+    def where(self, kept: Iterable[int]) -> LabelledRows:
+        """Return some of the rows."""
+        places = list(kept)
+        groups, names = (tuple(labels[one] for one in places) for labels in (self.groups, self.names))
+        return LabelledRows(groups, names, self.rows[places])
+
+    def sampled(self, per_group: int | None, seed: int) -> LabelledRows:
+        """Return some rows of each group, drawn by the seed, in their order; all if None."""
+        kept, generator = list[int](), torch.Generator().manual_seed(seed)
+        for group in dict.fromkeys(self.groups):
+            places = [at for at, own in enumerate(self.groups) if own == group]
+            kept += sorted(places[at] for at in torch.randperm(len(places), generator=generator)[:per_group].tolist())
+        return self.where(kept)
+
+    def __add__(self, other: LabelledRows) -> LabelledRows:
+        """Return the rows of both, in order."""
+        rows = torch.cat([self.rows, other.rows])
+        return LabelledRows(self.groups + other.groups, self.names + other.names, rows)
+
+
+def labelled(groups: Mapping[str, Vectors], weights: ModelWeights, layer: int) -> LabelledRows:
+    """Return the vectors of several groups at one layer, at their own lengths.
+
+    Raises:
+        InvalidSpec: no groups, groups of several sites, or vectors that do not fit the model.
+        LayerOutOfRange, InvalidVector: there are no vectors for the layer, or one is zero.
+    """
+    if not isinstance(groups, Mapping) or isinstance(groups, DirectionSet) or not groups:
+        raise InvalidSpec(f"groups={shown(groups)}; give vectors by the name of their group: {{'traits': directions}}")
+    sets = {group: in_stream(vectors, weights) for group, vectors in groups.items()}
+    if len({directions.site for directions in sets.values()}) > 1:
+        sites = ", ".join(f"{group} of {directions.site}" for group, directions in sets.items())
+        raise InvalidSpec(f"the groups are of several sites: {sites}; give vectors of one")
+    first, *others = (LabelledRows((group,) * len(one), tuple(one), matrix(one, layer)) for group, one in sets.items())
+    return sum(others, start=first)
 
 
 def matrix(directions: DirectionSet, layer: int) -> Float[torch.Tensor, "names hidden"]:
@@ -153,6 +221,20 @@ def random_units(count: int, width: int, seed: int) -> Float[torch.Tensor, "coun
     drawn = torch.randn(number, width, generator=torch.Generator().manual_seed(seed))
     found: torch.Tensor = torch.nn.functional.normalize(drawn, dim=1)
     return found
+
+
+def random_pairs(
+    count: int, width: int, seed: int
+) -> tuple[Float[torch.Tensor, "count width"], Float[torch.Tensor, "count width"]]:
+    """Draw random unit vectors, and one orthogonal to each: `cos · first + sin · across` is at any angle to `first`.
+
+    Raises:
+        InvalidSpec: as for `random_units`.
+    """
+    first, across = random_units(count, width, seed), random_units(count, width, seed + 1)
+    across -= (across * first).sum(1, keepdim=True) * first
+    across /= across.norm(dim=1, keepdim=True)
+    return first, across
 
 
 def _wanted(weights: ModelWeights, layers: Layers | None, found: Sequence[int], does: str) -> list[int]:

@@ -19,7 +19,16 @@ from steercap.core.spec import Layers
 from steercap.core.tokenizing import texts_of
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
-from steercap.lab.mechanism.analysis.given import Vectors, in_stream, matrix, origin, random_units, readers, units
+from steercap.lab.mechanism.analysis.given import (
+    Vectors,
+    in_stream,
+    matrix,
+    origin,
+    random_pairs,
+    random_units,
+    readers,
+    units,
+)
 from steercap.lab.mechanism.analysis.tables import once, table_of
 from steercap.lab.mechanism.analysis.tokens import z_of
 from steercap.lab.mechanism.weights.blocks import AttentionWeights
@@ -98,9 +107,7 @@ def qk_circuit(
         The errors of `head_reads`.
     """
     directions, given, drawn = _sets(vectors, weights, layer, random, seed)
-    across = random_units(random, weights.width, seed + 1)
-    across -= (across * drawn).sum(1, keepdim=True) * drawn
-    across /= across.norm(dim=1, keepdim=True)
+    _, across = random_pairs(random, weights.width, seed)
     cosines = (given @ given.T).clamp(-1, 1)[:, :, None]
     sines = (1 - cosines.square()).sqrt()
     names, rows = list(directions), []

@@ -31,7 +31,12 @@ def table_of(columns: Mapping[str, Sequence[Any]], **about: Any) -> pa.Table:
     with extra("analysis"):
         import pyarrow as pa
 
-    return pa.table(dict(columns)).replace_schema_metadata({KEY: json.dumps(about).encode()})
+    return described(pa.table(dict(columns)), **about)
+
+
+def described(table: pa.Table, **about: Any) -> pa.Table:
+    """Return a table with its origin in the schema's metadata, in place of the one it has."""
+    return table.replace_schema_metadata({KEY: json.dumps(about).encode()})
 
 
 def about(table: pa.Table) -> dict[str, Any]:

@@ -228,3 +228,18 @@ def reading(
     if head_dim is not None:
         weight, constant = weight.unflatten(0, (-1, head_dim)), constant.unflatten(0, (-1, head_dim))
     return Projection(weight, constant)
+
+
+def writing(linear: Linear, post: FrozenNorm | None, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the contributions of a block's last projection to the stream: for each of its inputs, and constant.
+
+    Args:
+        linear: weight, [..., in, hidden], and bias, [hidden].
+        post: norm behind it.
+        factor: factor of the block's output.
+    """
+    weight, bias = linear
+    constant = torch.zeros(weight.shape[-1]) if bias is None else bias
+    if post is not None:
+        weight, constant = post.linear(weight), post.linear(constant)
+    return weight * factor, constant * factor

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import torch
+from torch import nn
+
 from steercap.errors import UnsupportedModel
 
 
@@ -30,6 +33,8 @@ class Layout:
         gate, up: projections to the neurons; without a gate, `up` alone.
         gate_up: one projection for both, gates first, instead of these.
         mlp_post: norm of the feed-forward block's output.
+        experts: names in checkpoints of the router, and of the gate, up and down projection of an expert by its number;
+            empty if no layer has experts.
     """
 
     architectures: tuple[str, ...]
@@ -47,6 +52,7 @@ class Layout:
     up: str = "mlp.up_proj"
     gate_up: str = ""
     mlp_post: str = ""
+    experts: tuple[str, ...] = ()
 
     @property
     def attention(self) -> tuple[str, ...]:
@@ -59,6 +65,23 @@ class Layout:
         """Names of the feed-forward block's modules, without its last projection."""
         projections = (self.gate_up,) if self.gate_up else (self.gate, self.up)
         return tuple(filter(None, (self.mlp_norm, *projections, self.mlp_post)))
+
+    def read_by(self, module: nn.Module, path: str) -> dict[str, torch.Tensor]:
+        """Return the weights of a feed-forward module that read the stream, [neurons, hidden]: "gate" and "up".
+
+        Args:
+            module: the module, with its weights.
+            path: path of the module in the layer.
+        """
+
+        def weight(name: str) -> torch.Tensor:
+            linear = module.get_submodule(name.removeprefix(f"{path}."))
+            found = linear.get_parameter("weight")
+            return found.T if type(linear).__name__ == "Conv1D" else found  # Conv1D keeps its weight as [in, out]
+
+        if self.gate_up:
+            return dict(zip(("gate", "up"), weight(self.gate_up).chunk(2), strict=True))
+        return {part: weight(name) for part, name in (("gate", self.gate), ("up", self.up)) if name}
 
 
 #: By name, in the fields that differ from Llama's.
@@ -120,6 +143,12 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
         architectures=("MixtralForCausalLM",),
         gate="",
         up="",
+        experts=(
+            "block_sparse_moe.gate",
+            "block_sparse_moe.experts.{}.w1",
+            "block_sparse_moe.experts.{}.w3",
+            "block_sparse_moe.experts.{}.w2",
+        ),
     ),
     # OLMo 2 and 3: blocks read the stream directly; a norm follows each block, and norms span all queries and all
     # keys.
@@ -150,6 +179,12 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
         architectures=("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         query_norm="self_attn.q_norm",
         key_norm="self_attn.k_norm",
+        experts=(
+            "mlp.gate",
+            "mlp.experts.{}.gate_proj",
+            "mlp.experts.{}.up_proj",
+            "mlp.experts.{}.down_proj",
+        ),
     ),
     # StarCoder 2: neurons have no gate.
     "starcoder2": Layout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from steercap.architectures.families import family_of
 from steercap.core.extras import extra
 from steercap.core.values import index_of, shown
 from steercap.errors import LayerOutOfRange, ModelNotLoaded, UnsupportedModel
+from steercap.files.fingerprint import weights_of
+from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward, RoutedExperts
 from steercap.lab.mechanism.weights.blocks import (
     AttentionWeights,
     FrozenNorm,
@@ -21,6 +24,7 @@ from steercap.lab.mechanism.weights.blocks import (
     NeuronWeights,
     reading,
     taken_apart,
+    writing,
 )
 from steercap.lab.mechanism.weights.files import TensorFiles, configuration, skeleton
 from steercap.lab.mechanism.weights.layouts import layout_of
@@ -78,6 +82,11 @@ class ModelWeights:
         return not self._family.resid_mid
 
     @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 that identifies the checkpoint's files: see `files.fingerprint.weights_of`."""
+        return weights_of(next(iter(self._files.held.values())).parent)
+
+    @cached_property
     def unembedding(self) -> Unembedding:
         """Final norm and unembedding.
 
@@ -124,30 +133,45 @@ class ModelWeights:
             LayerOutOfRange: no such layer.
             UnsupportedModel: the layer has unknown or quantised weights.
         """
+        return self.attention_block(layer).folded()
+
+    def attention_block(self, layer: int) -> AttentionBlock:
+        """Read one attention block as a function of rows; arguments and errors as for `attention`."""
         index, layout = self._index(layer), self._layout
         self._account(index)
         norm, post = (self._norm(index, name, self.width) for name in (layout.attn_norm, layout.attn_post))
         query, key, value = self._projections(index)
-        heads, head_dim = self._heads, query[0].shape[0] // self._heads
-        norms = [
+        head_dim, output = query[0].shape[0] // self._heads, self._linear(index, self._family.attn_proj)
+        of_queries, of_keys = (
             self._norm_of_heads(index, name, head_dim, len(one[0]))
             for name, one in ((layout.query_norm, query), (layout.key_norm, key))
-        ]
-        weight, bias = self._linear(index, self._family.attn_proj)
-        by_head = weight.unflatten(1, (heads, head_dim)).permute(1, 2, 0)
-        output, constant = self._written(by_head, bias, post)
-        return AttentionWeights(
-            layer=index,
-            query=reading(query, norm, norms[0], head_dim),
-            key=reading(key, norm, norms[1], head_dim),
-            value=reading(value, norm, None, head_dim),
-            output=output.transpose(1, 2),
-            output_constant=constant,
-            norm=norm,
-            post=post,
-            query_norm=norms[0],
-            key_norm=norms[1],
         )
+        block = (query, key, value, output, self._heads, norm, post, of_queries, of_keys)
+        return AttentionBlock(index, *block, self._factor)
+
+    def feed_forward(self, layer: int) -> FeedForward:
+        """Read one feed-forward block as a function of rows: transformers' own module between the norms, in float32.
+
+        Experts are read later, each when a row is first routed to it, and not kept.
+
+        Args:
+            layer: index of the layer; negative counts from the last.
+
+        Raises:
+            LayerOutOfRange: no such layer.
+            UnsupportedModel: the layer has unknown or quantised weights.
+        """
+        index, layout = self._index(layer), self._layout
+        self._account(index)
+        norm, post = (self._norm(index, name, self.width) for name in (layout.mlp_norm, layout.mlp_post))
+        if self._has_experts(index):
+            module, prefix = self._decoder[index].get_submodule("mlp"), f"{self._family.layers}.{index}"
+            experts = RoutedExperts.of(module, self._files, prefix, layout.experts)
+            return FeedForward(index, experts, norm, post, self._factor, {})
+        path = self._family.mlp_proj.rpartition(".")[0]
+        empty = self._decoder[index].get_submodule(path)  # stays empty, so that no layer is kept
+        inner = self._files.fill(f"{self._family.layers}.{index}.{path}", copy.deepcopy(empty).eval())
+        return FeedForward(index, inner, norm, post, self._factor, layout.read_by(inner, path))
 
     def neurons(self, layer: int) -> NeuronWeights:
         """Read the weights of one feed-forward block.
@@ -176,7 +200,7 @@ class ModelWeights:
         gates, ups = (None if one is None else reading(one, norm) for one in read)
         assert ups is not None
         weight, bias = self._linear(index, self._family.mlp_proj)
-        down, constant = self._written(weight.T, bias, post)
+        down, constant = writing((weight.T, bias), post, self._factor)
         return NeuronWeights(index, gates, ups, down, constant, norm, post)
 
     # Contents of a layer
@@ -192,6 +216,16 @@ class ModelWeights:
     @property
     def _kv_heads(self) -> int:
         return int(getattr(self._config, "num_key_value_heads", None) or self._heads)
+
+    @property
+    def _factor(self) -> float:
+        """Factor of a block's output; UnsupportedModel if layers do more with it than add it to the stream."""
+        factor = self._family.factor(self._config)
+        if factor is None:
+            raise UnsupportedModel(
+                f"{self.name}: layers of {self._architecture} do more to the stream than to add to it"
+            )
+        return factor
 
     def _index(self, layer: int) -> int:
         index = index_of(layer)
@@ -261,26 +295,3 @@ class ModelWeights:
         if type(module).__name__ == "Conv1D":  # transformers' own, which keeps its weight as [in, out]
             return weight.T, bias
         raise UnsupportedModel(f"{self.name}: {prefix} is a {type(module).__name__}, and no plain projection")
-
-    def _written(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, post: FrozenNorm | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the contributions of a block's last projection to the stream: for each of its inputs, and constant.
-
-        Args:
-            weight: weight, [..., in, hidden].
-            bias: bias, [hidden].
-            post: norm behind it.
-
-        Raises:
-            UnsupportedModel: the model's layers do more with it than add it to the stream.
-        """
-        factor = self._family.factor(self._config)
-        if factor is None:
-            raise UnsupportedModel(
-                f"{self.name}: layers of {self._architecture} do more to the stream than to add to it"
-            )
-        constant = torch.zeros(self.width) if bias is None else bias
-        if post is not None:
-            weight, constant = post.linear(weight), post.linear(constant)
-        return weight * factor, constant * factor

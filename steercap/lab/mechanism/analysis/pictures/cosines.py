@@ -1,8 +1,8 @@
-"""Pictures of cosines, of methods layer by layer, and of principal components."""
+"""Pictures of cosines, of methods layer by layer, of principal components, and of two checkpoints' comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -197,3 +197,76 @@ def plot_scores(table: pa.Table, path: str | Path) -> Path:
 
 def _share(component: int, shares: dict[int, float]) -> str:
     return f"component {component} ({100 * shares[component]:.0f} %)"
+
+
+def draw_comparison(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: str = ".png") -> list[Path]:
+    """Draw the pictures of a comparison into a folder, from its tables alone.
+
+    "susceptibility" has the mean distance by layer, a line for each matrix; "altered" each vector's absolute against
+    its angular change at the focus layers, and their histograms; "components" the mean |delta| beside the variance.
+
+    Args:
+        tables: tables of `comparison.compare`, or the same read from its folder; those missing are not drawn.
+        folder: folder of the pictures.
+        suffix: file suffix that sets the format, ".png", ".pdf" or ".svg".
+
+    Returns:
+        Paths of the files.
+    """
+    how = {"susceptibility": _draw_susceptibility, "feed_forward": _draw_altered, "components": _draw_components}
+    paths = []
+    for name in how.keys() & tables.keys():
+        path = Path(folder) / f"{'altered' if name == 'feed_forward' else name}{suffix}"
+        how[name](tables[name], path)
+        paths.append(path)
+    return sorted(paths)
+
+
+def _draw_susceptibility(table: pa.Table, path: Path) -> None:
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in table.to_pylist():
+        found.setdefault(row["matrix"], {}).setdefault(row["layer"], []).append(row["distance"])
+    with Picture(path, COLUMN, 2.4) as figure:
+        axes = figure.subplots()
+        for (matrix, values), colour in zip(found.items(), COLOURS, strict=False):
+            layers = sorted(values)
+            means = [np.mean(values[layer]) for layer in layers]
+            axes.plot(layers, means, label=matrix, color=colour, marker=".")
+        axes.set(xlabel="layer", ylabel="1 − cosine, mean over vectors")
+        axes.legend()
+        bare(axes)
+
+
+def _draw_altered(table: pa.Table, path: Path) -> None:
+    """Draw a row for each focus layer: a scatter of both measures, and a histogram of the one it is the focus of."""
+    rows = table.to_pylist()
+    groups = list(dict.fromkeys(row["group"] for row in rows))
+    focus: dict[str, int] = about(table)["focus"]
+    with Picture(path, PAGE, 2.4 * len(focus)) as figure:
+        panels = figure.subplots(len(focus), 2)
+        for (measure, layer), (scatter, histogram) in zip(focus.items(), panels, strict=True):
+            bins = np.histogram_bin_edges([row[measure] for row in rows if row["layer"] == layer], 20)
+            for place, group in enumerate(groups):
+                own = [row for row in rows if (row["group"], row["layer"]) == (group, layer)]
+                colour = COLOURS[place % len(COLOURS)]
+                across, up = ([row[one] for row in own] for one in focus)
+                scatter.scatter(across, up, s=6, color=colour, label=group)
+                histogram.hist([row[measure] for row in own], bins=bins, color=colour, alpha=0.5, density=True)
+            scatter.set(xlabel="absolute", ylabel="angular", title=f"layer {layer}, focus of {measure}")
+            histogram.set(xlabel=measure, ylabel="density")
+            for axes in (scatter, histogram):
+                bare(axes)
+        panels[0][0].legend()
+
+
+def _draw_components(table: pa.Table, path: Path) -> None:
+    rows = table.to_pylist()
+    with Picture(path, COLUMN, 2.4) as figure:
+        axes = figure.subplots()
+        for place, circuit in enumerate(("qk", "vo")):
+            at = [number + 0.2 * (2 * place - 1) for number in range(len(rows))]
+            axes.bar(at, [row[circuit] for row in rows], 0.4, color=COLOURS[place], label=circuit)
+        axes.set_xticks(range(len(rows)), [f"{row['component']}\n{row['explained']:.0%}" for row in rows])
+        axes.set(ylabel="mean |Δz| over layers")
+        axes.legend()
+        bare(axes)

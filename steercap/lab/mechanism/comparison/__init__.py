@@ -1,0 +1,268 @@
+"""Two checkpoints on the same vectors, such as base against instruct, by their weights alone and layer by layer.
+
+No engine is needed. Each layer of both is read once; what it gave is kept in a folder, so that a run can be resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from steercap.core.extras import extra
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec
+from steercap.files.base import write_whole
+from steercap.lab.mechanism.analysis.components import explained_by, principal_rows
+from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, labelled, random_units
+from steercap.lab.mechanism.analysis.pictures.cosines import draw_comparison
+from steercap.lab.mechanism.analysis.tables import described, save_table
+from steercap.lab.mechanism.comparison.attention import RandomPairs, attention_deltas
+from steercap.lab.mechanism.comparison.layers import (
+    BlockOutputs,
+    differences,
+    reinforcement,
+    susceptibility,
+)
+from steercap.lab.mechanism.comparison.settings import (
+    FOLDER,
+    CheckpointComparison,
+    CompareSettings,
+    ComparisonDefinition,
+)
+from steercap.lab.mechanism.comparison.summaries import (
+    COMPONENTS,
+    focus_layers,
+    group_tests,
+    partners,
+    summed,
+)
+from steercap.lab.mechanism.weights.model import ModelWeights
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = [
+    "CheckpointComparison",
+    "CompareSettings",
+    "compare",
+    "draw_comparison",
+    "focus_layers",
+    "group_tests",
+    "partners",
+]
+
+#: Group of the random vectors in the table of susceptibility.
+RANDOM: Final = "random"
+#: Principal components that are followed in detail, unless others are given.
+COUNT: Final = 10
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """Record of one block of one layer that is done: names of its tables, and parts left out."""
+
+    tables: list[str]
+    left_out: dict[str, str]
+
+
+def compare(
+    base: ModelWeights,
+    instruct: ModelWeights,
+    groups: Mapping[str, Vectors],
+    layer: int,
+    *,
+    components: Vectors | None = None,
+    settings: CompareSettings | None = None,
+    folder: str | Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> CheckpointComparison:
+    """Compare two checkpoints of one architecture and size on vectors of one layer.
+
+    All vectors are scaled to the mean of their lengths. Memory: one block of both models in float32, of a layer with
+    experts one expert at a time, and the tables.
+
+    Args:
+        base, instruct: the checkpoints; differences are instruct − base.
+        groups: vectors of the stream by group, such as {"roles": ..., "traits": ...}.
+        layer: layer of the vectors.
+        components: vectors that are followed in detail; by default the first ten principal components of all vectors,
+            or as many as there are.
+        settings: see `CompareSettings`.
+        folder: folder of the tables, in Parquet; an interrupted run is resumed from it. By default nothing is written.
+        progress: function called with "layers", the number of blocks done and of all.
+
+    Raises:
+        InvalidSpec: no vectors, vectors of another width, site or basis, two checkpoints of different sizes, or
+            settings out of range.
+        UnsupportedModel, LayerOutOfRange, InvalidFile: as for `ModelWeights.attention`.
+        RunDiffers: the folder holds another comparison.
+    """
+    run = _ComparisonRun.of(
+        (base, instruct), groups, layer, components, CompareSettings() if settings is None else settings
+    )
+    where = None if folder is None else Path(folder)
+    if where is not None and FOLDER.open(where, run.definition) is None:
+        FOLDER.write(where, run.definition)
+    parts: dict[str, list[pa.Table]] = {}
+    left_out: dict[str, str] = dict(run.left_out)
+    steps = run.steps
+    tell = progress or (lambda *_: None)
+    for done, step in enumerate(steps):
+        tell("layers", done, len(steps))
+        tables, missing = run.step(*step, where)
+        left_out |= missing
+        for name, table in tables.items():
+            parts.setdefault(name, []).append(table)
+    tell("layers", len(steps), len(steps))
+    found = run.summed(parts, left_out)
+    for name, table in found.tables.items():
+        if where is not None:
+            save_table(table, where / f"{name}.parquet")
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _ComparisonRun:
+    """One comparison: its vectors and settings, resolved and checked."""
+
+    base: ModelWeights
+    instruct: ModelWeights
+    named: LabelledRows
+    components: LabelledRows
+    through: LabelledRows  # the vectors that go through the matrices
+    explained: dict[str, float]
+    length: float
+    layer: int
+    settings: CompareSettings  # its layers resolved
+    left_out: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        models: tuple[ModelWeights, ModelWeights],
+        groups: Mapping[str, Vectors],
+        layer: int,
+        components: Vectors | None,
+        settings: CompareSettings,
+    ) -> _ComparisonRun:
+        """Check what a user gave."""
+        base, instruct = models
+        if not isinstance(settings, CompareSettings):
+            raise InvalidSpec(f"settings={shown(settings)}; give CompareSettings")
+        own = labelled(groups, base, layer)
+        if not isinstance(instruct, ModelWeights):
+            raise InvalidSpec(f"instruct={shown(instruct)}; give ModelWeights.open(checkpoint)")
+        if taken := {COMPONENTS, RANDOM} & set(groups):
+            raise InvalidSpec(f"a group has the name {', '.join(taken)}, which the tables use themselves; rename it")
+        if (base.width, base.layers) != (instruct.width, instruct.layers):
+            raise InvalidSpec(f"{base!r} and {instruct!r} differ in size; give two checkpoints of one architecture")
+        axes = (
+            principal_rows(own, COMPONENTS, COUNT)
+            if components is None
+            else labelled({COMPONENTS: components}, base, layer)
+        )
+        length = float(own.rows.norm(dim=1).mean())
+        named, followed = own.scaled(length), axes.scaled(length)
+        through = named.sampled(settings.per_group, settings.seed)
+        left_out = {
+            f"{group} through matrices": f"{missing} of {named.groups.count(group)}; per_group=None takes all"
+            for group in groups
+            if (missing := named.groups.count(group) - through.groups.count(group))
+        }
+        return cls(
+            base,
+            instruct,
+            named,
+            followed,
+            through + followed + _random(base.width, length, settings),
+            explained_by(own, axes),
+            length,
+            layer,
+            settings.resolved(layer, base.layers),
+            left_out,
+        )
+
+    @property
+    def definition(self) -> ComparisonDefinition:
+        """Definition of the folder."""
+        digest = hashlib.sha256(self.named.rows.numpy().tobytes() + self.components.rows.numpy().tobytes())
+        digest.update(msgspec.json.encode([self.named.labels, self.components.labels]))
+        base, instruct = ({"name": one.name, "weights": one.fingerprint} for one in (self.base, self.instruct))
+        return ComparisonDefinition(base, instruct, digest.hexdigest(), self.layer, self.settings)
+
+    @property
+    def steps(self) -> list[tuple[str, int]]:
+        """Blocks to read, with their layers, in order."""
+        layers = self.settings.layers
+        attention = [("attention_block", layer) for layer in layers]
+        neurons = [("feed_forward", layer) for layer in {*layers, *self.settings.feed_forward_layers}]
+        return sorted(attention + neurons, key=lambda step: (step[1], step[0]))
+
+    def step(self, block: str, layer: int, folder: Path | None) -> tuple[dict[str, pa.Table], dict[str, str]]:
+        """Compare one block of both models, or read what an earlier run found; return tables and what is left out."""
+        file = None if folder is None else folder / "parts" / f"{block}-{layer:03}.json"
+        if file is not None and file.exists():
+            return _read(file)
+        tables, left_out = self._compared(block, layer)
+        if file is not None:
+            for name, table in tables.items():
+                save_table(table, file.with_name(f"{file.stem}-{name}.parquet"))
+            with write_whole(file) as scratch:  # last, so that it stands for all of them
+                scratch.write_bytes(msgspec.json.encode(_Part(list(tables), left_out)))
+        return tables, left_out
+
+    def summed(self, parts: Mapping[str, list[pa.Table]], left_out: dict[str, str]) -> CheckpointComparison:
+        """Join and summarise the tables of all layers, and say what they were made of."""
+        groups = list(dict.fromkeys(self.named.groups))
+        if len(groups) < 2 or min(map(self.named.groups.count, groups)) < 2:
+            left_out["tests"] = f"{', '.join(groups)}: a test is of two groups of two vectors at least"
+            groups = []
+        tables = summed(parts, groups, self.explained, self.settings.correction)
+        about = {
+            "base": self.base.name,
+            "instruct": self.instruct.name,
+            "layer": self.layer,
+            "length": self.length,
+            "focus": focus_layers(tables["feed_forward"]),
+            "left_out": left_out,
+            **msgspec.structs.asdict(self.settings),
+        }
+        made = {name: described(table, **about) for name, table in tables.items()}
+        return CheckpointComparison(made, about["focus"], left_out)
+
+    def _compared(self, block: str, layer: int) -> tuple[dict[str, pa.Table], dict[str, str]]:
+        tables, left_out = dict[str, Any](), dict[str, str]()
+        pair: Any = tuple(getattr(weights, block)(layer) for weights in (self.base, self.instruct))
+        if layer in self.settings.layers and (pair[0].matrices or pair[1].matrices):
+            tables |= {"susceptibility": susceptibility(pair, self.through), "matrices": differences(pair)}
+        elif layer in self.settings.layers:
+            left_out[f"gate and up of layer {layer}"] = "it has experts, each with its own; its whole block is compared"
+        if block == "attention_block":
+            pairs = RandomPairs.drawn(self.settings.nulls, self.base.width, self.length, self.settings.seed)
+            tables["attention"] = attention_deltas(pair, self.named, self.components, pairs)
+            if all(one.is_odd for one in pair):
+                left_out["opposite"] = "without biases a vector's numbers with its opposite are its own, negated, z too"
+        elif layer in self.settings.feed_forward_layers:
+            outputs = BlockOutputs.of(pair, self.named + self.components)
+            tables["feed_forward"] = outputs.altered()
+            tables["decomposition"] = outputs.tail(len(self.components)).decomposed(self.named, self.settings.top)
+            tables["reinforcement"] = reinforcement(pair, self.components)
+        return tables, left_out
+
+
+def _read(file: Path) -> tuple[dict[str, pa.Table], dict[str, str]]:
+    with extra("analysis"):
+        from pyarrow import parquet
+
+    part = msgspec.json.decode(file.read_bytes(), type=_Part)
+    named = {name: file.with_name(f"{file.stem}-{name}.parquet") for name in part.tables}
+    return {name: parquet.read_table(path) for name, path in named.items()}, part.left_out
+
+
+def _random(width: int, length: float, settings: CompareSettings) -> LabelledRows:
+    rows = random_units(settings.random, width, settings.seed) * length
+    return LabelledRows((RANDOM,) * len(rows), tuple(f"{RANDOM} {at}" for at in range(len(rows))), rows)

@@ -1,0 +1,233 @@
+"""Attention of one layer in two checkpoints: scores between vectors, and what attending to one writes.
+
+Each number is compared with those of random vectors through the same model, whose cosine is that of the two vectors: 1
+where a vector meets itself, -1 where it meets its opposite. A number's null is a smooth function of that angle, so it
+is drawn at some angles and interpolated between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+
+from steercap.core.extras import extra
+from steercap.errors import UnsupportedModel
+from steercap.lab.mechanism.analysis.given import LabelledRows, random_pairs
+from steercap.lab.mechanism.analysis.tables import table_of
+from steercap.lab.mechanism.comparison.layers import MODELS, AttentionPair, joined
+from steercap.lab.mechanism.weights.applied import AttentionBlock
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Floats = npt.NDArray[np.float64]
+
+#: Angles from 0 to π at which a null is drawn; through as many, a cubic is within 1e-4 of the spread of the truth.
+ANGLES: Final = 33
+#: Columns of `attention_deltas`.
+COLUMNS: Final = (
+    "circuit", "layer", "relation", "source_group", "source", "target_group", "target", "cosine",
+    "base", "instruct", "base_z", "instruct_z", "delta",
+)  # fmt: skip
+
+
+class RandomPairs(NamedTuple):
+    """Random vectors, and one orthogonal to each, of the length of the vectors that are compared.
+
+    Args:
+        first, across: float32 [random, hidden].
+    """
+
+    first: Float[torch.Tensor, "random hidden"]
+    across: Float[torch.Tensor, "random hidden"]
+
+    @classmethod
+    def drawn(cls, count: int, width: int, length: float, seed: int) -> RandomPairs:
+        """Draw `count` pairs of vectors of a length."""
+        first, across = random_pairs(count, width, seed)
+        return cls(first * length, across * length)
+
+    def at(self, angle: float) -> Float[torch.Tensor, "random hidden"]:
+        """Return a vector at an angle to each of `first`, in radians."""
+        return math.cos(angle) * self.first + math.sin(angle) * self.across
+
+
+@dataclass(frozen=True, eq=False)
+class RelationNull:
+    """Mean and standard deviation of a number of two random vectors, by the angle between them.
+
+    Args:
+        mean, spread: functions of angles in radians.
+    """
+
+    mean: Callable[[Floats], Floats]
+    spread: Callable[[Floats], Floats]
+
+    @classmethod
+    def drawn(cls, number: Callable[[torch.Tensor], torch.Tensor], pairs: RandomPairs, place: str) -> RelationNull:
+        """Draw the null of a number.
+
+        Args:
+            number: function of the second vector of each pair, [random, hidden], that returns the number with the
+                first, [random].
+            pairs: random vectors.
+            place: name of the block, for messages.
+
+        Raises:
+            UnsupportedModel: all pairs at some angle give the same number.
+        """
+        with extra("analysis"):
+            from scipy.interpolate import CubicSpline
+
+        angles = np.linspace(0, math.pi, ANGLES)
+        drawn = torch.stack([number(pairs.at(angle)).double() for angle in angles])
+        spreads = drawn.std(dim=1)
+        if not bool((spreads > torch.finfo(torch.float32).eps * drawn.abs().max()).all()):
+            raise UnsupportedModel(f"{place} gives all random vectors the same number, so nothing can be compared")
+        return cls(CubicSpline(angles, drawn.mean(dim=1).numpy()), CubicSpline(angles, spreads.numpy()))
+
+    def z(self, values: Floats, cosines: Floats) -> Floats:
+        """Return the distance of values from the mean of random pairs with these cosines, in their deviations."""
+        angles = np.arccos(np.clip(cosines, -1, 1))
+        return (values - self.mean(angles)) / self.spread(angles)
+
+
+def scores(
+    queries: Float[torch.Tensor, "n heads head_dim"], keys: Float[torch.Tensor, "m heads head_dim"]
+) -> Float[torch.Tensor, "n m"]:
+    """Return q · k / √head_dim of every query and key, the mean over heads."""
+    heads, head_dim = queries.shape[1:]
+    return queries.flatten(1) @ keys.flatten(1).T / (heads * math.sqrt(head_dim))
+
+
+def attention_deltas(
+    pair: AttentionPair, named: LabelledRows, components: LabelledRows, pairs: RandomPairs
+) -> pa.Table:
+    """Compare the attention of one layer of both models.
+
+    "qk" is the score of a source's query with a target's key: norm, q · k / √head_dim, mean over heads. "vo" is the
+    cosine of a target with what attending to a source writes: norm, V, O, all heads together, the norm behind them.
+    Rotary embedding is left out, as between two tokens at one position.
+
+    Every vector meets itself ("same"), and its opposite in models with biases alone: without them all its numbers are
+    those of itself with the other sign. By "qk" the key is negated, by "vo" the source. Every component meets every
+    named vector and every other component ("given"), by "qk" in both orders.
+
+    Args:
+        pair: attention blocks of both models.
+        named: vectors with names.
+        components: components that meet all of them.
+        pairs: random vectors of the nulls, the same for both models.
+
+    Returns:
+        Columns `circuit`, `layer`, `relation`, `source_group`, `source`, `target_group`, `target`, `cosine` (of source
+        and target), `base` and `instruct` (the number), `base_z` and `instruct_z` (in standard deviations of random
+        pairs of that cosine, through that model), `delta` (the second z less the first).
+    """
+    everything = named + components
+    first = range(len(named), len(everything))
+    asked = [_PairSet("same", np.arange(len(everything)), np.arange(len(everything)))]
+    if not all(block.is_odd for block in pair):
+        asked.append(_PairSet("opposite", asked[0].sources, asked[0].targets))
+    met = [(one, other) for one in first for other in range(len(everything)) if one != other]
+    sources, targets = np.array(met, dtype=np.int64).reshape(-1, 2).T
+    asked.append(_PairSet("given", sources, targets))
+    turned = [(other, one) for one, other in met if other < len(named)]
+    more, ends = np.array(turned, dtype=np.int64).reshape(-1, 2).T
+    tables = []
+    for circuit, numbers in (("qk", _scored), ("vo", _written)):
+        sets = [*asked, _PairSet("given", more, ends)] if circuit == "qk" else asked
+        found = [numbers(block, everything, sets, pairs) for block in pair]
+        tables += [
+            _columns(circuit, pair[0].layer, everything, one, each)
+            for one, each in zip(sets, zip(*found, strict=True), strict=True)
+        ]
+    return table_of(joined(tables, COLUMNS))
+
+
+class _PairSet(NamedTuple):
+    """Pairs of rows with one relation, by their places."""
+
+    relation: str
+    sources: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int64]
+
+    @property
+    def sign(self) -> int:
+        return -1 if self.relation == "opposite" else 1
+
+    def cosines(self, given: LabelledRows) -> Floats:
+        """Return the cosine of each pair, exactly ±1 where a row meets itself or its opposite."""
+        if self.relation != "given":
+            return np.full(len(self.sources), float(self.sign))
+        found: Floats = (given.units @ given.units.T).numpy()[self.sources, self.targets]
+        return found
+
+
+def _scored(
+    block: AttentionBlock, given: LabelledRows, asked: list[_PairSet], pairs: RandomPairs
+) -> list[tuple[Floats, Floats]]:
+    """Return scores, and their z, of each set of pairs."""
+    drawn = block.queries(pairs.first).flatten(1)
+    scale = block.heads * math.sqrt(block.head_dim)
+
+    def number(second: torch.Tensor) -> torch.Tensor:
+        return (drawn * block.keys(second).flatten(1)).sum(1) / scale
+
+    null = RelationNull.drawn(number, pairs, f"attention of layer {block.layer}")
+    queries, keys = block.queries(given.rows), {1: block.keys(given.rows), -1: block.keys(-given.rows)}
+    found = []
+    for one in asked:
+        values = scores(queries, keys[one.sign]).double().numpy()[one.sources, one.targets]
+        found.append((values, null.z(values, one.cosines(given))))
+    return found
+
+
+def _written(
+    block: AttentionBlock, given: LabelledRows, asked: list[_PairSet], pairs: RandomPairs
+) -> list[tuple[Floats, Floats]]:
+    """Return the cosine of what attending to a source writes with its target, and their z, of each set of pairs.
+
+    Of opposites the source is negated: a negated target would only give the number of "same" another sign.
+    """
+    drawn = torch.nn.functional.normalize(block.forward(pairs.first), dim=1)
+
+    def number(second: torch.Tensor) -> torch.Tensor:
+        return (drawn * torch.nn.functional.normalize(second, dim=1)).sum(1)
+
+    null = RelationNull.drawn(number, pairs, f"attention of layer {block.layer}")
+    outputs = {sign: block.forward(sign * given.rows).double() for sign in {one.sign for one in asked}}
+    found = []
+    for one in asked:
+        cosines = torch.nn.functional.normalize(outputs[one.sign], dim=1) @ given.units.T
+        values = cosines.numpy()[one.sources, one.targets]
+        found.append((values, null.z(values, one.cosines(given))))
+    return found
+
+
+def _columns(
+    circuit: str, layer: int, given: LabelledRows, asked: _PairSet, found: tuple[tuple[Floats, Floats], ...]
+) -> dict[str, Any]:
+    (base, base_z), (instruct, instruct_z) = found
+    count, groups, names = len(asked.sources), np.array(given.groups), np.array(given.names)
+    return {
+        "circuit": np.full(count, circuit),
+        "layer": np.full(count, layer),
+        "relation": np.full(count, asked.relation),
+        "source_group": groups[asked.sources],
+        "source": names[asked.sources],
+        "target_group": groups[asked.targets],
+        "target": names[asked.targets],
+        "cosine": asked.cosines(given),
+        **dict(zip(MODELS, (base, instruct), strict=True)),
+        "base_z": base_z,
+        "instruct_z": instruct_z,
+        "delta": instruct_z - base_z,
+    }

@@ -1,0 +1,238 @@
+"""One layer of two checkpoints on the same vectors: its matrices, and its whole feed-forward block.
+
+Tables have a row for each vector, labelled by `group` and `name`. Differences are instruct − base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from steercap.errors import InvalidFile, InvalidVector, UnsupportedModel
+from steercap.lab.mechanism.analysis.given import LabelledRows
+from steercap.lab.mechanism.analysis.tables import table_of
+from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+#: One block of the base checkpoint, and of the instruct checkpoint.
+AttentionPair: TypeAlias = "tuple[AttentionBlock, AttentionBlock]"
+FeedForwardPair: TypeAlias = "tuple[FeedForward, FeedForward]"
+#: Checkpoints, in the order of a pair.
+MODELS: Final = ("base", "instruct")
+#: Bytes of a matrix that are compared at once, as float64.
+BLOCK_BYTES: Final = 64 << 20
+#: Components of `reinforcement`: both signs of these.
+REINFORCED: Final = 5
+
+
+def susceptibility(pair: AttentionPair | FeedForwardPair, given: LabelledRows) -> pa.Table:
+    """Measure how far training has turned what each matrix that reads the stream makes of vectors.
+
+    Each model norms a vector by its own input norm and applies its raw matrix, without bias.
+
+    Returns:
+        Columns `group`, `name`, `layer`, `matrix` ("q", "k", "v", or "gate", "up"), `distance`: 1 − cosine of both
+        results.
+
+    Raises:
+        UnsupportedModel: the two checkpoints have matrices of different shapes.
+        InvalidVector: a matrix makes zero of a vector, so that there is no angle.
+    """
+    base, instruct = (block.normed(given.rows) for block in pair)
+    tables = [
+        {
+            **given.labels,
+            "layer": [pair[0].layer] * len(given),
+            "matrix": [matrix] * len(given),
+            "distance": _turned(base @ one.T, instruct @ other.T, given, f"{matrix} of layer {pair[0].layer}").numpy(),
+        }
+        for matrix, one, other in _matrices(pair)
+    ]
+    return table_of(joined(tables, ("group", "name", "layer", "matrix", "distance")))
+
+
+def differences(pair: AttentionPair | FeedForwardPair) -> pa.Table:
+    """Compare the matrices of a layer that read the stream, in float64.
+
+    Returns:
+        Columns `layer`, `matrix`, `frobenius` (norm of the difference), `relative` (the same over the norm of the base
+        matrix), `cosine` (of both matrices flattened).
+
+    Raises:
+        UnsupportedModel: as for `susceptibility`.
+    """
+    rows = []
+    for matrix, one, other in _matrices(pair):
+        size = max(1, BLOCK_BYTES // (8 * one.shape[1]))
+        apart, ours, theirs, product = (torch.zeros((), dtype=torch.float64) for _ in range(4))
+        for mine, yours in zip(one.split(size), other.split(size), strict=True):
+            first, second = mine.double(), yours.double()
+            apart += (second - first).square().sum()
+            ours, theirs = ours + first.square().sum(), theirs + second.square().sum()
+            product += (first * second).sum()
+        cosine = product / (ours * theirs).sqrt()
+        _check_finite(cosine, f"{matrix} of layer {pair[0].layer}")
+        rows.append((pair[0].layer, matrix, float(apart.sqrt()), float((apart / ours).sqrt()), float(cosine)))
+    names = ("layer", "matrix", "frobenius", "relative", "cosine")
+    return table_of({name: [row[at] for row in rows] for at, name in enumerate(names)})
+
+
+@dataclass(frozen=True, eq=False)
+class BlockOutputs:
+    """Outputs of one layer's feed-forward block of both models.
+
+    Args:
+        layer: index of the layer.
+        given: vectors that they are outputs of.
+        base, instruct: outputs, float64 [rows, hidden].
+
+    Raises:
+        InvalidFile: an output is not finite.
+    """
+
+    layer: int
+    given: LabelledRows
+    base: Float[torch.Tensor, "rows hidden"]
+    instruct: Float[torch.Tensor, "rows hidden"]
+
+    def __post_init__(self) -> None:
+        for outputs in (self.base, self.instruct):
+            _check_finite(outputs, f"the feed-forward block of layer {self.layer}")
+
+    @classmethod
+    def of(cls, pair: FeedForwardPair, given: LabelledRows) -> BlockOutputs:
+        """Apply both blocks to the vectors; the residual is not in it."""
+        base, instruct = (block.forward(given.rows).double() for block in pair)
+        return cls(pair[0].layer, given, base, instruct)
+
+    def tail(self, count: int) -> BlockOutputs:
+        """Return the last outputs alone."""
+        first = len(self.given) - count
+        given = self.given.where(range(first, len(self.given)))
+        return BlockOutputs(self.layer, given, self.base[first:], self.instruct[first:])
+
+    def altered(self) -> pa.Table:
+        """Measure how far the output of each vector differs.
+
+        Returns:
+            Columns `group`, `name`, `layer`, `absolute` (L2 norm of the outputs' difference), `angular` (1 − cosine of
+            the outputs), `base_norm` and `instruct_norm` (of the outputs).
+
+        Raises:
+            InvalidVector: an output is zero.
+        """
+        turned = _turned(self.base, self.instruct, self.given, f"the feed-forward block of layer {self.layer}")
+        columns = {
+            **self.given.labels,
+            "layer": np.full(len(self.given), self.layer),
+            "absolute": (self.instruct - self.base).norm(dim=1).numpy(),
+            "angular": turned.numpy(),
+            "base_norm": self.base.norm(dim=1).numpy(),
+            "instruct_norm": self.instruct.norm(dim=1).numpy(),
+        }
+        return table_of(columns)
+
+    def decomposed(self, named: LabelledRows, top: int) -> pa.Table:
+        """List the named vectors on which the outputs, and their change, project furthest, with either sign.
+
+        Args:
+            named: vectors to project on.
+            top: number of vectors for each output.
+
+        Returns:
+            Columns `layer`, `name` (of the vector that went in), `output` ("base", "instruct", "change"), `place`,
+            `target_group`, `target`, `projection` (on the target's unit vector, in the stream's units), `cosine`.
+        """
+        units, rows = named.units, list[dict[str, Any]]()
+        outputs = {"base": self.base, "instruct": self.instruct, "change": self.instruct - self.base}
+        for output, values in outputs.items():
+            projections = values @ units.T
+            best = projections.abs().topk(min(top, len(named)), dim=1).indices.tolist()
+            lengths = values.norm(dim=1).clamp(min=torch.finfo(torch.float64).tiny)  # a change may be zero
+            cosines = projections / lengths[:, None]
+            rows += [
+                {"layer": self.layer, "name": name, "output": output, "place": place,
+                 "target_group": named.groups[target], "target": named.names[target],
+                 "projection": float(projections[at, target]), "cosine": float(cosines[at, target])}
+                for at, name in enumerate(self.given.names)
+                for place, target in enumerate(best[at])
+            ]  # fmt: skip
+        return table_of({name: [row[name] for row in rows] for name in rows[0]})
+
+
+def reinforcement(pair: FeedForwardPair, components: LabelledRows) -> pa.Table:
+    """Measure how much a block writes along each component that it is given, and across it, for both signs.
+
+    Args:
+        pair: feed-forward blocks of both models.
+        components: components; the first five are used.
+
+    Returns:
+        Columns `name`, `sign` (1, -1), `layer`, `model` ("base", "instruct"), `along` (component of the output along
+        the signed vector: above 0 it reinforces itself), `across` (length of the rest).
+    """
+    first = components.where(range(min(REINFORCED, len(components))))
+    signed = LabelledRows(first.groups * 2, first.names * 2, torch.cat([first.rows, -first.rows]))
+    found = BlockOutputs.of(pair, signed)
+    tables = []
+    for model, outputs in zip(MODELS, (found.base, found.instruct), strict=True):
+        along = (outputs * signed.units).sum(1)
+        across = (outputs - along[:, None] * signed.units).norm(dim=1)
+        tables.append(
+            {
+                "name": list(signed.names),
+                "sign": np.repeat([1, -1], len(first)),
+                "layer": [found.layer] * len(signed),
+                "model": [model] * len(signed),
+                "along": along.numpy(),
+                "across": across.numpy(),
+            }
+        )
+    return table_of(joined(tables, tuple(tables[0])))
+
+
+def joined(tables: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Append the columns of several tables; each has the columns `names`."""
+    return {name: np.concatenate([np.asarray(table[name]) for table in tables]) for name in names}
+
+
+def _matrices(pair: AttentionPair | FeedForwardPair) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Return the matrices of both, by name.
+
+    Raises:
+        UnsupportedModel: their names or shapes differ.
+    """
+    base, instruct = ({name: tuple(one.shape) for name, one in block.matrices.items()} for block in pair)
+    if base != instruct:
+        raise UnsupportedModel(
+            f"layer {pair[0].layer} has the matrices {base} in one checkpoint and {instruct} in the other; "
+            "give two checkpoints of one architecture and size"
+        )
+    return [(name, one, pair[1].matrices[name]) for name, one in pair[0].matrices.items()]
+
+
+def _turned(
+    one: Float[torch.Tensor, "rows width"], other: Float[torch.Tensor, "rows width"], given: LabelledRows, place: str
+) -> Float[torch.Tensor, " rows"]:
+    """Return 1 − cosine of each row with the other's, float64, as half the squared distance of the unit rows: exact to
+    rounding where they are nearly the same.
+    """
+    first, second = one.double(), other.double()
+    for rows in (first, second):
+        _check_finite(rows, place)
+        if zero := [name for name, row in zip(given.names, rows, strict=True) if not row.any()]:
+            raise InvalidVector(f"{place} makes zero of {', '.join(zero[:5])}, so there is no angle to compare")
+    apart = torch.nn.functional.normalize(first, dim=1) - torch.nn.functional.normalize(second, dim=1)
+    return apart.square().sum(1) / 2
+
+
+def _check_finite(values: torch.Tensor, place: str) -> None:
+    if not bool(values.isfinite().all()):
+        raise InvalidFile(f"{place} gives numbers that are not finite; is the checkpoint damaged?")

@@ -1,0 +1,206 @@
+"""Blocks of a layer as functions of whole rows: the norms themselves and raw matrices, nothing taken as given.
+
+`blocks` has the same weights as linear maps of directions. Here rows are rows of the stream at a block's input, and
+results are what the block adds to the stream, without the row itself. Shape legend as there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+
+from steercap.lab.mechanism.weights.blocks import AttentionWeights, FrozenNorm, Linear, reading, writing
+from steercap.lab.mechanism.weights.files import TensorFiles
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBlock:
+    """Attention block of one layer, its matrices raw and float32.
+
+    Rotary embedding is left out, as at position 0, and so is the scale of scores.
+
+    Args:
+        layer: index of the layer.
+        query, key, value: weight [all heads' outputs, hidden] and bias of each.
+        output: weight [hidden, heads · head_dim] and bias of the last projection.
+        heads: number of query heads.
+        norm, post: norms before and behind the block, None for none.
+        query_norm, key_norm: norms of queries and keys, None for none.
+        factor: factor of the block's output before it is added to the stream.
+    """
+
+    layer: int
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    heads: int
+    norm: FrozenNorm | None
+    post: FrozenNorm | None
+    query_norm: FrozenNorm | None
+    key_norm: FrozenNorm | None
+    factor: float
+
+    @property
+    def head_dim(self) -> int:
+        """Number of elements of a head."""
+        return self.query[0].shape[0] // self.heads
+
+    @property
+    def matrices(self) -> dict[str, torch.Tensor]:
+        """Raw weights that read the stream: "q", "k" and "v"."""
+        return {"q": self.query[0], "k": self.key[0], "v": self.value[0]}
+
+    @property
+    def is_odd(self) -> bool:
+        """True if an opposite row has opposite queries, keys and outputs: no bias, and no norm with a constant."""
+        norms = (self.norm, self.post, self.query_norm, self.key_norm)
+        biases = (self.query[1], self.key[1], self.value[1], self.output[1])
+        constants = [norm.constant for norm in norms if norm is not None] + [
+            bias for bias in biases if bias is not None
+        ]
+        return not any(bool(one.any()) for one in constants)
+
+    def normed(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
+        """Return rows as `matrices` read them, the norm before the block applied: float32."""
+        return _normed(self.norm, rows.float())
+
+    def queries(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows heads head_dim"]:
+        """Return the queries of each head, their norm applied, biases included: float32."""
+        return self._headed(rows, self.query, self.query_norm)
+
+    def keys(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows heads head_dim"]:
+        """Return the key that each query head meets, as `queries`; heads that share keys have equal ones."""
+        return self._shared(self._headed(rows, self.key, self.key_norm))
+
+    def forward(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
+        """Return what the block adds to each row that attends to itself with weight one, all heads together: norm,
+        values, last projection, norm behind it, factor, biases included; float32.
+        """
+        values = self._shared(self._headed(rows, self.value, None)).flatten(1)
+        return self.factor * _normed(self.post, _projected(values, self.output))
+
+    def folded(self) -> AttentionWeights:
+        """Return the block as linear maps of directions, norms folded in."""
+        by_head = self.output[0].unflatten(1, (self.heads, self.head_dim)).permute(1, 2, 0)
+        output, constant = writing((by_head, self.output[1]), self.post, self.factor)
+        return AttentionWeights(
+            layer=self.layer,
+            query=reading(self.query, self.norm, self.query_norm, self.head_dim),
+            key=reading(self.key, self.norm, self.key_norm, self.head_dim),
+            value=reading(self.value, self.norm, None, self.head_dim),
+            output=output.transpose(1, 2),
+            output_constant=constant,
+            norm=self.norm,
+            post=self.post,
+            query_norm=self.query_norm,
+            key_norm=self.key_norm,
+        )
+
+    def _headed(self, rows: torch.Tensor, linear: Linear, norm: FrozenNorm | None) -> torch.Tensor:
+        """Project normed rows, apply the norm of heads or of all at once, and split: [rows, its heads, head_dim]."""
+        found = _projected(self.normed(rows), linear)
+        if norm is not None:
+            found = norm(found.unflatten(1, (-1, norm.width))).flatten(1)
+        by_head: torch.Tensor = found.unflatten(1, (-1, self.head_dim))
+        return by_head
+
+    def _shared(self, found: torch.Tensor) -> torch.Tensor:
+        return found.repeat_interleave(self.heads // found.shape[1], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForward:
+    """Feed-forward block of one layer.
+
+    Args:
+        layer: index of the layer.
+        inner: neurons, from a normed row to the output of their last projection: transformers' module, or experts.
+        norm, post: norms before and behind the block, None for none.
+        factor: factor of the block's output before it is added to the stream.
+        matrices: raw weights that read the stream, [neurons, hidden]: "gate" and "up", "up" alone without a gate; none
+            of a layer with experts, which has one of each for every expert.
+    """
+
+    layer: int
+    inner: Callable[[torch.Tensor], torch.Tensor]
+    norm: FrozenNorm | None
+    post: FrozenNorm | None
+    factor: float
+    matrices: Mapping[str, torch.Tensor]
+
+    def normed(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
+        """Return rows as `matrices` read them, the norm before the block applied: float32."""
+        return _normed(self.norm, rows.float())
+
+    def forward(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
+        """Return what the block adds to the stream for each row: norm, neurons (of the experts that the row is routed
+        to), last projection, norm behind it, factor; float32.
+
+        Args:
+            rows: rows of the stream at the block's input, any dtype.
+        """
+        with torch.inference_mode():
+            found = _normed(self.post, self.inner(self.normed(rows)))
+            return found * self.factor
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """Experts of one layer, read one by one, those alone that a row is routed to.
+
+    Args:
+        router: transformers' router with its weights: it returns logits, scores [rows, chosen] and experts.
+        activation: activation of the gates.
+        read: function that reads an expert's gate, up and down weights, [out, in] each.
+    """
+
+    router: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    read: Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, module: Any, files: TensorFiles, prefix: str, names: Sequence[str]) -> RoutedExperts:
+        """Open the experts of a layer; the router alone is read.
+
+        Args:
+            module: transformers' module of router and experts, without weights.
+            files: tensor files of the checkpoint.
+            prefix: path of the layer.
+            names: names in the checkpoint, as in `Layout.experts`.
+        """
+        router, *parts = names
+        hidden, neurons = module.experts.down_proj.shape[1:]
+        shapes = ((neurons, hidden), (neurons, hidden), (hidden, neurons))
+
+        def read(expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            full = (f"{prefix}.{part.format(expert)}.weight" for part in parts)
+            gate, up, down = map(files.read, full, shapes)
+            return gate, up, down
+
+        return cls(files.fill(f"{prefix}.{router}", copy.deepcopy(module.gate).eval()), module.experts.act_fn, read)
+
+    def __call__(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
+        """Return the sum of the outputs of each row's experts, by their scores."""
+        _, scores, chosen = self.router(rows)
+        found = torch.zeros_like(rows)
+        for expert in chosen.unique().tolist():
+            at, place = (chosen == expert).nonzero(as_tuple=True)
+            gate, up, down = self.read(expert)
+            neurons = self.activation(rows[at] @ gate.T) * (rows[at] @ up.T)
+            found.index_add_(0, at, scores[at, place, None] * (neurons @ down.T))
+        return found
+
+
+def _normed(norm: FrozenNorm | None, rows: torch.Tensor) -> torch.Tensor:
+    return rows if norm is None else norm(rows)
+
+
+def _projected(rows: torch.Tensor, linear: Linear) -> torch.Tensor:
+    weight, bias = linear
+    return torch.nn.functional.linear(rows, weight, bias)
