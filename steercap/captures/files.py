@@ -89,13 +89,13 @@ class Saved(NamedTuple):
     output_token_ids: Sequence[int]
 
 
-def write(saved: Saved, path: Path) -> Path:
-    """Write a handle; the file appears as a whole or not at all.
+def write(saved: Saved, path: Path, mode: int | None = None) -> Path:
+    """Write a handle; the file appears as a whole or not at all, with the permissions `mode` if given.
 
     Raises:
         InvalidFile: the name ends in something other than .safetensors.
     """
-    return write_tensors(path, saved.header, _tensors(saved))
+    return write_tensors(path, saved.header, _tensors(saved), mode)
 
 
 def encode(saved: Saved) -> bytes:
@@ -161,6 +161,11 @@ def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{part}{end}", tensor
     for name, constant in constants_of(rows).items():
         yield f"{name}{end_of(point, None)}", constant
+
+
+def size_of(saved: Saved) -> int:
+    """Return the bytes of a capture's rows; its file has labels and a header too."""
+    return sum(tensor.nbytes for point, rows in saved.rows.items() for _, tensor in named(point, rows))
 
 
 def constants_of(rows: Rows) -> Mapping[str, torch.Tensor]:

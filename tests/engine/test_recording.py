@@ -1,0 +1,150 @@
+"""A server that records: unmodified clients, and rows that are those of local requests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from openai import AsyncOpenAI
+from support.rows import random_prompt, settled
+
+from steercap import CaptureSpec, SteerModel
+from steercap.adapters import server
+from steercap.captures.recordings import RecordedRequest, Recordings
+from steercap.server.recording import Recorder, RecordSettings
+from steercap.server.server import ServerSettings, application
+
+FLAGS = ["--served-model-name", "tiny"]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+SPEC = CaptureSpec(layers=[0, 2], sites=["resid_post", "attn_out"])
+
+
+class Recorded:
+    """A server with its recorder, and what a client gets of it."""
+
+    def __init__(self, app: Any, recorder: Recorder) -> None:
+        self._app, self.recorder = app, recorder
+        transport = httpx.ASGITransport(app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
+        self.openai = AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=self.http, max_retries=0)
+
+    async def written(self, count: int) -> tuple[RecordedRequest, ...]:
+        """Wait until this many requests are recorded or dropped; what is listed then."""
+        recorder = self.recorder
+        await until(lambda: recorder.recorded["requests"] + sum(recorder.dropped.values()) >= count)
+        return Recordings.load(recorder.folder.path).requests
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def recording(tiny: SteerModel, **given: Any) -> AsyncIterator[Recorded]:
+    settings = RecordSettings(**{"capture": SPEC, **given})
+    async with Recorder.of(settings, tiny.serving.model) as recorder:
+        flags = server.read_flags(tiny.serving.model, FLAGS)
+        app = await application(tiny, flags, ServerSettings(record=settings), recorder=recorder)
+        yield Recorded(app, recorder)
+
+
+async def test_rows_are_those_of_local_requests(tiny: SteerModel, tmp_path) -> None:
+    """Texts, streams and several samples of clients that know nothing of it; each under the id of its answer."""
+    prompt = random_prompt(40, 1)
+    text, handle = await tiny.generate(prompt, {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}, capture=SPEC)
+    await handle.fetch()
+    async with recording(tiny, folder=tmp_path / "rows") as served:
+        plain = await served.openai.completions.create(model="tiny", prompt=prompt, **GREEDY)
+        stream = await served.openai.completions.create(model="tiny", prompt=prompt, stream=True, **GREEDY)
+        chunks = [chunk async for chunk in stream]
+        several = await served.openai.completions.create(model="tiny", prompt=prompt, n=3, seed=1, max_tokens=4)
+        assert plain.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks) == text
+        assert "steercap" not in (plain.model_extra or {})
+        found = await served.written(3)
+    assert [one.answer_id.rpartition("-")[0] for one in found] == [plain.id, chunks[0].id, several.id]
+    assert [len(one.files) for one in found] == [1, 1, 3]
+    for one in found[:2]:
+        (kept,) = one.handles()
+        assert (kept.text, kept.prompt_token_ids, kept.output_token_ids) == (
+            text,
+            tuple(prompt),
+            handle.output_token_ids,
+        )
+        for point, rows in handle.captures.items():
+            torch.testing.assert_close(kept.captures[point], rows, rtol=1e-5, atol=1e-5)
+    assert {kept.text for kept in found[2].handles()} == {choice.text for choice in several.choices}
+    for path in (tmp_path / "rows").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+    assert Recordings.load(tmp_path / "rows").unlisted == 0
+    await settled(tiny)
+
+
+async def test_a_header_and_a_capture_of_ones_own_leave_a_request_out(tiny: SteerModel, tmp_path) -> None:
+    prompt = random_prompt(12, 2)
+    async with recording(tiny, folder=tmp_path) as served:
+        for said in ("no", "0", "never"):
+            await served.openai.completions.create(
+                model="tiny", prompt=prompt, extra_headers={"x-steercap-record": said}, **GREEDY
+            )
+        own = {"ignore_eos": True, "steercap": {"capture": True, "deliver": "inline"}}
+        answer = await served.openai.completions.create(
+            model="tiny", prompt=prompt, temperature=0.0, max_tokens=6, extra_body=own
+        )
+        assert answer.model_extra["steercap"]["results"][0]["capture"]["rows"] == 17
+        await served.openai.completions.create(
+            model="tiny", prompt=prompt, extra_headers={"x-steercap-record": "yes"}, **GREEDY
+        )
+        found = await served.written(2)
+        assert (served.recorder.skipped, served.recorder.dropped) == ({"opted_out": 3}, {"own_capture": 1})
+    assert len(found) == 1
+    await settled(tiny)
+
+
+async def test_a_stalled_file_system_stops_no_request(tiny: SteerModel, tmp_path) -> None:
+    """The segment's manifest is a FIFO, at which the writer waits in the kernel. Requests are answered meanwhile; what
+    no longer fits the queue is counted; and once the FIFO gives way, the next segment is written.
+    """
+    async with recording(tiny, folder=tmp_path / "rows", queue_bytes=2 << 20) as served:
+        (tmp_path / "rows" / "000000").mkdir()
+        os.mkfifo(tmp_path / "rows" / "000000" / "manifest.json")
+        prompt, recorder = random_prompt(20, 3), served.recorder
+        texts = set()
+        for _ in range(16):
+            answer = await served.openai.completions.create(model="tiny", prompt=prompt, **GREEDY)
+            texts.add(answer.choices[0].text)
+        assert len(texts) == 1
+        assert recorder.recorded["requests"] == 0
+        assert recorder.dropped["queue"] >= 8
+        assert 0 < recorder.pending <= 2 << 20
+        await settled(tiny)  # no row of them is left in the workers
+        with (tmp_path / "rows" / "000000" / "manifest.json").open("wb") as fifo:
+            fifo.write(b"nothing")
+        (tmp_path / "rows" / "000000" / "manifest.json").unlink()
+        found = await served.written(16)
+        assert recorder.pending == 0
+        assert recorder.recorded["requests"] == len(found) == 16 - sum(recorder.dropped.values()) > 0
+    await settled(tiny)
+
+
+@pytest.mark.parametrize("steering", [None, {"op": "add", "vector": [4.0] * 128, "layer": 1}])
+async def test_a_steered_request_is_recorded_as_the_model_ran_it(tiny: SteerModel, tmp_path, steering) -> None:
+    prompt = random_prompt(16, 4)
+    async with recording(tiny, folder=tmp_path) as served:
+        body = {"ignore_eos": True} | ({} if steering is None else {"steercap": {"steering": steering}})
+        answer = await served.openai.completions.create(
+            model="tiny", prompt=prompt, temperature=0.0, max_tokens=6, extra_body=body
+        )
+        (found,) = await served.written(1)
+    (kept,) = found.handles()
+    assert kept.text == answer.choices[0].text
+    assert (found.files[0].steering is None) == (steering is None)
+    assert kept.captures[2, "resid_post"].shape == (21, 128)
+    await settled(tiny)
