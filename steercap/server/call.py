@@ -81,6 +81,8 @@ class SteercapRequest:
     unsaid: list[Callable[[], object]] = field(default_factory=list)
 
 
+#: True while a request is served whose client does not want it recorded.
+OPTED_OUT: Final[ContextVar[bool]] = ContextVar("steercap opted out", default=False)
 #: SteercapRequest of the request being served, None for a request that does not use steercap.
 CURRENT: Final[ContextVar[SteercapRequest | None]] = ContextVar("steercap call", default=None)
 

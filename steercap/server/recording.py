@@ -14,8 +14,8 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -25,10 +25,12 @@ from steercap.captures.fetching import fetch_all
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Source
 from steercap.captures.recordings import RecordingFolder, RecordLimits
+from steercap.captures.site_codecs import SiteCodecs
 from steercap.concurrency.loops import end_within, on_thread
-from steercap.core.spec import CaptureSpec
+from steercap.core.spec import CaptureSpec, Layers
+from steercap.core.tokens import Tokens
 from steercap.errors import CaptureMemoryFull, InvalidSetting, SteercapError
-from steercap.server.middleware import App, Message, Receive, Send, header
+from steercap.server.call import OPTED_OUT
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -36,11 +38,6 @@ if TYPE_CHECKING:
     from steercap.engine.engine import Engine
     from steercap.requests.job import Job
 
-#: Header of a request by which its client has it left out; "yes" has it recorded.
-HEADER: Final = b"x-steercap-record"
-_YES: Final = ("", "yes", "true", "1", "on")
-#: True while a request is served whose client does not want it recorded.
-OPTED_OUT: Final[ContextVar[bool]] = ContextVar("steercap opted out", default=False)
 #: Maximum bytes of rows that wait to be written.
 QUEUE_BYTES: Final = 1 << 30
 #: Seconds between two looks for segments that are old, and that the end of a server waits for what is queued.
@@ -56,18 +53,22 @@ class RecordSettings:
 
     Args:
         folder: folder to record to.
-        capture: points, tokens and codec that are recorded.
+        codecs: sites that are recorded, with the codec of each.
+        layers, tokens: layers and tokens that are recorded, as for `CaptureSpec`.
         fraction: fraction of the requests that are recorded, drawn at random.
-        prompts: False to leave out the prompts' token ids; then `capture` must select generated tokens alone.
+        prompts: False to leave out the prompts' token ids; then `tokens` must be "generated".
         limits: limits of the folder.
         queue_bytes: maximum bytes of rows that wait to be written.
 
     Raises:
         InvalidSetting: a value that does not fit.
+        The errors of `CaptureSpec`.
     """
 
     folder: Path
-    capture: CaptureSpec = field(default_factory=CaptureSpec)
+    codecs: SiteCodecs = field(default_factory=lambda: SiteCodecs.parse(["resid_post"]))
+    layers: Layers = "all"
+    tokens: Tokens = "all"
     fraction: float = 1.0
     prompts: bool = True
     limits: RecordLimits = field(default_factory=RecordLimits)
@@ -76,8 +77,14 @@ class RecordSettings:
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise InvalidSetting(f"fraction={self.fraction}; give a number above 0, up to 1")
-        if not self.prompts and self.capture.tokens != CaptureSpec(tokens="generated").tokens:
+        generated = self.capture.tokens == CaptureSpec(tokens="generated").tokens
+        if not (self.prompts or generated):
             raise InvalidSetting("prompts=False records no row of a prompt; give tokens='generated' beside it")
+
+    @cached_property
+    def capture(self) -> CaptureSpec:
+        """Spec of each recorded request's capture."""
+        return self.codecs.spec(layers=self.layers, tokens=self.tokens)
 
 
 class _Ended(NamedTuple):
@@ -209,9 +216,12 @@ class Recorder:
 
     def _written(self, one: _Ended) -> str:
         """Write a request; return the reason if it cannot be written, else ""."""
-        rows = sum(len(handle.receipt.positions) for handle in one.handles)
+        rows, settings = sum(len(handle.receipt.positions) for handle in one.handles), self.settings
         try:
-            size = self.folder.add(one.handles, one.answer_id)
+            parts = [
+                part for handle in one.handles for part in settings.codecs.parted(handle, prompts=settings.prompts)
+            ]
+            size = self.folder.add(parts, one.answer_id)
         except CaptureMemoryFull:
             return "quota"
         except OSError as error:
@@ -271,23 +281,3 @@ def _held(handle: CaptureHandle) -> int:
     source: Any = handle.lifecycle.source
     assert isinstance(source, Source)
     return source.ticket.pages * source.engine.admission.page_bytes
-
-
-class OptOut:
-    """ASGI wrapper that reads the header by which a client has its request left out of recordings.
-
-    Args:
-        app: application to wrap.
-    """
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        out = scope["type"] == "http" and header(scope, HEADER).strip().lower() not in _YES
-        token = OPTED_OUT.set(out)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            OPTED_OUT.reset(token)

@@ -20,9 +20,9 @@ from steercap.server.folder import KEY_BYTES, STORE_BYTES, TIME_TO_LIVE, Capture
 from steercap.server.folder import MOST_BYTES as FOLDER_BYTES
 from steercap.server.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
 from steercap.server.library import NAME, OPERATOR, Library, Presets
-from steercap.server.middleware import PATHS, Keyless, SteercapRoute
+from steercap.server.middleware import PATHS, Keyless, OptOut, SteercapRoute
 from steercap.server.passthrough_routes import Elsewhere
-from steercap.server.recording import OptOut, Recorder, RecordSettings
+from steercap.server.recording import Recorder, RecordSettings
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ async def application(
         from steercap.adapters import server
         from steercap.server.features import FeaturesOfRows, require_fitting
         from steercap.server.inspect_routes import Looking
+        from steercap.server.metrics import Metrics
         from steercap.server.routes import Routes, explorer_routes
 
     names = names or Names.of(settings)
@@ -154,6 +155,7 @@ async def application(
     app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     app.router.routes.extend([*looking, *explorer_routes()])
+    app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)
     if not server.tells_clients_apart(flags):
         app.router.middleware_stack = Keyless(app.router.middleware_stack)
     if recorder is not None:
