@@ -12,16 +12,23 @@ from typing import Any, Final
 
 import torch
 
+from steercap.captures.attention import RecordedAttention
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found, Rows
 from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point, name_of_site
+from steercap.core.tokens import TokenSelection
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
 from steercap.kernels.codecs import ENCODINGS, Codec, codec_of
 from steercap.kernels.codecs.coded import CodedRows
 
+#: Name that stands for the targets of attention in place of a site, and the sites that they are computed of.
+ATTENTION: Final = "attention"
+QUERIES_AND_KEYS: Final = ("q", "k")
+#: Maximum number of targets of a head and token.
+MOST_TARGETS: Final = 128
 _PARAMETERS: Final = ("k", "seed")
 
 
@@ -31,33 +38,45 @@ class SiteCodecs:
 
     Args:
         codings: codec of each site, by the site's name.
+        attention: number of the most strongly attended tokens to keep of each head and token, computed of queries and
+            keys, which are not kept; 0 for none.
     """
 
     codings: Mapping[str, Coding]
+    attention: int = 0
 
     @staticmethod
     def parse(texts: Sequence[str]) -> SiteCodecs:
-        """Parse texts "SITE" or "SITE=CODEC,k=N,seed=N"; a site without a codec is kept as it is.
+        """Parse texts "SITE" or "SITE=CODEC,k=N,seed=N", and "attention=N"; a site without a codec is kept as it is.
 
         Raises:
             InvalidSpec: a text of another form, parameters that the codec does not have, or a site that comes twice.
             UnknownName: an unknown codec.
         """
         found: dict[str, Coding] = {}
+        attention = 0
         for text in texts:
             site, _, codec = text.partition("=")
+            if site == ATTENTION:
+                attention = _targets(codec, text)
+                continue
             name = name_of_site(site)
             if name in found:
                 raise InvalidSpec(f"{text!r}: the codec of {name!r} is given already; give each site once")
             found[name] = _coding(codec, text) if codec else RAW
         if not found:
             raise InvalidSpec("no site is given; give one, such as 'resid_post=rp8,k=512'")
-        return SiteCodecs(found)
+        return SiteCodecs(found, attention)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Sites that are captured for it."""
+        return tuple(dict.fromkeys([*self.codings, *(QUERIES_AND_KEYS if self.attention else ())]))
 
     @property
     def alike(self) -> bool:
         """True if all sites have one codec, which the workers can apply."""
-        return len(set(self.codings.values())) == 1
+        return len(set(self.codings.values())) == 1 and not self.attention
 
     def spec(self, **others: Any) -> CaptureSpec:
         """Return the spec of a capture of these sites, in their codec if it is one, else as they are.
@@ -71,7 +90,10 @@ class SiteCodecs:
         coding = next(iter(self.codings.values())) if self.alike else RAW
         parameters: dict[str, Any] = {"k": coding.k} if coding.k else {}
         parameters |= {"seed": coding.seed} if coding.seed else {}
-        return CaptureSpec(sites=tuple(self.codings), codec=coding.encoding, **parameters, **others)
+        spec = CaptureSpec(sites=self.sites, codec=coding.encoding, **parameters, **others)
+        if self.attention and not _from_start(spec.selection):
+            raise InvalidSpec("attention reads the keys of all tokens before; give tokens='all', or a slice from 0")
+        return spec
 
     def parted(self, handle: CaptureHandle, *, prompts: bool = True) -> list[CaptureHandle]:
         """Encode the rows of a handle, fetched and gathered, and return a handle for each codec.
@@ -88,16 +110,34 @@ class SiteCodecs:
         if self.alike:
             return [handle if prompts else _derived(handle, kept, prompts=False)]
         found = []
-        for coding in dict.fromkeys(self.codings[point.site] for point in handle.points):
-            points = [point for point in handle.points if self.codings[point.site] == coding]
+        for coding in dict.fromkeys(self.codings.values()):
+            points = [point for point in handle.points if self.codings.get(point.site) == coding]
             rows: dict[Point, Rows] = {point: _encoded(handle.captures[point], coding) for point in points}
             found.append(_derived(handle, rows, prompts=prompts))
+        if self.attention:
+            layers = sorted({point.layer for point in handle.points if point.site == QUERIES_AND_KEYS[0]})
+            summaries = {layer: handle.attention(layer, top=self.attention) for layer in layers}
+            found[0].recorded_attention |= {one: RecordedAttention.of(summary) for one, summary in summaries.items()}
         return found
+
+
+def _from_start(selection: TokenSelection) -> bool:
+    """Return True if a selection is of all tokens up to some point, as far as it is known without a prompt."""
+    (first, *others) = selection.terms
+    return not others and (
+        first == "all" or (isinstance(first, tuple) and first[0] in {None, 0} and first[2] in {None, 1})
+    )
+
+
+def _targets(text: str, whole: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_TARGETS:
+        raise InvalidSpec(f"{whole!r}: give a number of targets from 1 to {MOST_TARGETS}, such as attention=8")
+    return int(text)
 
 
 def _coding(text: str, whole: str) -> Coding:
     name, *given = text.split(",")
-    numbers: dict[str, int] = {}
+    numbers: dict[str, Any] = {}
     for one in given:
         parameter, _, number = one.partition("=")
         if parameter not in _PARAMETERS or not number.isdecimal():

@@ -128,7 +128,7 @@ def _serve(app: typer.Typer) -> None:
             folder_bytes_of_a_key=int(folder_gib_of_a_key * 2**30),
             record=recorded,
         )
-        armed = list(dict.fromkeys([*sites.split(","), *(recorded.codecs.codings if recorded else ())]))
+        armed = list(dict.fromkeys([*sites.split(","), *(recorded.codecs.sites if recorded else ())]))
         names = checked(settings, model, flags, engine_arg, sites=armed)
         path = str(located(model))
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}

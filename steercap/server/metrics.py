@@ -110,7 +110,7 @@ class Metrics:
         kind = next((value for name, value in start["headers"] if name.lower() == b"content-type"), b"")
         body = b"".join(part.get("body", b"") for part in answer[1:])
         if kind.startswith(_OPENMETRICS):
-            body = body.removesuffix(_EOF) + generate_openmetrics(self._registry)
+            body = body.removesuffix(_EOF) + generate_openmetrics(self._registry)  # type: ignore[no-untyped-call]
         else:
             body += generate_latest(self._registry)
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]

@@ -35,7 +35,7 @@ from steercap.server.call import OPTED_OUT
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from steercap.engine.engine import Engine
+    from steercap.model import SteerModel
     from steercap.requests.job import Job
 
 #: Maximum bytes of rows that wait to be written.
@@ -133,6 +133,18 @@ class Recorder:
         """
         return Recorder(settings, RecordingFolder(settings.folder, model=model, limits=settings.limits))
 
+    def check(self, model: SteerModel) -> None:
+        """Check that an open model has what is recorded.
+
+        Raises:
+            LayerOutOfRange, PointNotArmed, UnknownName: it has not.
+            InvalidRequest: its attention is not understood, and is to be recorded.
+        """
+        engine = model.serving.here()
+        points, _ = engine.captured(self.settings.capture)
+        for layer in {point.layer for point in points if point.site == "q"} if self.settings.codecs.attention else ():
+            engine.attention[layer].understood(layer)
+
     def wants(self) -> bool:
         """Return True if the next request is to be recorded, as far as it is known before it is read."""
         if OPTED_OUT.get():
@@ -147,8 +159,7 @@ class Recorder:
 
     def fits(self, job: Job, pages: int) -> bool:
         """Return True if a request's rows have room in the workers at once, and leave half of it to other requests."""
-        engine: Engine = job.engine
-        budget = engine.admission.budget
+        budget = job.engine.admission.budget
         if budget.waiting or 2 * (budget.free(job.options.get("data_parallel_rank")) - pages) < budget.pages:
             return self.drop("memory")
         return True

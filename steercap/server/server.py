@@ -159,7 +159,7 @@ async def application(
     if not server.tells_clients_apart(flags):
         app.router.middleware_stack = Keyless(app.router.middleware_stack)
     if recorder is not None:
-        model.serving.here().captured(recorder.settings.capture)  # or it is refused now, by name
+        recorder.check(model)
         app.router.middleware_stack = OptOut(app.router.middleware_stack)
     return app
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from cli_calls import call
 
-from steercap import CaptureHandle
+from steercap import AttentionSummary, CaptureHandle
+from steercap.captures.attention import RecordedAttention
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
 from steercap.captures.rows import Captures, Found
 from steercap.captures.site_codecs import SiteCodecs
+from steercap.core.attention import AttentionRule
 from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
-from steercap.errors import InvalidSelection, InvalidSetting, SteercapError
+from steercap.errors import InvalidSelection, InvalidSetting, InvalidSpec, SteercapError
 from steercap.server.recording import RecordSettings
 
 WIDTH, NEURONS = 96, 320
+HEADS = {"q": 4, "k": 2}
 
 
 def a_request(tokens: int, seed: int = 0, *, first: int = 0) -> CaptureHandle:
@@ -42,6 +46,28 @@ def a_request(tokens: int, seed: int = 0, *, first: int = 0) -> CaptureHandle:
         points=points,
         num_layers=4,
         lifecycle=Lifecycle("r", found=Found(Captures(rows, 4), receipt)),
+    )
+
+
+def an_attending_request(tokens: int, seed: int, *, first: int = 0) -> CaptureHandle:
+    """`a_request` with queries of 4 heads and keys of 2 instead of heads, the layers' rules known."""
+    draw, handle = torch.Generator().manual_seed(seed), a_request(tokens, seed, first=first)
+    rows = {point: kept for point, kept in handle.captures.items() if point.site != "z"}
+    for layer in (0, 1):
+        rows |= {
+            Point(layer, site): torch.randn(tokens - first, heads, 8, generator=draw) for site, heads in HEADS.items()
+        }
+    found = Found(Captures(rows, 4), replace(handle.receipt, points=tuple(rows)))
+    return CaptureHandle(
+        request_id="r",
+        model="m",
+        text="said",
+        prompt_token_ids=handle.prompt_token_ids,
+        output_token_ids=handle.output_token_ids,
+        points=tuple(rows),
+        num_layers=4,
+        lifecycle=Lifecycle("r", found=found),
+        attention_rules={layer: AttentionRule(8**-0.5, window=5 if layer else None) for layer in (0, 1)},
     )
 
 
@@ -90,6 +116,51 @@ def test_each_site_is_kept_in_its_codec(tmp_path, seed) -> None:
     assert heads.text == "said"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_attention_is_kept_as_its_strongest_targets(tmp_path, seed) -> None:
+    """Beside rp8 and topk8, in one request: targets, weights and entropies as softmax has them, 3 bytes a target and no
+    queries or keys; through a folder and back.
+    """
+    tokens, top = random.Random(seed).randrange(4, 30), random.Random(seed).choice([1, 3, 8])
+    codecs = SiteCodecs.parse(["resid_post=rp8,k=128", f"attention={top}", "neurons=topk8,k=16"])
+    handle = an_attending_request(tokens, seed)
+    assert codecs.sites == ("resid_post", "neurons", "q", "k")
+    folder = RecordingFolder(tmp_path, model="m", limits=RecordLimits())
+    folder.add(codecs.parted(handle), "a")
+    folder.close()
+    (request,) = Recordings.load(tmp_path).requests
+    stream, neurons = request.handles()
+    assert {point.site for part in (stream, neurons) for point in part.points} == {"resid_post", "neurons"}
+    assert (list(stream.recorded_attention), neurons.recorded_attention) == ([0, 1], {})
+    for layer, found in stream.recorded_attention.items():
+        queries, keys = (handle.captures[layer, site].double().numpy() for site in HEADS)
+        logits = np.einsum("qhd,khd->hqk", queries, keys.repeat(2, axis=1)) * 8**-0.5
+        behind = np.arange(tokens)[:, None] - np.arange(tokens)
+        logits[:, (behind < 0) | (behind >= (5 if layer else tokens))] = -np.inf
+        weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        for query in range(tokens):
+            seen = min(query + 1, 5 if layer else tokens, top)
+            best = np.argsort(-weights[:, query], axis=1)[:, :top]
+            assert found.targets[:, query, :seen].tolist() == best[:, :seen].tolist()
+            assert (found.targets[:, query, seen:] == -1).all()
+            kept = np.take_along_axis(weights[:, query], best[:, :seen], 1)
+            assert np.abs(found.weights[:, query, :seen].numpy() - kept).max() <= 1 / 510 + 1e-6
+        entropy = -np.where(weights > 0, weights * np.log(np.where(weights > 0, weights, 1)), 0).sum(-1)
+        np.testing.assert_allclose(found.entropy.numpy(), entropy, rtol=2**-10, atol=1e-6)
+        sizes = {name: part.numel() * part.element_size() for name, part in found.parts.items()}
+        assert sizes == {"indices": 2 * tokens * 4 * top, "shares": tokens * 4 * top, "entropies": 2 * tokens * 4}
+
+
+def test_indices_are_wider_where_a_sequence_is_longer() -> None:
+    for last, dtype in ((65_534, torch.uint16), (65_535, torch.uint32)):
+        targets = torch.tensor([[[last, 3], [last, -1]]])
+        zeros = torch.zeros(1, 2)
+        summary = AttentionSummary(torch.tensor([last, last]), targets, torch.zeros(1, 2, 2), zeros, zeros, zeros)
+        found = RecordedAttention.of(summary)
+        assert found.indices.dtype == dtype
+        assert torch.equal(found.targets, targets)
+
+
 def test_one_codec_is_left_to_the_workers() -> None:
     codecs = SiteCodecs.parse(["resid_post=rp8,k=64,seed=3", "attn_out=rp8,k=64,seed=3"])
     spec = codecs.spec(layers=[1], tokens="generated")
@@ -136,6 +207,8 @@ def test_the_mix_of_two_is_as_small_as_said() -> None:
         (["resid_post=rp9"], "unknown codec 'rp9'; .*'rp8'"),
         (["resid_post=topk8,seed=1"], "seed=1 with codec='topk8', which has no such parameter"),
         (["resid_post=rp8,k=0"], "k=0; give an integer from 1"),
+        (["resid_post", "attention=0"], "'attention=0': give a number of targets from 1 to 128, such as attention=8"),
+        (["attention=8"], "no site is given"),
         (["resid_post", "resid_post=rp8"], "the codec of 'resid_post' is given already"),
     ],
 )
@@ -151,6 +224,11 @@ def test_settings_that_do_not_fit_are_told(tmp_path) -> None:
         RecordSettings(tmp_path, prompts=False)
     with pytest.raises(InvalidSelection, match="unknown tokens='never'"):
         RecordSettings(tmp_path, tokens="never")
+    attention = SiteCodecs.parse(["resid_post", "attention=8"])
+    assert RecordSettings(tmp_path, attention, tokens=slice(0, 9)).capture.sites == ("resid_post", "q", "k")
+    for tokens in ("generated", slice(1, 9), [0, 1], slice(0, 9, 2)):
+        with pytest.raises(InvalidSpec, match="give tokens='all', or a slice from 0"):
+            RecordSettings(tmp_path, attention, tokens=tokens)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
