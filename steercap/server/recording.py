@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from steercap.captures.fetching import fetch_all
+from steercap.captures.files import size_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Source
 from steercap.captures.recordings import RecordingFolder, RecordLimits
@@ -204,7 +205,14 @@ class Recorder:
                 self._done(one, "ended")
                 raise
             else:
-                self._queue.put(one)
+                self._queue.put(self._weighed(one))
+
+    def _weighed(self, one: _Ended) -> _Ended:
+        """Return fetched rows with the bytes that they have; in the workers they may hold room for many more."""
+        size = sum(size_of(handle.as_saved()) for handle in one.handles)
+        with self._lock:
+            self.pending += size - one.size
+        return one._replace(size=size)
 
     def _write(self) -> None:
         """Write what is queued, until None comes; runs on a thread of its own."""
@@ -284,6 +292,7 @@ class Recorder:
         with contextlib.suppress(Empty):
             while (one := self._queue.get_nowait()) is not None:
                 self._done(one, "ended")
+        self._queue.put(None)  # for when it takes them after all
         _LOG.warning("%s takes no bytes; %d bytes of rows may not be recorded", self.folder.path, self.pending)
 
 

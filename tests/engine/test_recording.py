@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -135,6 +136,24 @@ async def test_a_stalled_file_system_stops_no_request(tiny: SteerModel, tmp_path
         found = await served.written(16)
         assert recorder.pending == 0
         assert recorder.recorded["requests"] == len(found) == 16 - sum(recorder.dropped.values()) > 0
+    await settled(tiny)
+
+
+async def test_a_server_ends_before_a_stalled_file_system(tiny: SteerModel, tmp_path, monkeypatch) -> None:
+    """What is queued behind the stall is dropped, and the end does not wait for it."""
+    monkeypatch.setattr("steercap.server.recording.END_SECONDS", 0.2)
+    manifest = tmp_path / "rows" / "000000" / "manifest.json"
+    async with recording(tiny, folder=tmp_path / "rows") as served:
+        manifest.parent.mkdir()
+        os.mkfifo(manifest)
+        for _ in range(3):
+            await served.openai.completions.create(model="tiny", prompt=random_prompt(9, 10), **GREEDY)
+    assert served.recorder.dropped == {"ended": 2}
+    assert served.recorder.pending > 0  # of the request that is being written
+    with manifest.open("wb") as fifo:
+        fifo.write(b"nothing")
+    await until(lambda: all(thread.name != "steercap recorder" for thread in threading.enumerate()))
+    assert (served.recorder.dropped, served.recorder.pending) == ({"ended": 2, "rows": 1}, 0)
     await settled(tiny)
 
 
