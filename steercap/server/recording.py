@@ -8,12 +8,12 @@ in a queue of bounded bytes, and one daemon thread encodes and writes them; a di
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +44,6 @@ QUEUE_BYTES: Final = 1 << 30
 #: Seconds between two looks for segments that are old, and that the end of a server waits for what is queued.
 TIDY_SECONDS: Final = 60.0
 END_SECONDS: Final = 10.0
-
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -152,10 +151,8 @@ class Recorder:
             return self._skip("opted_out")
         if self.settings.fraction < 1 and self._draw.random() >= self.settings.fraction:
             return self._skip("not_sampled")
-        if self._closed:
-            return self.drop("ended")
-        if self.folder.full:
-            return self.drop("quota")
+        if self._closed or self.folder.full:
+            return self.drop("ended" if self._closed else "quota")
         return self.pending < self.settings.queue_bytes or self.drop("queue")
 
     def fits(self, job: Job, pages: int) -> bool:
@@ -185,7 +182,7 @@ class Recorder:
             room = self.pending + size <= self.settings.queue_bytes
             self.pending += size if room and not self._closed else 0
         if not room or self._closed:
-            self._release(handles)
+            _release(handles)
             self.drop("ended" if self._closed else "queue")
             return
         self._coming.append(_Ended(handles, answer_id, size))
@@ -255,16 +252,11 @@ class Recorder:
 
     def _done(self, one: _Ended, reason: str) -> None:
         """Let go of a request; count it if it was not written."""
-        self._release(one.handles)
+        _release(one.handles)
         with self._lock:
             self.pending -= one.size
         if reason:
             self.drop(reason)
-
-    @staticmethod
-    def _release(handles: Sequence[CaptureHandle]) -> None:
-        for handle in handles:
-            handle.release()
 
     async def __aenter__(self) -> Self:
         self._thread = on_thread(self._write, "steercap recorder")
@@ -289,11 +281,16 @@ class Recorder:
 
     def _give_up(self) -> None:
         """Drop what is queued behind a request that the disk does not take."""
-        with contextlib.suppress(Empty):
+        with suppress(Empty):
             while (one := self._queue.get_nowait()) is not None:
                 self._done(one, "ended")
         self._queue.put(None)  # for when it takes them after all
         _LOG.warning("%s takes no bytes; %d bytes of rows may not be recorded", self.folder.path, self.pending)
+
+
+def _release(handles: Sequence[CaptureHandle]) -> None:
+    for handle in handles:
+        handle.release()
 
 
 def _held(handle: CaptureHandle) -> int:
