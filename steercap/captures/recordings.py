@@ -127,12 +127,15 @@ class Recordings:
         folder = Path(folder)
         if not folder.is_dir():
             raise InvalidFile(f"{folder} is no folder; give one that `steercap serve --record` has written")
-        there = [path for path in segments_in(folder) if (path / FILE).exists()]
-        found = tuple(map(Manifest.load, there))
-        listed = [{request.file for request in one.requests} for one in found]
-        return Recordings(
-            folder, found, sum(len(_names_in(path) - names) for path, names in zip(there, listed, strict=True))
-        )
+        found, unlisted = list[Manifest](), 0
+        for path in segments_in(folder):
+            try:
+                found.append(one := Manifest.load(path))
+                unlisted += len(_names_in(path) - {request.file for request in one.requests})
+            except (InvalidFile, FileNotFoundError):
+                if (path / FILE).exists():  # else the segment has just begun, or is being removed
+                    raise
+        return Recordings(folder, tuple(found), unlisted)
 
     @property
     def requests(self) -> tuple[RecordedRequest, ...]:
@@ -200,7 +203,9 @@ class RecordingFolder:
         """
         self.tidy()
         coming = sum(size_of(handle.as_saved()) for handle in handles)
-        while self.limits.when_full == "rotate" and self._ended and self.bytes + coming > self.limits.most_bytes:
+        while self.limits.when_full == "rotate" and self.bytes and self.bytes + coming > self.limits.most_bytes:
+            if not self._ended:
+                self._end()
             self._remove(next(iter(self._ended)))
         if self.bytes + coming > self.limits.most_bytes:
             raise CaptureMemoryFull(
@@ -220,7 +225,9 @@ class RecordingFolder:
         """
         now, keep = self._clock(), self.limits.keep_seconds
         if self._run is not None and (
-            now - self._begun >= self.limits.segment_seconds or self._size() >= self.limits.segment_bytes
+            not (self._run.folder / JOURNAL).exists()
+            or now - self._begun >= self.limits.segment_seconds
+            or self._size() >= self.limits.segment_bytes
         ):
             self._end()
         for segment, (_, last) in tuple(self._ended.items()):
@@ -239,9 +246,7 @@ class RecordingFolder:
         """Seal a segment of an earlier server, without what no manifest lists; remove it if it has no manifest."""
         sweep(segment)
         if not (segment / FILE).exists():
-            with contextlib.suppress(OSError):  # what is not ours stays
-                (segment / JOURNAL).unlink(missing_ok=True)
-                segment.rmdir()
+            _forget(segment)
             return
         model = Manifest.load(segment).model
         with CaptureRun(segment, model=model, private=True) as run:
@@ -260,7 +265,12 @@ class RecordingFolder:
             segment = self.path / f"{self._number:06}"
             self._number += 1
             segment.mkdir(mode=0o700, exist_ok=True)
-            self._run, self._begun = CaptureRun(segment, model=self._model, private=True), self._clock()
+            try:
+                self._run, self._begun = CaptureRun(segment, model=self._model, private=True), self._clock()
+            except BaseException:
+                with contextlib.suppress(OSError):  # the first error is the one to report
+                    _forget(segment)
+                raise
         return self._run
 
     def _size(self) -> int:
@@ -268,8 +278,11 @@ class RecordingFolder:
         return self.bytes - sum(size for size, _ in self._ended.values())
 
     def _end(self) -> None:
-        run = self._run
+        run, size = self._run, self._size()
         assert run is not None
+        if not (run.folder / JOURNAL).exists():  # somebody has removed it
+            self.bytes, self._run = self.bytes - size, None
+            return
         self._note(run.folder, run)
         self._run = None
         run.close()
@@ -277,20 +290,23 @@ class RecordingFolder:
     def _remove(self, segment: Path) -> None:
         """Remove a segment, its manifest first."""
         size, _ = self._ended[segment]
-        forget_run(segment)
-        with contextlib.suppress(OSError):  # what is not ours stays
-            segment.rmdir()
+        _forget(segment)
         del self._ended[segment]
         self.bytes -= size
 
 
 def segments_in(folder: Path) -> list[Path]:
-    """Return the folders of the segments of a folder, the oldest first."""
-    return sorted((path for path in folder.iterdir() if _SEGMENT.fullmatch(path.name) and path.is_dir()), key=_order)
+    """Return the folders of the segments of a folder, the oldest first; links are not ours."""
+    named = [path for path in folder.iterdir() if _SEGMENT.fullmatch(path.name)]
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=lambda path: int(path.name))
 
 
-def _order(segment: Path) -> int:
-    return int(segment.name)
+def _forget(segment: Path) -> None:
+    """Remove a segment's files, its manifest first, and its folder, where nothing else is in it."""
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+        forget_run(segment)
+    with contextlib.suppress(OSError):  # what is not ours stays
+        segment.rmdir()
 
 
 def _names_in(segment: Path) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,6 +217,41 @@ def test_a_kill_at_any_operation_leaves_whole_requests(tmp_path) -> None:
         assert ids(path) == [one.answer_id for one in found.requests]
         assert Recordings.load(path).unlisted == 0
     assert half  # a kill between a file and its entry was among them
+
+
+def test_a_segment_that_is_half_removed_or_gone_stops_nothing(tmp_path) -> None:
+    """A kill between a manifest's removal and its files' leaves nothing for ever; what an operator has removed, ended
+    segments and the one that is written, is neither missed nor written to.
+    """
+    clock = Clock()
+    folder = opened(tmp_path, clock, segment_bytes=1, keep_seconds=100.0)
+    for name in "abc":
+        folder.add([a_handle()], name)
+    shutil.rmtree(tmp_path / "000000")
+    shutil.rmtree(tmp_path / "000002")
+    folder.add([a_handle()], "d")
+    assert ids(tmp_path) == ["b", "d"]
+    folder.close()
+    (tmp_path / "000001" / "manifest.json").unlink()
+    (tmp_path / "000077").symlink_to(tmp_path / "000003")
+    clock.now += 99
+    again = opened(tmp_path, clock, keep_seconds=100.0)
+    assert not (tmp_path / "000001").exists()
+    again.add([a_handle()], "e")
+    clock.now += 2
+    again.tidy()
+    assert ids(tmp_path) == ["e"]
+    again.close()
+
+
+def test_a_disk_that_was_full_leaves_no_empty_segments(tmp_path) -> None:
+    folder = opened(tmp_path)
+    for _ in range(3):
+        with at_most(0), pytest.raises(OSError):  # noqa: PT011 -- any error of a full disk
+            folder.add([a_handle()], "a")
+    folder.add([a_handle()], "b")
+    assert (ids(tmp_path), len([path for path in tmp_path.iterdir() if path.is_dir()])) == (["b"], 1)
+    folder.close()
 
 
 def test_limits_and_folders_that_do_not_fit_are_refused(tmp_path) -> None:
