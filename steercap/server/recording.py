@@ -195,7 +195,7 @@ class Recorder:
             one = self._coming.popleft()
             try:
                 await fetch_all([handle.lifecycle for handle in one.handles])
-            except SteercapError:
+            except Exception:  # noqa: BLE001 -- later requests are still fetched
                 _LOG.exception("the rows of %s cannot be recorded", one.answer_id)
                 self._done(one, "rows")
             except asyncio.CancelledError:
