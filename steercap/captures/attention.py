@@ -46,6 +46,66 @@ class AttentionSummary:
 
 
 @dataclass(frozen=True, eq=False)
+class RecordedAttention:
+    """Strongest targets of each head of a layer as files keep them: 3 bytes each, and an entropy.
+
+    Args:
+        positions: positions of the query tokens, int64 [queries].
+        indices: positions of the targets, uint16 [queries, heads, top], uint32 where a sequence has more positions; one
+            beyond the query's own stands for a target that is not there.
+        shares: their weights in units of 1/255, uint8 [queries, heads, top].
+        entropies: entropy of all weights, in nats, float16 [queries, heads].
+
+    Raises:
+        ValueError: tensors of other shapes or dtypes.
+    """
+
+    positions: Int[torch.Tensor, " queries"]
+    indices: torch.Tensor
+    shares: torch.Tensor
+    entropies: torch.Tensor
+
+    def __post_init__(self) -> None:
+        shape = self.indices.shape
+        dtypes = self.indices.dtype in {torch.uint16, torch.uint32}, self.shares.dtype, self.entropies.dtype
+        fits = len(shape) == 3 and self.shares.shape == shape and self.entropies.shape == shape[:2]
+        if not fits or dtypes != (True, torch.uint8, torch.float16) or len(self.positions) != shape[0]:
+            raise ValueError(f"recorded attention of {tuple(shape)}, {self.indices.dtype}, does not fit its rows")
+
+    @staticmethod
+    def of(summary: AttentionSummary) -> RecordedAttention:
+        """Encode a summary; weights are rounded to 1/255, and those of the first token and of a sink are left out."""
+        targets = summary.targets.transpose(0, 1)
+        own = summary.positions[:, None, None]
+        indices = torch.where(targets < 0, own + 1, targets)
+        wide = bool(len(own)) and int(own.max()) + 1 > torch.iinfo(torch.uint16).max
+        shares = (summary.weights.transpose(0, 1) * 255).round().to(torch.uint8)
+        whole = indices.to(torch.uint32 if wide else torch.uint16).contiguous()
+        return RecordedAttention(summary.positions, whole, shares.contiguous(), summary.entropy.T.half().contiguous())
+
+    @property
+    def targets(self) -> Int[torch.Tensor, "heads queries top"]:
+        """Positions of the targets, strongest first, int64 [heads, queries, top]; -1 where a token sees fewer."""
+        found = self.indices.to(torch.int64)
+        return torch.where(found > self.positions[:, None, None], -1, found).transpose(0, 1)
+
+    @property
+    def weights(self) -> Float[torch.Tensor, "heads queries top"]:
+        """Weights of the targets, float32 [heads, queries, top], each within 1/510 of the model's."""
+        return (self.shares.float() / 255).transpose(0, 1)
+
+    @property
+    def entropy(self) -> Float[torch.Tensor, "heads queries"]:
+        """Entropy of all weights of a head and token, in nats, float32 [heads, queries]."""
+        return self.entropies.float().T
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Tensors by their names in files."""
+        return {"indices": self.indices, "shares": self.shares, "entropies": self.entropies}
+
+
+@dataclass(frozen=True, eq=False)
 class Attending:
     """Queries, the keys that they can see, and the attention rule of their layer.
 

@@ -5,19 +5,21 @@ pictures, reduction; for projections the directions' names and marks; the attent
 keys it holds; for rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
 `rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see
 `steercap.kernels.codecs`. Each name ends in `.shard<number>` where rows were not gathered, except for `centre` and
-`reach`, which all rows of a point share. Further tensors are `positions`, `token_ids`, `prompt_token_ids` and
-`output_token_ids`.
+`reach`, which all rows of a point share. Recorded attention is `attention.<part>.<layer>`. Further tensors are
+`positions`, `token_ids`, `prompt_token_ids` and `output_token_ids`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import msgspec
 import torch
 
+from steercap.captures.attention import RecordedAttention
 from steercap.captures.rows import Rows
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MediaSpan, MessageSpan
@@ -32,6 +34,9 @@ from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, parts_of
 
 VERSION: Final = 1
+#: Parts of a layer's recorded attention.
+ATTENTION: Final = ("indices", "shares", "entropies")
+_RECORDED: Final = f"attention.{ATTENTION[0]}."
 #: Names of the tensors that belong to no point: labels of the rows, and tokens of the request.
 LABELS: Final = ("positions", "token_ids", "prompt_token_ids", "output_token_ids")
 
@@ -79,6 +84,7 @@ class Saved(NamedTuple):
         rows: rows by point, as they are kept.
         positions, token_ids: labels of the rows, int64 [rows].
         prompt_token_ids, output_token_ids: tokens of the request.
+        attention: recorded attention by layer.
     """
 
     header: Header
@@ -87,15 +93,16 @@ class Saved(NamedTuple):
     token_ids: torch.Tensor
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    attention: Mapping[int, RecordedAttention] = MappingProxyType({})
 
 
-def write(saved: Saved, path: Path) -> Path:
-    """Write a handle; the file appears as a whole or not at all.
+def write(saved: Saved, path: Path, mode: int | None = None) -> Path:
+    """Write a handle; the file appears as a whole or not at all, with the permissions `mode` if given.
 
     Raises:
         InvalidFile: the name ends in something other than .safetensors.
     """
-    return write_tensors(path, saved.header, _tensors(saved))
+    return write_tensors(path, saved.header, _tensors(saved), mode)
 
 
 def encode(saved: Saved) -> bytes:
@@ -105,11 +112,20 @@ def encode(saved: Saved) -> bytes:
 
 def _tensors(saved: Saved) -> dict[str, torch.Tensor]:
     tensors = {name: tensor.contiguous() for point, rows in saved.rows.items() for name, tensor in named(point, rows)}
+    tensors |= _attention(saved)
     tensors["positions"] = saved.positions
     tensors["token_ids"] = saved.token_ids
     tensors["prompt_token_ids"] = torch.tensor(saved.prompt_token_ids, dtype=torch.int64)
     tensors["output_token_ids"] = torch.tensor(saved.output_token_ids, dtype=torch.int64)
     return tensors
+
+
+def _attention(saved: Saved) -> dict[str, torch.Tensor]:
+    return {
+        f"attention.{name}.{layer}": tensor
+        for layer, recorded in saved.attention.items()
+        for name, tensor in recorded.parts.items()
+    }
 
 
 def read(path: Path) -> Saved:
@@ -126,9 +142,13 @@ def read(path: Path) -> Saved:
             if not all(0 <= span.start < span.stop <= len(prompt) for span in header.media):
                 raise ValueError("it has a picture where its prompt has no tokens")
             rows = {point: _rows(header, tensors, number) for number, point in enumerate(header.points)}
+            recorded = {
+                layer: RecordedAttention(positions, *(tensors[f"attention.{part}.{layer}"] for part in ATTENTION))
+                for layer in sorted(int(name.removeprefix(_RECORDED)) for name in tensors if name.startswith(_RECORDED))
+            }
     except LookupError as error:
         raise InvalidFile(f"{path} lacks what its header names: {error}; copy or save it again") from error
-    return Saved(header, rows, positions, token_ids, prompt.tolist(), output.tolist())
+    return Saved(header, rows, positions, token_ids, prompt.tolist(), output.tolist(), recorded)
 
 
 def read_header(path: Path) -> Header:
@@ -161,6 +181,12 @@ def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{part}{end}", tensor
     for name, constant in constants_of(rows).items():
         yield f"{name}{end_of(point, None)}", constant
+
+
+def size_of(saved: Saved) -> int:
+    """Return the bytes of a capture's rows; its file has labels and a header too."""
+    rows = sum(tensor.nbytes for point, rows in saved.rows.items() for _, tensor in named(point, rows))
+    return rows + sum(tensor.nbytes for tensor in _attention(saved).values())
 
 
 def constants_of(rows: Rows) -> Mapping[str, torch.Tensor]:

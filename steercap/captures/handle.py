@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from steercap.captures import files, npz
-from steercap.captures.attention import Attending, AttentionSummary, pattern, summarised
+from steercap.captures.attention import Attending, AttentionSummary, RecordedAttention, pattern, summarised
 from steercap.captures.experts import Experts, experts, logits_of
 from steercap.captures.fetching import fetch_all
 from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
@@ -75,6 +75,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         directions: with `project=`, the names of the directions that rows were projected on.
         marks: fingerprints of these directions, by layer; empty in files of older versions.
         attention_rules: attention rules of the layers whose queries and keys are captured.
+        recorded_attention: strongest targets of each head by layer, where a server recorded them in place of queries
+            and keys.
         lifecycle: state of the rows.
     """
 
@@ -94,6 +96,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         directions: Sequence[str] = (),
         marks: Mapping[int, Sequence[Mark]] = MappingProxyType({}),
         attention_rules: Mapping[int, AttentionRule] = MappingProxyType({}),
+        recorded_attention: Mapping[int, RecordedAttention] = MappingProxyType({}),
     ) -> None:
         self.request_id: str = request_id
         self.model: str = model
@@ -107,6 +110,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         self.directions: tuple[str, ...] = tuple(directions)
         self.marks: dict[int, tuple[Mark, ...]] = {layer: tuple(known) for layer, known in marks.items()}
         self.attention_rules: dict[int, AttentionRule] = dict(attention_rules)
+        self.recorded_attention: dict[int, RecordedAttention] = dict(recorded_attention)
         self.lifecycle: Lifecycle = lifecycle
 
     async def fetch(self) -> CaptureHandle:
@@ -435,7 +439,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             attention_rules=self.attention_rules,
         )
         labels = self.positions, self.token_ids, self.prompt_token_ids, self.output_token_ids
-        return files.Saved(header, rows, *labels)
+        return files.Saved(header, rows, *labels, self.recorded_attention)
 
     @staticmethod
     def load(path: str | Path) -> CaptureHandle:
@@ -445,7 +449,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             InvalidFile: the file is truncated, of another kind or a newer version, or its rows are not those of its
                 labels. Numbers that were changed are not noticed here, but by `Manifest.handles`.
         """
-        header, rows, positions, token_ids, prompt_token_ids, output_token_ids = files.read(Path(path))
+        header, rows, positions, token_ids, prompt_token_ids, output_token_ids, recorded = files.read(Path(path))
         labels = positions.numpy(), token_ids.numpy()
         receipt = Receipt(
             header.points,
@@ -470,6 +474,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             directions=header.directions,
             marks=header.marks,
             attention_rules=header.attention_rules,
+            recorded_attention=recorded,
         )
 
     def release(self) -> None:

@@ -126,8 +126,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Manifest entry of one request, whose captures are in one file.
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Manifest entry of one request, whose captures are in one file; a recorded one may have several.
 
     Args:
         file: name of the file in the folder.
@@ -140,6 +140,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prompt_sha256: SHA-256 of the prompt's token ids, int64 in little-endian order.
         text_sha256: SHA-256 of the generated text, in UTF-8; the text itself is in the file.
         steering: SHA-256 of the edits, None without; see `SteeringReceipt.digest`.
+        answer_id: for recordings of a server, id that vLLM's server gave the request; its answer begins with it.
+        time: for recordings, when the request ended, in seconds since 1970; else None.
     """
 
     file: str
@@ -154,6 +156,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_sha256: str
     text_sha256: str
     steering: str | None
+    answer_id: str = ""
+    time: float | None = None
 
 
 class JournalLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -312,13 +316,14 @@ def layout_of(saved: Saved) -> Layout:
     return Layout(points, "summary" if summary else returned, header.reduce, header.directions, versions())
 
 
-def request_of(saved: Saved, path: Path, layout: int) -> Request:
+def request_of(saved: Saved, path: Path, layout: int, answer_id: str = "", time: float | None = None) -> Request:
     """Return the manifest entry of a handle that was written.
 
     Args:
         saved: content of its file.
         path: the file.
         layout: index of its layout.
+        answer_id, time: see `Request`.
     """
     header, kept = saved.header, next(iter(saved.rows.values()))
     return Request(
@@ -334,6 +339,8 @@ def request_of(saved: Saved, path: Path, layout: int) -> Request:
         prompt_sha256=hashlib.sha256(np.array(saved.prompt_token_ids, dtype="<i8").tobytes()).hexdigest(),
         text_sha256=hashlib.sha256(header.text.encode()).hexdigest(),
         steering=None if header.steering is None else header.steering.digest,
+        answer_id=answer_id,
+        time=time,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -47,6 +47,7 @@ class CaptureRun:
         model: name of the model, `handle.model`.
         asked: settings of the run, as plain data for JSON; a continued run must have equal ones. Left out, the model
             alone is compared.
+        private: True for files that their owner alone can read and write.
 
     Raises:
         RunDiffers: the folder holds a run of another model, or that was asked otherwise.
@@ -54,8 +55,11 @@ class CaptureRun:
         InvalidRequest: another process writes to it, or it holds captures that no manifest lists.
     """
 
-    def __init__(self, folder: str | Path, *, model: str, asked: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, model: str, asked: Mapping[str, Any] | None = None, private: bool = False
+    ) -> None:
         self.folder = Path(folder)
+        self._mode = 0o600 if private else None
         plain = msgspec.json.decode(msgspec.json.encode(dict(asked or {})))  # as it is read again
         wanted = Document(VERSION, "captures", model, plain)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +67,7 @@ class CaptureRun:
             raise InvalidRequest(
                 f"{self.folder} holds captures that no manifest lists, such as {found[0].name}; give another folder"
             )
-        self._journal: Journal[JournalLine] = Journal(self.folder / JOURNAL, JournalLine)
+        self._journal: Journal[JournalLine] = Journal(self.folder / JOURNAL, JournalLine, self._mode or 0o666)
         self._journal.lock()
         try:
             self._document = self._opened(wanted)
@@ -81,11 +85,11 @@ class CaptureRun:
         before = CAPTURES.open(self.folder, wanted)
         if before is None:
             self._journal.begin(0)  # a journal left over from another run does not belong to this one
-            CAPTURES.write(self.folder, wanted)
+            CAPTURES.write(self.folder, wanted, self._mode)
             return wanted
         there = Manifest.load(self.folder).document
         if there.entries > before.entries:
-            CAPTURES.write(self.folder, there)
+            CAPTURES.write(self.folder, there, self._mode)
         listed = {request.file for request in there.requests}
         for path in numbered(self.folder):
             if path.name not in listed:
@@ -118,6 +122,57 @@ class CaptureRun:
             CaptureNotFetched: before `fetch()`.
             OSError: it cannot be written.
         """
+        return self._add({self._path(name): handle})[0]
+
+    def record(self, handles: Sequence[CaptureHandle], *, answer_id: str, time: float) -> list[Request]:
+        """Write the captures of one request of a server, a file for each handle, and list all of them at once; if this
+        fails, nothing is listed.
+
+        Args:
+            handles: fetched handles.
+            answer_id, time: see `Request`.
+
+        Raises:
+            InvalidRequest, CaptureNotFetched, OSError: as for `add`.
+        """
+        paths = {self._path(self._next(further)): handle for further, handle in enumerate(handles)}
+        return self._add(paths, answer_id, time)
+
+    def _add(
+        self, handles: Mapping[Path, CaptureHandle], answer_id: str = "", time: float | None = None
+    ) -> list[Request]:
+        """Write files and list them together."""
+        before, known, new = self._journal.size, dict(self._layouts), list[JournalLine]()
+        try:
+            for path, handle in handles.items():
+                saved = self._own(handle)
+                files.write(saved, path, self._mode)
+                key = msgspec.json.encode(layout := layout_of(saved))
+                if key not in known:
+                    known[key] = len(known)
+                    new.append(JournalLine(layout=layout))
+                new.append(JournalLine(request=request_of(saved, path, known[key], answer_id, time)))
+            self._journal.append(*new)
+        except BaseException:
+            self._journal.cut(before)
+            for path in handles:
+                with contextlib.suppress(OSError):  # an unlisted file is no record, whether it is removed or not
+                    path.unlink(missing_ok=True)
+            raise
+        self._layouts = known
+        self._known += [line.layout for line in new if line.layout is not None]
+        added = [line.request for line in new if line.request is not None]
+        self._requests |= {request.file: request for request in added}
+        self._new += new
+        return added
+
+    def _path(self, name: str | None) -> Path:
+        """Return the path of a new file: by default the next number's.
+
+        Raises:
+            InvalidRequest: the name is listed already, or the run is closed.
+            InvalidFile: it has another extension.
+        """
         if not self._journal.locked:
             raise InvalidRequest(f"this run is closed; open {self.folder} again with CaptureRun")
         name = self._next() if name is None else name
@@ -125,42 +180,29 @@ class CaptureRun:
             raise InvalidRequest(
                 f"name={name!r} is listed in {self.folder} already, or no name of a file; give another"
             )
-        path = self.folder / name
-        check_extension(path, ".safetensors")
+        check_extension(self.folder / name, ".safetensors")
+        return self.folder / name
+
+    def _own(self, handle: CaptureHandle) -> files.Saved:
+        """Return the content of a handle's file.
+
+        Raises:
+            InvalidRequest: it is of another model.
+            CaptureNotFetched: before `fetch()`.
+        """
         saved = handle.as_saved()
         if saved.header.model != self._document.model:
             raise InvalidRequest(
                 f"{handle.request_id} is of {saved.header.model!r}, and {self.folder} of {self._document.model!r}; "
                 "save the captures of each model in a folder of their own"
             )
-        before = self._journal.size
-        try:
-            files.write(saved, path)
-            layout = layout_of(saved)
-            number = self._layouts.get(key := msgspec.json.encode(layout), len(self._layouts))
-            request = request_of(saved, path, number)
-            new = (
-                [JournalLine(request=request)]
-                if key in self._layouts
-                else [JournalLine(layout=layout), JournalLine(request=request)]
-            )
-            self._journal.append(*new)
-        except BaseException:
-            self._journal.cut(before)
-            with contextlib.suppress(OSError):  # an unlisted file is no record, whether it is removed or not
-                path.unlink(missing_ok=True)
-            raise
-        if key not in self._layouts:
-            self._layouts[key] = number
-            self._known.append(layout)
-        self._requests[name] = request
-        self._new += new
-        return request
+        return saved
 
-    def _next(self) -> str:
-        """Return the next unused numbered file name, counting from the number of requests."""
+    def _next(self, further: int = 0) -> str:
+        """Return the next unused numbered file name but `further`, counting from the number of requests."""
         names = (f"{number:06}.safetensors" for number in itertools.count(len(self._requests)))
-        return next(name for name in names if name not in self._requests)
+        unused = (name for name in names if name not in self._requests)
+        return next(itertools.islice(unused, further, None))
 
     def close(self) -> None:
         """Seal the manifest. Idempotent.
@@ -171,7 +213,7 @@ class CaptureRun:
         try:
             if self._new:
                 document = self.manifest.document
-                CAPTURES.write(self.folder, document)
+                CAPTURES.write(self.folder, document, self._mode)
                 self._document, self._new = document, []
         finally:
             self._journal.close(remove=not self._new)

@@ -1,4 +1,6 @@
-"""Destinations of results: checked before an engine is started, and replaced by a temporary file if writing fails."""
+"""Destinations of results: checked before an engine is started, and replaced by a temporary file if writing fails; and
+the options of what a server records, and where.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,19 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from steercap.cli.parsing import layers_of, tokens_of
 from steercap.cli.terminal import Terminal
+from steercap.config.environment import PREFIX
 from steercap.core.extras import require
+
+if TYPE_CHECKING:
+    from steercap.server.recording import RecordSettings
 
 #: Extras that writing a file needs, by its extension.
 BROUGHT: Final = {".gguf": ("gguf",), ".png": ("plots",)}
@@ -106,3 +114,73 @@ def _try(path: Path, option: str) -> None:
         for folder in reversed(made):
             with contextlib.suppress(OSError):  # another process has put something there meanwhile
                 folder.rmdir()
+
+
+def _record(name: str, says: str, **more: Any) -> Any:
+    """Return an option of a server's recordings, which its environment variable sets too."""
+    variable = f"{PREFIX}{name.partition('/')[0].upper().replace('-', '_')}"
+    flags = "/".join(f"--{part}" for part in name.split("/"))
+    return typer.Option(flags, help=says, envvar=variable, show_envvar=False, rich_help_panel="Recording", **more)
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """Options for what is recorded of requests that ask for nothing."""
+
+    record: Annotated[Path | None, _record("record", "Folder to record requests to.")] = None
+    record_site: Annotated[
+        list[str] | None,
+        _record(
+            "record-site", "Site to record, and its codec; repeatable (default resid_post).", metavar="SITE=CODEC,k=N"
+        ),
+    ] = None
+    record_layers: Annotated[str, _record("record-layers", "Layers to record.")] = "all"
+    record_tokens: Annotated[str, _record("record-tokens", "Tokens to record.")] = "all"
+    record_fraction: Annotated[
+        float, _record("record-fraction", "Fraction of the requests to record.", min=0, max=1)
+    ] = 1
+    record_gib: Annotated[float, _record("record-gib", "Maximum GiB of recordings.", min=0)] = 64
+    record_full: Annotated[
+        str, _record("record-full", "At the maximum: drop later requests, or rotate: remove the oldest.")
+    ] = "drop"
+    record_hours: Annotated[
+        float | None, _record("record-hours", "Hours until recordings are removed (default: never).", min=0)
+    ] = None
+    record_prompts: Annotated[
+        bool, _record("record-prompts/no-record-prompts", "Record the prompts' token ids beside rows.")
+    ] = True
+
+    def settings(self) -> RecordSettings | None:
+        """Return the settings of the recorder; None without --record.
+
+        Raises:
+            typer.BadParameter: a folder that cannot be written, layers or tokens that cannot be parsed.
+            InvalidSetting, InvalidSpec, UnknownName: something that does not fit.
+        """
+        if self.record is None:
+            if self != RecordOptions():
+                raise typer.BadParameter("nothing is recorded without it", param_hint="--record")
+            return None
+        from steercap.captures.recordings import RecordLimits
+        from steercap.captures.site_codecs import SiteCodecs
+        from steercap.server.recording import RecordSettings
+
+        folder_ready(self.record, "--record")
+        keep = None if self.record_hours is None else self.record_hours * 3600
+        whole = int(self.record_gib * 2**30)
+        limits = RecordLimits(
+            most_bytes=whole,
+            when_full=self.record_full,  # type: ignore[arg-type]  # it is checked there
+            keep_seconds=keep,
+            segment_bytes=max(1, min(RecordLimits.segment_bytes, whole // 8)),
+            segment_seconds=min(RecordLimits.segment_seconds, keep or RecordLimits.segment_seconds),
+        )
+        return RecordSettings(
+            self.record,
+            SiteCodecs.parse(self.record_site or ["resid_post"]),
+            layers_of(self.record_layers),
+            tokens_of(self.record_tokens),
+            fraction=self.record_fraction,
+            prompts=self.record_prompts,
+            limits=limits,
+        )

@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from steercap.cli.command import Loops, command
+from steercap.cli.destinations import RecordOptions
 from steercap.cli.engines import SMOLLM2, ModelOptions, located, pairs_of
 from steercap.cli.preflight import STREAM, preflight
 from steercap.cli.terminal import Terminal
@@ -45,6 +46,7 @@ def _serve(app: typer.Typer) -> None:
             "steercap serve Qwen/Qwen3-8B --sites resid_post,attn_out --port 8000 --api-key KEY",
             "steercap serve Qwen/Qwen3-8B --vectors calm=calm.safetensors --preset calm=calm",
             "steercap serve Qwen/Qwen3-8B -- --enable-auto-tool-choice --tool-call-parser hermes",
+            "steercap serve Qwen/Qwen3-8B --record ROWS --record-site resid_post=rp8,k=512 --record-tokens 0:4096",
         ],
         loops=uv_loops,
     )
@@ -106,12 +108,14 @@ def _serve(app: typer.Typer) -> None:
         folder_gib_of_a_key: Annotated[
             float, typer.Option(min=0, help="Maximum GiB of files in --folder per API key.", rich_help_panel=KEPT)
         ] = 16,
+        record: RecordOptions,
     ) -> None:
         """Serve a model by vLLM's own OpenAI-compatible server; requests capture and steer by the field `steercap`."""
         from steercap.server.server import ServerSettings
         from steercap.server.server import serve as run
 
         model, flags = parted(model, flags)
+        recorded = record.settings()
         settings = ServerSettings(
             vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")},
             saes={name: Path(folder) for name, folder in named(sae or (), "--sae")},
@@ -122,11 +126,13 @@ def _serve(app: typer.Typer) -> None:
             folder=folder,
             folder_bytes=int(folder_gib * 2**30),
             folder_bytes_of_a_key=int(folder_gib_of_a_key * 2**30),
+            record=recorded,
         )
-        names = checked(settings, model, flags, engine_arg, sites=sites.split(","))
+        armed = list(dict.fromkeys([*sites.split(","), *(recorded.codecs.sites if recorded else ())]))
+        names = checked(settings, model, flags, engine_arg, sites=armed)
         path = str(located(model))
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
-        own |= {"sites": sites.split(","), **dict(pairs_of(engine_arg or (), "--engine-arg"))}
+        own |= {"sites": armed, **dict(pairs_of(engine_arg or (), "--engine-arg"))}
         said = ["--host", host, "--port", str(port), "--served-model-name", model]
         said += ["--api-key", *api_key] if api_key else []
         terminal.say(f"starting vLLM's server with {model}; http://{host}:{port}/v1 once it is up")

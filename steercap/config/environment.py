@@ -82,6 +82,10 @@ SETTINGS: Final[Mapping[str, Variable]] = {
 OTHERS: Final[Mapping[str, Variable]] = {
     f"{PREFIX}CACHE": Variable("folder of the checkpoints that steercap makes", str, default="`~/.cache/steercap`"),
     f"{PREFIX}JUDGE_API_KEY": Variable("key of the endpoint that judges answers", str, "`Judge(api_key=)`"),
+    **{
+        f"{PREFIX}RECORD{name}": Variable(f"`--record{name.lower().replace('_', '-')}` of `steercap serve`", str)
+        for name in ("", "_SITE", "_LAYERS", "_TOKENS", "_FRACTION", "_GIB", "_FULL", "_HOURS", "_PROMPTS")
+    },
 }
 #: Variables that steercap sets itself: the mark of an engine's processes, and that of clients killed by tests.
 OWN: Final = frozenset({f"{PREFIX}ENGINE", f"{PREFIX}KILLS"})

@@ -92,8 +92,12 @@ def require_file(path: Path) -> None:
 
 
 @contextmanager
-def write_whole(path: Path) -> Iterator[Path]:
+def write_whole(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` when the block succeeds, and is removed when it raises.
+
+    Args:
+        path: the file.
+        mode: permissions that it has from the start; None for those that the umask leaves.
 
     Raises:
         OSError: it cannot be written; errors of safetensors and torch are converted to this.
@@ -101,6 +105,8 @@ def write_whole(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
     try:
+        if mode is not None:
+            scratch.touch(mode=mode)
         yield scratch
         scratch.replace(path)
     except BaseException as error:
@@ -133,19 +139,22 @@ def sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_tensors(path: Path, header: msgspec.Struct, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write a safetensors file of steercap: its header is the metadata entry `steercap`, as JSON.
+def write_tensors(
+    path: Path, header: msgspec.Struct, tensors: dict[str, torch.Tensor], mode: int | None = None
+) -> Path:
+    """Write a safetensors file of steercap: its header is the metadata entry `steercap`, as JSON; `mode` as for
+    `write_whole`.
 
     Raises:
         InvalidFile: the name has another extension.
         OSError: it cannot be written.
     """
     check_extension(path, ".safetensors")
-    with write_whole(path) as scratch, _room(path) as room:
+    with write_whole(path, mode) as scratch, _room(path) as room:
         scratch.touch()
-        mode = scratch.stat().st_mode  # safetensors would leave a file that only its owner can read
+        wanted = scratch.stat().st_mode  # safetensors would leave a file that only its owner can read
         save_file(tensors, room / path.name, _metadata(header))
-        (room / path.name).chmod(mode)
+        (room / path.name).chmod(wanted)
         (room / path.name).replace(scratch)
     return path
 

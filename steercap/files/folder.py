@@ -161,9 +161,9 @@ class FolderKind(Generic[Definition]):
         sweep(Path(folder))
         return found
 
-    def write(self, folder: str | Path, definition: Definition) -> None:
-        """Write the definition file of a folder."""
-        with write_whole(Path(folder) / self.file) as scratch:
+    def write(self, folder: str | Path, definition: Definition, mode: int | None = None) -> None:
+        """Write the definition file of a folder, with the permissions `mode` if given."""
+        with write_whole(Path(folder) / self.file, mode) as scratch:
             scratch.write_bytes(msgspec.json.format(msgspec.json.encode(definition), indent=2))
 
 

@@ -56,10 +56,12 @@ class Journal(Generic[Entry]):
     Args:
         path: the file.
         kind: type of the entries, decoded strictly.
+        mode: permissions of a new file, as far as the umask leaves them.
     """
 
-    def __init__(self, path: Path, kind: type[Entry]) -> None:
+    def __init__(self, path: Path, kind: type[Entry], mode: int = 0o666) -> None:
         self.path = path
+        self._mode = mode
         self._decoder = msgspec.json.Decoder(kind)
         self._file: int | None = None
         self._size = 0
@@ -99,7 +101,7 @@ class Journal(Generic[Entry]):
             OSError: it cannot be written, or is a symbolic link, whose target must not be emptied.
         """
         while self._file is None:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, self._mode)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_at(self.path, file):  # not a file that another writer has just removed

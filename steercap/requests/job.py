@@ -162,10 +162,16 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
     plan = job.plan
     if plan is None or plan.capture is None:
         return None
-    rows = count_selected(plan.capture.ranges, plan.limit)
-    pages = job.engine.pages_needed(plan.capture, rows) * plan.samples
     reductions = plan.samples if plan.capture.accumulates else 0
-    return await job.engine.admit(pages, call, job.options.get("data_parallel_rank"), reductions)
+    return await job.engine.admit(pages_of(job), call, job.options.get("data_parallel_rank"), reductions)
+
+
+def pages_of(job: Job) -> int:
+    """Return the pages of capture memory that a request may need at most; 0 if it captures nothing."""
+    plan = job.plan
+    if plan is None or plan.capture is None:
+        return 0
+    return job.engine.pages_needed(plan.capture, count_selected(plan.capture.ranges, plan.limit)) * plan.samples
 
 
 def planned(job: Job) -> AbstractAsyncContextManager[Planned]:

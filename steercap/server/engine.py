@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -12,76 +13,29 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from steercap.captures import files
-from steercap.captures.fetching import Arrived
 from steercap.captures.handle import CaptureHandle
 from steercap.core.receipt import SteeringReceipt
 from steercap.errors import InvalidRequest, SteercapError
-from steercap.kernels.codecs.coded import coding_of
-from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, receipts_of, rows_so_far
+from steercap.requests.job import (
+    Job,
+    Sample,
+    handles_of,
+    memory_for,
+    outputs_of,
+    pages_of,
+    planned,
+    receipts_of,
+)
 from steercap.requests.preparing import prepare
-from steercap.server.call import CURRENT, Live, SteercapRequest
+from steercap.server.call import CURRENT, Numbers, SteercapField, SteercapRequest, described
 from steercap.server.folder import CaptureFolder, CaptureStore
+from steercap.server.recording import Recorder
 
 if TYPE_CHECKING:
     from steercap.adapters.types import RequestOutput
     from steercap.core.budget import Ticket
+    from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
-
-
-class Numbers:
-    """Streamed numbers of one job.
-
-    Args:
-        call: call that the numbers belong to.
-        first: index of the job's first choice in the call.
-        job: the running job; numbers are only streamed if its answer is a stream.
-    """
-
-    def __init__(self, call: SteercapRequest, first: int, job: Job) -> None:
-        self._call, self._first, self._job = call, first, job
-        params: Any = job.params
-        self._streams = params.output_kind.name == "DELTA"
-        self._projects = job.hands_over and job.projected is not None and self._streams
-        self._tokens: dict[int, int] = {}
-        self._rows: dict[int, int] = {}
-        self._crossings: dict[int, int] = {}
-
-    async def take(self, tokens: Mapping[int, Sequence[int]]) -> None:
-        """Queue the new numbers for the stream.
-
-        Args:
-            tokens: tokens generated so far, by the index of the sample.
-
-        Raises:
-            CaptureIncomplete, CaptureNotFinite: a row is missing or invalid.
-        """
-        if self._projects:
-            grown = {index: ids for index, ids in tokens.items() if len(ids) > self._tokens.get(index, 0)}
-            self._tokens |= {index: len(ids) for index, ids in grown.items()}
-            some = {index: (ids, self._rows.get(index, 0)) for index, ids in grown.items()}
-            for index, came in (await rows_so_far(self._job, some)).items():
-                self._rows[index] = self._rows.get(index, 0) + len(came.positions)
-                if len(came.positions):
-                    self._put(index, "scores", self._scores(came))
-        if self._streams and self._job.watch is not None:
-            for index in tokens:
-                found = self._job.watch.crossings(index)
-                for one in found[self._crossings.get(index, 0) :]:
-                    self._put(index, "crossings", msgspec.to_builtins(one))
-                self._crossings[index] = len(found)
-
-    def _scores(self, came: Arrived) -> dict[str, Any]:
-        """Return the projections of rows, by point and direction."""
-        assert self._job.projected is not None
-        names = self._job.projected.names
-        scores = {
-            f"{point.site}.{point.layer}": dict(zip(names, came.captures[point].T.tolist(), strict=True))
-            for point in came.captures
-        }
-        return {"positions": came.positions.tolist(), "scores": scores}
-
-    def _put(self, index: int, kind: str, content: dict[str, Any]) -> None:
-        self._call.live.append(Live(self._first + index, kind, content))
 
 
 #: Maximum bytes of files within an answer.
@@ -96,6 +50,10 @@ class ServedEngine:
         captures: store of captures that wait to be fetched.
         translated: function from a steercap error to one that vLLM's server answers with the right status.
         folder: folder for rows that requests ask to be written, None if the operator gave none.
+        recorder: recorder of requests that ask for no rows, None if nothing is recorded.
+
+    Attributes:
+        failures: number of requests that failed with an error of steercap's, by its class.
     """
 
     def __init__(
@@ -104,12 +62,15 @@ class ServedEngine:
         captures: CaptureStore,
         translated: Callable[[SteercapError], Exception],
         folder: CaptureFolder | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._model = model
         self._llm: Any = model.engine
         self._captures = captures
         self._translated = translated
         self._folder = folder
+        self._recorder = recorder
+        self.failures: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -122,45 +83,100 @@ class ServedEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Return vLLM's outputs of one request; see `AsyncLLM.generate`."""
         call = CURRENT.get()
-        if call is None:
-            found: AsyncGenerator[RequestOutput, None] = self._llm.generate(
-                prompt, sampling_params, request_id, **options
-            )
-            return found
-        first = call.prompts * sampling_params.n
-        call.prompts += 1
-        return self._asked(call, first, prompt, sampling_params, options)
+        recorded = self._recorder is not None and self._recorder.wants()
+        if call is not None:
+            return self._asked(call, prompt, sampling_params, options, request_id if recorded else "")
+        if recorded:
+            return self._recorded(prompt, sampling_params, request_id, options)
+        found: AsyncGenerator[RequestOutput, None] = self._llm.generate(prompt, sampling_params, request_id, **options)
+        return found
 
-    async def _asked(
-        self, call: SteercapRequest, first: int, prompt: Any, params: Any, options: dict[str, Any]
+    async def _recorded(
+        self, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a request that asks nothing of steercap, and record it if there is room."""
+        call = SteercapRequest(SteercapField(), "")
+        job = await self._recording_job(call, prompt, params, options)
+        outputs = (
+            self._llm.generate(prompt, params, request_id, **options)
+            if job is None
+            else self._translating(call, self._run(call, 0, job, request_id))
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _recording_job(
+        self, call: SteercapRequest, prompt: Any, params: Any, options: dict[str, Any]
+    ) -> Job | None:
+        """Return the job that captures what is recorded of a request; None, counted, if it cannot be recorded now."""
+        recorder = self._recorder
+        assert recorder is not None
+        if call.asked.capture is not None or call.asked.monitors:
+            recorder.drop("own_capture")
+            return None
+        try:
+            job = await self._prepared(call, prompt, params, options, recorder.settings.capture)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the request itself goes on
+            recorder.drop("unsupported", error)
+            return None
+        return job if recorder.fits(job, pages_of(job)) else None
+
+    async def _prepared(
+        self, call: SteercapRequest, prompt: Any, params: Any, options: dict[str, Any], capture: CaptureSpec | None
+    ) -> Job:
+        """Check a request and compile it, with this capture.
+
+        Raises:
+            InvalidRequest: it cannot be done.
+        """
         from steercap.adapters.prompts import rendered
 
-        engine = self._model.serving.here()
-        options = {name: value for name, value in options.items() if value is not None}
-        options.pop("prompt_text", None)
-        options.pop("tokenization_kwargs", None)
+        left_out = ("prompt_text", "tokenization_kwargs")
+        options = {name: value for name, value in options.items() if value is not None and name not in left_out}
+        engine, asked = self._model.serving.here(), call.asked
+        return await prepare(
+            engine, rendered(prompt), params, capture, asked.steering, options=options, monitors=asked.monitors
+        )
+
+    async def _translating(
+        self, call: SteercapRequest, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs; errors of steercap become those that vLLM's server answers with the right status."""
         try:
-            if call.asked.capture is not None:
-                self._room(call).require_room(call.owner)
-            job = await prepare(
-                engine,
-                rendered(prompt),
-                params,
-                call.asked.capture,
-                call.asked.steering,
-                options=options,
-                monitors=call.asked.monitors,
-            )
-            async with aclosing(self._run(call, first, job)) as outputs:
+            async with aclosing(outputs):
                 async for output in outputs:
                     yield output
         except SteercapError as error:
             call.error = type(error).__name__
+            self.failures[call.error] += 1
             raise self._translated(error) from error
 
-    async def _run(self, call: SteercapRequest, first: int, job: Job) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a job; the last one once its edits are confirmed and its rows are fetched."""
+    def _asked(
+        self, call: SteercapRequest, prompt: Any, params: Any, options: dict[str, Any], recorded: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Return the outputs of a request that uses steercap; `recorded` is its id if it is to be recorded, else ""."""
+        first = call.prompts * params.n
+        call.prompts += 1
+
+        async def outputs() -> AsyncGenerator[RequestOutput, None]:
+            job = await self._recording_job(call, prompt, params, options) if recorded else None
+            if call.asked.capture is not None:
+                self._room(call).require_room(call.owner)
+            name = recorded if job is not None else ""
+            job = job or await self._prepared(call, prompt, params, options, call.asked.capture)
+            async with aclosing(self._run(call, first, job, name)) as found:
+                async for output in found:
+                    yield output
+
+        return self._translating(call, outputs())
+
+    async def _run(
+        self, call: SteercapRequest, first: int, job: Job, recorded: str = ""
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a job; the last one once its edits are confirmed and its rows are fetched, or are left
+        to the recorder under the id `recorded`.
+        """
         ticket = await memory_for(job, object())
         ours = job.plan is not None  # the workers hold state of the job that we must free
         texts: dict[int, str] = {}
@@ -176,7 +192,7 @@ class ServedEngine:
                     if output.finished:
                         ours = False
                         ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
-                        found = await self._handed_over(call, job, ended, ticket, receipts)
+                        found = await self._handed_over(call, job, ended, ticket, receipts, recorded=recorded)
                         call.results += [
                             {"choice": first + sample.index} | one for sample, one in zip(ended, found, strict=True)
                         ]
@@ -184,6 +200,8 @@ class ServedEngine:
         finally:
             if ours and job.plan is not None:
                 job.engine.abandon(job.plan, ticket)
+                if recorded and self._recorder is not None:
+                    self._recorder.drop("cancelled")
 
     async def _handed_over(
         self,
@@ -192,8 +210,10 @@ class ServedEngine:
         samples: Sequence[Sample],
         ticket: Ticket | None,
         receipts: Sequence[SteeringReceipt] | None,
+        *,
+        recorded: str,
     ) -> list[dict[str, Any]]:
-        """Return the results of each sample for the answer."""
+        """Return the results of each sample for the answer; rows that are recorded are left to the recorder."""
         found: list[dict[str, Any]] = [{} for _ in samples]
         for one, receipt in zip(found, receipts or (), strict=False):
             one["steering"] = {
@@ -212,6 +232,9 @@ class ServedEngine:
             job.engine.done_with(job.plan, ticket)
             return found
         handles = handles_of(job, samples, ticket, receipts)
+        if recorded and self._recorder is not None:
+            self._recorder.take(handles, recorded)
+            return found
         try:
             await self._model.fetch_captures_batch(handles)
             for one, handle, place in zip(found, handles, await self._delivered(call, handles), strict=True):
@@ -263,32 +286,3 @@ def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dic
             tokens.setdefault(sample.index, []).extend(sample.token_ids)
         else:
             tokens[sample.index] = [*sample.token_ids]
-
-
-def described(handle: CaptureHandle) -> dict[str, Any]:
-    """Describe a handle for msgspec's JSON.
-
-    The result has its points with shapes and dtypes, its numbers of rows and tokens, and its file's header without the
-    text, which the answer has already.
-    """
-    saved, receipt = handle.as_saved(), handle.receipt
-    points = []
-    for point in handle.points:
-        kept = saved.rows[point]
-        first = kept[0] if isinstance(kept, tuple) else kept
-        codec, parameters = coding_of(first)
-        rows = handle.captures[point] if codec == "raw" and not isinstance(kept, tuple) else None
-        one: dict[str, Any] = {"layer": point.layer, "site": point.site, "codec": codec, **parameters}
-        if rows is not None:
-            one |= {"shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}
-        points.append(one)
-    return {
-        "points": points,
-        "rows": len(handle.positions),
-        "reduce": receipt.reduce,
-        "prompt_tokens": len(handle.prompt_token_ids),
-        "output_tokens": len(handle.output_token_ids),
-        "directions": list(handle.directions),
-        "verified": receipt.verified,
-        "header": msgspec.structs.replace(saved.header, text=""),
-    }

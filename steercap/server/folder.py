@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from steercap.captures.files import Saved, named
+from steercap.captures.files import size_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.manifest import Request
 from steercap.captures.saving import CaptureRun
@@ -234,7 +234,7 @@ class CaptureFolder:
             ServerFailure: the folder cannot be written for another reason.
         """
         async with self._turn:
-            self.require_room(owner, sum(_size(handle.as_saved()) for handle in handles))
+            self.require_room(owner, sum(size_of(handle.as_saved()) for handle in handles))
             return [await finished(on_thread(partial(self._add, one, owner), "steercap folder")) for one in handles]
 
     def _add(self, handle: CaptureHandle, owner: str) -> Request:
@@ -268,9 +268,3 @@ class CaptureFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _size(saved: Saved) -> int:
-    """Return the bytes of a capture's tensors; its file has a header too."""
-    kept = [tensor for point, rows in saved.rows.items() for _, tensor in named(point, rows)]
-    return sum(tensor.nbytes for tensor in kept)

@@ -16,7 +16,7 @@ from steercap.client.connection import ERROR_HEADER
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.server.asks import asked_of
-from steercap.server.call import CURRENT, SteercapField, SteercapRequest
+from steercap.server.call import CURRENT, OPTED_OUT, SteercapField, SteercapRequest
 from steercap.server.folder import owner_of
 from steercap.server.library import Library, Presets
 
@@ -25,6 +25,9 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
+#: Header by which a client has its request left out of recordings, and values by which it does not.
+RECORD_HEADER: Final = b"x-steercap-record"
+_RECORDED: Final = ("", "yes", "true", "1", "on")
 #: Routes whose requests may use steercap.
 PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 #: Maximum bytes of a body, counted while it is read.
@@ -64,6 +67,26 @@ class Keyless:
             headers = [(name, said) for name, said in scope["headers"] if name.lower() != b"authorization"]
             scope = {**scope, "headers": headers}
         await self._app(scope, receive, send)
+
+
+class OptOut:
+    """ASGI wrapper that reads the header by which a client has its request left out of recordings.
+
+    Args:
+        app: application to wrap.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        out = scope["type"] == "http" and header(scope, RECORD_HEADER).strip().lower() not in _RECORDED
+        token = OPTED_OUT.set(out)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            OPTED_OUT.reset(token)
 
 
 class SteercapRoute:

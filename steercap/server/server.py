@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,9 @@ from steercap.server.folder import KEY_BYTES, STORE_BYTES, TIME_TO_LIVE, Capture
 from steercap.server.folder import MOST_BYTES as FOLDER_BYTES
 from steercap.server.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
 from steercap.server.library import NAME, OPERATOR, Library, Presets
-from steercap.server.middleware import PATHS, Keyless, SteercapRoute
+from steercap.server.middleware import PATHS, Keyless, OptOut, SteercapRoute
 from steercap.server.passthrough_routes import Elsewhere
+from steercap.server.recording import Recorder, RecordSettings
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class ServerSettings:
         folder: folder for rows that requests ask to be written; None for none.
         folder_bytes: maximum bytes of files in it.
         folder_bytes_of_a_key: maximum bytes that requests of one API key write to it.
+        record: what is recorded of requests that ask for nothing; None for nothing.
     """
 
     vectors: Mapping[str, Path] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class ServerSettings:
     folder: Path | None = None
     folder_bytes: int = FOLDER_BYTES
     folder_bytes_of_a_key: int = FOLDER_BYTES_OF_A_KEY
+    record: RecordSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ async def application(
     settings: ServerSettings,
     folder: CaptureFolder | None = None,
     names: Names | None = None,
+    *,
+    recorder: Recorder | None = None,
 ) -> FastAPI:
     """Create vLLM's application over an open model, with the `steercap` field and our own routes.
 
@@ -107,9 +112,11 @@ async def application(
         settings: settings of the server.
         folder: open folder for rows that requests ask to be written; must stay open while it is served.
         names: result of `Names.of`; computed here if left out.
+        recorder: recorder of requests that ask for no rows; must stay open while it is served.
 
     Raises:
-        InvalidSpec: an SAE reads rows that this model does not have.
+        InvalidSpec: an SAE reads rows that this model does not have, or the recorder.
+        LayerOutOfRange, PointNotArmed, UnknownName: what is recorded is not there.
         UnsupportedRunner: vLLM's server does not have the expected structure.
         InvalidSetting: the model has `restart=True`.
         The errors of `Names.of`.
@@ -123,6 +130,7 @@ async def application(
         from steercap.adapters import server
         from steercap.server.features import FeaturesOfRows, require_fitting
         from steercap.server.inspect_routes import Looking
+        from steercap.server.metrics import Metrics
         from steercap.server.routes import Routes, explorer_routes
 
     names = names or Names.of(settings)
@@ -136,7 +144,7 @@ async def application(
         most_bytes=settings.captures_bytes,
         most_of_a_key=settings.captures_bytes_of_a_key,
     )
-    engine = ServedEngine(model, captures, server.translated, folder)
+    engine = ServedEngine(model, captures, server.translated, folder, recorder)
     app = await server.application(
         engine,
         served,
@@ -147,8 +155,12 @@ async def application(
     app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     app.router.routes.extend([*looking, *explorer_routes()])
+    app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)
     if not server.tells_clients_apart(flags):
         app.router.middleware_stack = Keyless(app.router.middleware_stack)
+    if recorder is not None:
+        recorder.check(model)
+        app.router.middleware_stack = OptOut(app.router.middleware_stack)
     return app
 
 
@@ -188,8 +200,11 @@ async def serve(
         # for room would change the order.
         arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
         with opened_folder(model, settings) as folder:
-            async with SteerModel(model, **arguments) as opened:
-                await server.serve(await application(opened, read, settings, folder, names), sock, read)
+            recorder = None if settings.record is None else Recorder.of(settings.record, model)
+            async with SteerModel(model, **arguments) as opened, recorder or nullcontext():
+                await server.serve(
+                    await application(opened, read, settings, folder, names, recorder=recorder), sock, read
+                )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from steercap.captures import files
-    from steercap.captures.attention import AttentionSummary
+    from steercap.captures.attention import AttentionSummary, RecordedAttention
     from steercap.captures.experts import Experts
     from steercap.captures.lens import Lens
     from steercap.captures.lifecycle import Lifecycle
@@ -100,6 +100,8 @@ class CaptureHandle(
         directions: with `project=`, the names of the directions that rows were projected on.
         marks: fingerprints of these directions, by layer; empty in files of older versions.
         attention_rules: attention rules of the layers whose queries and keys are captured.
+        recorded_attention: strongest targets of each head by layer, where a server recorded them in place of queries
+            and keys.
         lifecycle: state of the rows.
     """
 
@@ -162,6 +164,11 @@ class CaptureHandle(
     def attention_rules(self) -> dict[int, AttentionRule]:
         """Attention rules of the layers whose queries and keys are captured."""
         return self.awaited.attention_rules
+
+    @property
+    def recorded_attention(self) -> dict[int, RecordedAttention]:
+        """Strongest targets of each head by layer, where a server recorded them in place of queries and keys."""
+        return self.awaited.recorded_attention
 
     @property
     def lifecycle(self) -> Lifecycle:

@@ -58,7 +58,7 @@ from steercap.errors import (
     WrongEventLoop,
 )
 from steercap.server.asks import capture_of, steering_of
-from steercap.server.engine import described
+from steercap.server.call import described
 from steercap.server.folder import owner_of
 from steercap.server.library import Library, read
 from steercap.steering.directions import DirectionSet

@@ -40,6 +40,7 @@ NOT_RUN = {
     "command-line.md": 1,
     "install.md": 2,
     "parallelism.md": 2,
+    "recording.md": 1,
     "serve.md": 3,
     "versions.md": 1,
 }

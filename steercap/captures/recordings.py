@@ -1,0 +1,314 @@
+"""Recordings of a server: a folder of numbered segments, each a run of captures with a manifest.
+
+A segment is ended by its size or its age, and removed as a whole. Every file is its owner's alone (0600). A request
+counts once its segment's journal lists all its files; no file is flushed to the disk's platters, so that a killed
+process loses nothing that is listed, and a power failure leaves files whose SHA-256 tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, get_args
+
+import msgspec
+
+from steercap.captures.files import size_of
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.manifest import FILE, JOURNAL, JournalLine, Manifest, Request
+from steercap.captures.saving import CaptureRun, forget_run
+from steercap.core.values import choices, shown
+from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSetting
+from steercap.files.base import sweep
+from steercap.files.journal import Journal
+
+#: Action of a folder without room: later requests are left out, or the oldest segments are removed.
+WhenFull: TypeAlias = Literal["drop", "rotate"]
+#: Name of the file that locks out other servers.
+LOCK: Final = "recording.lock"
+_SEGMENT: Final = re.compile(r"\d{6,}")
+_CAPTURE: Final = re.compile(r"\d{4,}\.safetensors")
+
+
+@dataclass(frozen=True)
+class RecordLimits:
+    """Limits of a folder of recordings.
+
+    Args:
+        most_bytes: maximum bytes of capture files in it.
+        when_full: "drop" leaves later requests out; "rotate" removes the oldest segments.
+        keep_seconds: seconds until a request is removed, at most a segment's age later; None for never.
+        segment_bytes: bytes of files at which a segment ends.
+        segment_seconds: age at which it ends, in seconds.
+
+    Raises:
+        InvalidSetting: a value that does not fit.
+    """
+
+    most_bytes: int = 64 << 30
+    when_full: WhenFull = "drop"
+    keep_seconds: float | None = None
+    segment_bytes: int = 1 << 30
+    segment_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.when_full not in get_args(WhenFull):
+            raise InvalidSetting(f"when_full={shown(self.when_full)}; {choices(self.when_full, get_args(WhenFull))}")
+        for name in ("most_bytes", "segment_bytes", "segment_seconds", "keep_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidSetting(f"{name}={shown(value)}; give a number above 0")
+
+
+@dataclass(frozen=True)
+class RecordedRequest:
+    """One request of a folder of recordings.
+
+    Args:
+        manifest: manifest of its segment.
+        files: its entries there, one for each file: several samples, or several codecs.
+    """
+
+    manifest: Manifest
+    files: tuple[Request, ...]
+
+    @property
+    def answer_id(self) -> str:
+        """Id that vLLM's server gave the request."""
+        return self.files[0].answer_id
+
+    @property
+    def time(self) -> float:
+        """Time of its end, in seconds since 1970."""
+        return self.files[0].time or 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(file.bytes for file in self.files)
+
+    def handles(self) -> list[CaptureHandle]:
+        """Read its captures, one handle for each file; the size and SHA-256 of each file are checked first.
+
+        Raises:
+            InvalidFile: a file is not the one that was listed.
+        """
+        own = msgspec.structs.replace(self.manifest.document, requests=self.files)
+        return list(Manifest(self.manifest.folder, own).handles())
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """Listed requests of a folder that `steercap serve --record` writes or has written; made by `load`.
+
+    Args:
+        folder: the folder.
+        segments: manifests of its segments, the oldest first.
+        unlisted: number of files that no manifest lists: of a request that was being written when it was read, or when
+            its server was killed.
+    """
+
+    folder: Path
+    segments: tuple[Manifest, ...]
+    unlisted: int
+
+    @staticmethod
+    def load(folder: str | Path) -> Recordings:
+        """Read the manifests of a folder; no captures are read. Its server may run.
+
+        Raises:
+            InvalidFile: there is no such folder, or a manifest is malformed or of another version.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise InvalidFile(f"{folder} is no folder; give one that `steercap serve --record` has written")
+        found, unlisted = list[Manifest](), 0
+        for path in segments_in(folder):
+            try:
+                found.append(one := Manifest.load(path))
+                unlisted += len(_names_in(path) - {request.file for request in one.requests})
+            except (InvalidFile, FileNotFoundError):
+                if (path / FILE).exists():  # else the segment has just begun, or is being removed
+                    raise
+        return Recordings(folder, tuple(found), unlisted)
+
+    @property
+    def requests(self) -> tuple[RecordedRequest, ...]:
+        """Recorded requests, in the order in which they were written."""
+        return tuple(
+            RecordedRequest(one, tuple(files))
+            for one in self.segments
+            for _, files in groupby(one.requests, key=lambda request: (request.answer_id, request.time))
+        )
+
+
+class RecordingFolder:
+    """Folder that a server records to. All methods but `full` and `close` are for one thread.
+
+    Args:
+        path: path of the folder, created if missing.
+        model: name of the model.
+        limits: its limits.
+        clock: function that returns seconds since 1970.
+
+    Attributes:
+        bytes: bytes of listed files.
+
+    Raises:
+        InvalidRequest: another process writes to it.
+        InvalidFile: a manifest in it cannot be read.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, *, model: str, limits: RecordLimits, clock: Callable[[], float] = time.time) -> None:
+        self.path, self.limits, self.bytes = path, limits, 0
+        self._model, self._clock = model, clock
+        self._run: CaptureRun | None = None
+        self._begun = 0.0
+        self._ended: dict[Path, tuple[int, float]] = {}  # bytes and time of the last request of ended segments
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock: Journal[JournalLine] = Journal(path / LOCK, JournalLine, 0o600)
+        self._lock.lock()
+        try:
+            for segment in segments_in(path):
+                self._take_over(segment)
+            self._number = 1 + max((int(segment.name) for segment in segments_in(path)), default=-1)
+        except BaseException:
+            self._lock.close(remove=True)
+            raise
+
+    @property
+    def full(self) -> bool:
+        """True if later requests have no room; for any thread."""
+        return self.limits.when_full == "drop" and self.bytes >= self.limits.most_bytes
+
+    def add(self, handles: Sequence[CaptureHandle], answer_id: str) -> int:
+        """Write the captures of a request, and list them; if this fails, neither is done.
+
+        Args:
+            handles: fetched handles.
+            answer_id: id that vLLM's server gave the request.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            CaptureMemoryFull: the folder has no room.
+            OSError: it cannot be written.
+        """
+        self.tidy()
+        coming = sum(size_of(handle.as_saved()) for handle in handles)
+        while self.limits.when_full == "rotate" and self.bytes and self.bytes + coming > self.limits.most_bytes:
+            if not self._ended:
+                self._end()
+            self._remove(next(iter(self._ended)))
+        if self.bytes + coming > self.limits.most_bytes:
+            raise CaptureMemoryFull(
+                f"{self.path} holds {self.bytes:,} bytes of recordings, and {self.limits.most_bytes:,} may be there; a "
+                f"request of {coming:,} is left out"
+            )
+        run = self._open()
+        written = sum(one.bytes for one in run.record(handles, answer_id=answer_id, time=self._clock()))
+        self.bytes += written
+        return written
+
+    def tidy(self) -> None:
+        """End the segment that has reached its size or age, and remove those whose requests are old.
+
+        Raises:
+            OSError: something cannot be written or removed.
+        """
+        now, keep = self._clock(), self.limits.keep_seconds
+        if self._run is not None and (
+            not (self._run.folder / JOURNAL).exists()
+            or now - self._begun >= self.limits.segment_seconds
+            or self._size() >= self.limits.segment_bytes
+        ):
+            self._end()
+        for segment, (_, last) in tuple(self._ended.items()):
+            if keep is not None and now - last >= keep:
+                self._remove(segment)
+
+    def close(self) -> None:
+        """Seal the segment's manifest, and let other servers in. Idempotent."""
+        try:
+            if self._run is not None:
+                self._end()
+        finally:
+            self._lock.close(remove=True)
+
+    def _take_over(self, segment: Path) -> None:
+        """Seal a segment of an earlier server, without what no manifest lists; remove it if it has no manifest."""
+        sweep(segment)
+        if not (segment / FILE).exists():
+            _forget(segment)
+            return
+        model = Manifest.load(segment).model
+        with CaptureRun(segment, model=model, private=True) as run:
+            self._note(segment, run)
+
+    def _note(self, segment: Path, run: CaptureRun) -> None:
+        size = sum(request.bytes for request in run.requests.values())
+        last = max((request.time or 0.0 for request in run.requests.values()), default=self._clock())
+        self._ended[segment] = size, last
+        if run is not self._run:
+            self.bytes += size
+
+    def _open(self) -> CaptureRun:
+        """Return the segment that is written, a new one if there is none."""
+        if self._run is None:
+            segment = self.path / f"{self._number:06}"
+            self._number += 1
+            segment.mkdir(mode=0o700, exist_ok=True)
+            try:
+                self._run, self._begun = CaptureRun(segment, model=self._model, private=True), self._clock()
+            except BaseException:
+                with contextlib.suppress(OSError):  # the first error is the one to report
+                    _forget(segment)
+                raise
+        return self._run
+
+    def _size(self) -> int:
+        assert self._run is not None
+        return self.bytes - sum(size for size, _ in self._ended.values())
+
+    def _end(self) -> None:
+        run, size = self._run, self._size()
+        assert run is not None
+        if not (run.folder / JOURNAL).exists():  # somebody has removed it
+            self.bytes, self._run = self.bytes - size, None
+            return
+        self._note(run.folder, run)
+        self._run = None
+        run.close()
+
+    def _remove(self, segment: Path) -> None:
+        """Remove a segment, its manifest first."""
+        size, _ = self._ended[segment]
+        _forget(segment)
+        del self._ended[segment]
+        self.bytes -= size
+
+
+def segments_in(folder: Path) -> list[Path]:
+    """Return the folders of the segments of a folder, the oldest first; links are not ours."""
+    named = [path for path in folder.iterdir() if _SEGMENT.fullmatch(path.name)]
+    return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=lambda path: int(path.name))
+
+
+def _forget(segment: Path) -> None:
+    """Remove a segment's files, its manifest first, and its folder, where nothing else is in it."""
+    with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+        forget_run(segment)
+    with contextlib.suppress(OSError):  # what is not ours stays
+        segment.rmdir()
+
+
+def _names_in(segment: Path) -> set[str]:
+    """Return the names of the capture files in a segment, those that are still being written included."""
+    return {found[0] for path in segment.iterdir() if (found := _CAPTURE.search(path.name))}

@@ -1,0 +1,179 @@
+"""A codec for each site of a capture: rows are captured as they are, and encoded here, one handle for each codec.
+
+A request's own capture has one codec, which the workers apply. So several are applied where the rows are written: their
+codes are those of the workers on the host, and a file has one codec, as any file of captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from steercap.captures.attention import RecordedAttention
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Captures, Found, Rows
+from steercap.core.schema import RAW, Coding, PointSchema
+from steercap.core.spec import CaptureSpec, Point, name_of_site
+from steercap.core.tokens import TokenSelection
+from steercap.core.values import choices, shown
+from steercap.errors import InvalidSpec
+from steercap.kernels.codecs import ENCODINGS, Codec, codec_of
+from steercap.kernels.codecs.coded import CodedRows
+
+#: Name that stands for the targets of attention in place of a site, and the sites that they are computed of.
+ATTENTION: Final = "attention"
+QUERIES_AND_KEYS: Final = ("q", "k")
+#: Maximum number of targets of a head and token.
+MOST_TARGETS: Final = 128
+_PARAMETERS: Final = ("k", "seed")
+
+
+@dataclass(frozen=True)
+class SiteCodecs:
+    """Codec of each site.
+
+    Args:
+        codings: codec of each site, by the site's name.
+        attention: number of the most strongly attended tokens to keep of each head and token, computed of queries and
+            keys, which are not kept; 0 for none.
+    """
+
+    codings: Mapping[str, Coding]
+    attention: int = 0
+
+    @staticmethod
+    def parse(texts: Sequence[str]) -> SiteCodecs:
+        """Parse texts "SITE" or "SITE=CODEC,k=N,seed=N", and "attention=N"; a site without a codec is kept as it is.
+
+        Raises:
+            InvalidSpec: a text of another form, parameters that the codec does not have, or a site that comes twice.
+            UnknownName: an unknown codec.
+        """
+        found: dict[str, Coding] = {}
+        attention = 0
+        for text in texts:
+            site, _, codec = text.partition("=")
+            if site == ATTENTION:
+                attention = _targets(codec, text)
+                continue
+            name = name_of_site(site)
+            if name in found:
+                raise InvalidSpec(f"{text!r}: the codec of {name!r} is given already; give each site once")
+            found[name] = _coding(codec, text) if codec else RAW
+        if not found:
+            raise InvalidSpec("no site is given; give one, such as 'resid_post=rp8,k=512'")
+        return SiteCodecs(found, attention)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Sites that are captured for it."""
+        return tuple(dict.fromkeys([*self.codings, *(QUERIES_AND_KEYS if self.attention else ())]))
+
+    @property
+    def alike(self) -> bool:
+        """True if all sites have one codec, which the workers can apply."""
+        return len(set(self.codings.values())) == 1 and not self.attention
+
+    def spec(self, **others: Any) -> CaptureSpec:
+        """Return the spec of a capture of these sites, in their codec if it is one, else as they are.
+
+        Args:
+            **others: further fields of the spec.
+
+        Raises:
+            The errors of `CaptureSpec`.
+        """
+        coding = next(iter(self.codings.values())) if self.alike else RAW
+        parameters: dict[str, Any] = {"k": coding.k} if coding.k else {}
+        parameters |= {"seed": coding.seed} if coding.seed else {}
+        spec = CaptureSpec(sites=self.sites, codec=coding.encoding, **parameters, **others)
+        if self.attention and not _from_start(spec.selection):
+            raise InvalidSpec("attention reads the keys of all tokens before; give tokens='all', or a slice from 0")
+        return spec
+
+    def parted(self, handle: CaptureHandle, *, prompts: bool = True) -> list[CaptureHandle]:
+        """Encode the rows of a handle, fetched and gathered, and return a handle for each codec.
+
+        Args:
+            handle: a handle of a capture by `spec`.
+            prompts: False for handles without the prompt's token ids, -1 in place of each; none of its rows may be
+                there.
+
+        Raises:
+            CaptureNotFetched, CaptureReleased: as for `handle.captures`.
+        """
+        kept = handle.captures.all_kept()
+        if self.alike:
+            return [handle if prompts else _derived(handle, kept, prompts=False)]
+        found = []
+        for coding in dict.fromkeys(self.codings.values()):
+            points = [point for point in handle.points if self.codings.get(point.site) == coding]
+            rows: dict[Point, Rows] = {point: _encoded(handle.captures[point], coding) for point in points}
+            found.append(_derived(handle, rows, prompts=prompts))
+        if self.attention:
+            layers = sorted({point.layer for point in handle.points if point.site == QUERIES_AND_KEYS[0]})
+            summaries = {layer: handle.attention(layer, top=self.attention) for layer in layers}
+            found[0].recorded_attention |= {one: RecordedAttention.of(summary) for one, summary in summaries.items()}
+        return found
+
+
+def _from_start(selection: TokenSelection) -> bool:
+    """Return True if a selection is of all tokens up to some point, as far as it is known without a prompt."""
+    (first, *others) = selection.terms
+    return not others and (
+        first == "all" or (isinstance(first, tuple) and first[0] in {None, 0} and first[2] in {None, 1})
+    )
+
+
+def _targets(text: str, whole: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_TARGETS:
+        raise InvalidSpec(f"{whole!r}: give a number of targets from 1 to {MOST_TARGETS}, such as attention=8")
+    return int(text)
+
+
+def _coding(text: str, whole: str) -> Coding:
+    name, *given = text.split(",")
+    numbers: dict[str, Any] = {}
+    for one in given:
+        parameter, _, number = one.partition("=")
+        if parameter not in _PARAMETERS or not number.isdecimal():
+            raise InvalidSpec(
+                f"{whole!r}: {shown(one)} is no parameter of a codec; {choices(parameter, _PARAMETERS)}, such as k=512"
+            )
+        numbers[parameter] = int(number)
+    CaptureSpec(codec=name, **numbers)  # bounds of the numbers
+    return codec_of(name, numbers.get("k"), numbers.get("seed"))
+
+
+def _derived(handle: CaptureHandle, rows: Mapping[Point, Rows], *, prompts: bool) -> CaptureHandle:
+    """Return a handle of the same request with other rows."""
+    receipt = replace(handle.receipt, points=tuple(rows))
+    exact = all(isinstance(one, torch.Tensor) for one in rows.values())
+    return CaptureHandle(
+        request_id=handle.request_id,
+        model=handle.model,
+        text=handle.text,
+        prompt_token_ids=handle.prompt_token_ids if prompts else (-1,) * len(handle.prompt_token_ids),
+        output_token_ids=handle.output_token_ids,
+        points=tuple(rows),
+        num_layers=handle.num_layers,
+        lifecycle=Lifecycle(handle.request_id, found=Found(Captures(rows, handle.num_layers), receipt)),
+        messages=handle.messages,
+        media=handle.media if prompts else (),
+        attention_rules=handle.attention_rules if exact else {},
+    )
+
+
+def _encoded(rows: torch.Tensor, coding: Coding) -> torch.Tensor | CodedRows:
+    """Encode whole rows, [rows, *shape]."""
+    if coding == RAW:
+        return rows
+    codec = ENCODINGS[coding.encoding]
+    assert isinstance(codec, Codec)
+    schema = PointSchema(tuple(rows.shape[1:]), str(rows.dtype).removeprefix("torch."))
+    stored = codec.encode(rows.flatten(1), schema, coding, codec.matrix(schema.width, coding))
+    return CodedRows(coding, schema, codec.parts(stored, schema, coding))

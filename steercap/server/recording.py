@@ -1,0 +1,300 @@
+"""Recorder of a server: captures requests that ask for nothing, and writes their rows behind their back.
+
+A request is never refused, and never waits, for its recording: what has no room in the workers, in the queue or in the
+folder is left out, counted by reason, and said in the log. Rows leave the workers when their request has ended, wait
+in a queue of bounded bytes, and one daemon thread encodes and writes them; a disk that stalls stops that thread alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+from steercap.captures.fetching import fetch_all
+from steercap.captures.files import size_of
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.lifecycle import Source
+from steercap.captures.recordings import RecordingFolder, RecordLimits
+from steercap.captures.site_codecs import SiteCodecs
+from steercap.concurrency.loops import end_within, on_thread
+from steercap.core.spec import CaptureSpec, Layers
+from steercap.core.tokens import Tokens
+from steercap.errors import CaptureMemoryFull, InvalidSetting, SteercapError
+from steercap.server.call import OPTED_OUT
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from steercap.model import SteerModel
+    from steercap.requests.job import Job
+
+#: Maximum bytes of rows that wait to be written.
+QUEUE_BYTES: Final = 1 << 30
+#: Seconds between two looks for segments that are old, and that the end of a server waits for what is queued.
+TIDY_SECONDS: Final = 60.0
+END_SECONDS: Final = 10.0
+_LOG: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    """Settings of a recorder.
+
+    Args:
+        folder: folder to record to.
+        codecs: sites that are recorded, with the codec of each.
+        layers, tokens: layers and tokens that are recorded, as for `CaptureSpec`.
+        fraction: fraction of the requests that are recorded, drawn at random.
+        prompts: False to leave out the prompts' token ids; then `tokens` must be "generated".
+        limits: limits of the folder.
+        queue_bytes: maximum bytes of rows that wait to be written.
+
+    Raises:
+        InvalidSetting: a value that does not fit.
+        The errors of `CaptureSpec`.
+    """
+
+    folder: Path
+    codecs: SiteCodecs = field(default_factory=lambda: SiteCodecs.parse(["resid_post"]))
+    layers: Layers = "all"
+    tokens: Tokens = "all"
+    fraction: float = 1.0
+    prompts: bool = True
+    limits: RecordLimits = field(default_factory=RecordLimits)
+    queue_bytes: int = QUEUE_BYTES
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise InvalidSetting(f"fraction={self.fraction}; give a number above 0, up to 1")
+        generated = self.capture.tokens == CaptureSpec(tokens="generated").tokens
+        if not (self.prompts or generated):
+            raise InvalidSetting("prompts=False records no row of a prompt; give tokens='generated' beside it")
+
+    @cached_property
+    def capture(self) -> CaptureSpec:
+        """Spec of each recorded request's capture."""
+        return self.codecs.spec(layers=self.layers, tokens=self.tokens)
+
+
+class _Ended(NamedTuple):
+    """Handles of a request that has ended, and the bytes that they hold in memory."""
+
+    handles: Sequence[CaptureHandle]
+    answer_id: str
+    size: int
+
+
+class Recorder:
+    """Recorder of one server; an async context manager, inside of which the model is open.
+
+    Args:
+        settings: its settings.
+        folder: the open folder, which it closes, unless the disk stalls.
+
+    Attributes:
+        recorded: number of requests, rows and bytes that were written.
+        dropped: number of requests that could not be recorded, by reason: "memory" of the workers, full "queue", spent
+            "quota", a "disk" that fails, wrong "rows", "cancelled", "unsupported", "own_capture", server that "ended".
+        skipped: number of requests that were not to be recorded, by reason: "opted_out", "not_sampled".
+        pending: bytes of rows in the queue.
+    """
+
+    def __init__(self, settings: RecordSettings, folder: RecordingFolder) -> None:
+        self.settings, self.folder = settings, folder
+        self.recorded: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
+        self.pending = 0
+        self._lock = threading.Lock()
+        self._coming: deque[_Ended] = deque()
+        self._fetching: asyncio.Task[None] | None = None
+        self._queue: SimpleQueue[_Ended | None] = SimpleQueue()
+        self._draw = random.Random()  # noqa: S311 -- a sample, not a secret
+        self._thread: Future[None] | None = None
+        self._closed = False
+
+    @staticmethod
+    def of(settings: RecordSettings, model: str) -> Recorder:
+        """Make a recorder for a model, and open its folder.
+
+        Raises:
+            The errors of `RecordingFolder`.
+        """
+        return Recorder(settings, RecordingFolder(settings.folder, model=model, limits=settings.limits))
+
+    def check(self, model: SteerModel) -> None:
+        """Check that an open model has what is recorded.
+
+        Raises:
+            LayerOutOfRange, PointNotArmed, UnknownName: it has not.
+            InvalidRequest: its attention is not understood, and is to be recorded.
+        """
+        engine = model.serving.here()
+        points, _ = engine.captured(self.settings.capture)
+        for layer in {point.layer for point in points if point.site == "q"} if self.settings.codecs.attention else ():
+            engine.attention[layer].understood(layer)
+
+    def wants(self) -> bool:
+        """Return True if the next request is to be recorded, as far as it is known before it is read."""
+        if OPTED_OUT.get():
+            return self._skip("opted_out")
+        if self.settings.fraction < 1 and self._draw.random() >= self.settings.fraction:
+            return self._skip("not_sampled")
+        if self._closed or self.folder.full:
+            return self.drop("ended" if self._closed else "quota")
+        return self.pending < self.settings.queue_bytes or self.drop("queue")
+
+    def fits(self, job: Job, pages: int) -> bool:
+        """Return True if a request's rows have room in the workers at once, and leave half of it to other requests."""
+        budget = job.engine.admission.budget
+        if budget.waiting or 2 * (budget.free(job.options.get("data_parallel_rank")) - pages) < budget.pages:
+            return self.drop("memory")
+        return True
+
+    def drop(self, reason: str, error: Exception | None = None) -> bool:
+        """Count a request that cannot be recorded, because of an `error` if there is one; return False."""
+        with self._lock:
+            self.dropped[reason] += 1
+            count = self.dropped[reason]
+        if str(count).strip("0") == "1":  # 1, 10, 100, ...
+            _LOG.warning("%d requests are not recorded so far, of reason %r", count, reason, exc_info=error)
+        return False
+
+    def _skip(self, reason: str) -> bool:
+        self.skipped[reason] += 1
+        return False
+
+    def take(self, handles: Sequence[CaptureHandle], answer_id: str) -> None:
+        """Take over the handles of a request that has ended; never waits."""
+        size = sum(_held(handle) for handle in handles)
+        with self._lock:
+            room = self.pending + size <= self.settings.queue_bytes
+            self.pending += size if room and not self._closed else 0
+        if not room or self._closed:
+            _release(handles)
+            self.drop("ended" if self._closed else "queue")
+            return
+        self._coming.append(_Ended(handles, answer_id, size))
+        if self._fetching is None or self._fetching.done():
+            self._fetching = asyncio.create_task(self._fetch())
+
+    async def _fetch(self) -> None:
+        """Fetch the rows of ended requests, and hand them to the thread."""
+        while self._coming:
+            one = self._coming.popleft()
+            try:
+                await fetch_all([handle.lifecycle for handle in one.handles])
+            except Exception:  # noqa: BLE001 -- later requests are still fetched
+                _LOG.exception("the rows of %s cannot be recorded", one.answer_id)
+                self._done(one, "rows")
+            except asyncio.CancelledError:
+                self._done(one, "ended")
+                raise
+            else:
+                self._queue.put(self._weighed(one))
+
+    def _weighed(self, one: _Ended) -> _Ended:
+        """Return fetched rows with the bytes that they have; in the workers they may hold room for many more."""
+        size = sum(size_of(handle.as_saved()) for handle in one.handles)
+        with self._lock:
+            self.pending += size - one.size
+        return one._replace(size=size)
+
+    def _write(self) -> None:
+        """Write what is queued, until None comes; runs on a thread of its own."""
+        while True:
+            try:
+                one = self._queue.get(timeout=TIDY_SECONDS)
+            except Empty:
+                self._tidy()
+                continue
+            if one is None:
+                self.folder.close()
+                return
+            self._done(one, self._written(one))
+
+    def _tidy(self) -> None:
+        try:
+            self.folder.tidy()
+        except (OSError, SteercapError):
+            _LOG.exception("old recordings cannot be removed from %s", self.folder.path)
+
+    def _written(self, one: _Ended) -> str:
+        """Write a request; return the reason if it cannot be written, else ""."""
+        rows, settings = sum(len(handle.receipt.positions) for handle in one.handles), self.settings
+        try:
+            parts = [
+                part for handle in one.handles for part in settings.codecs.parted(handle, prompts=settings.prompts)
+            ]
+            size = self.folder.add(parts, one.answer_id)
+        except CaptureMemoryFull:
+            return "quota"
+        except OSError as error:
+            _LOG.warning("%s cannot be recorded: %s", one.answer_id, error)
+            return "disk"
+        except Exception:  # noqa: BLE001 -- the thread must live on, or all later requests would be dropped
+            _LOG.exception("%s cannot be recorded", one.answer_id)
+            return "rows"
+        with self._lock:
+            self.recorded += Counter(requests=1, rows=rows, bytes=size)
+        return ""
+
+    def _done(self, one: _Ended, reason: str) -> None:
+        """Let go of a request; count it if it was not written."""
+        _release(one.handles)
+        with self._lock:
+            self.pending -= one.size
+        if reason:
+            self.drop(reason)
+
+    async def __aenter__(self) -> Self:
+        self._thread = on_thread(self._write, "steercap recorder")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what is queued, if the disk takes it within `END_SECONDS`; the rest is dropped, and said."""
+        self._closed = True
+        if self._fetching is not None:
+            await asyncio.wait([self._fetching], timeout=END_SECONDS)
+            self._fetching.cancel()
+        while self._coming:
+            self._done(self._coming.popleft(), "ended")
+        self._queue.put(None)
+        assert self._thread is not None
+        await end_within(self._thread, patience=END_SECONDS)
+        if not self._thread.done():
+            self._give_up()
+        _LOG.info("recorded %s, dropped %s, skipped %s", *map(dict, (self.recorded, self.dropped, self.skipped)))
+
+    def _give_up(self) -> None:
+        """Drop what is queued behind a request that the disk does not take."""
+        with suppress(Empty):
+            while (one := self._queue.get_nowait()) is not None:
+                self._done(one, "ended")
+        self._queue.put(None)  # for when it takes them after all
+        _LOG.warning("%s takes no bytes; %d bytes of rows may not be recorded", self.folder.path, self.pending)
+
+
+def _release(handles: Sequence[CaptureHandle]) -> None:
+    for handle in handles:
+        handle.release()
+
+
+def _held(handle: CaptureHandle) -> int:
+    """Return the bytes of the capture memory that the rows of an ended request hold."""
+    source: Any = handle.lifecycle.source
+    assert isinstance(source, Source)
+    return source.ticket.pages * source.engine.admission.page_bytes

@@ -1,0 +1,263 @@
+"""Folders of recordings: limits by bytes and age, permissions, and what a kill or a full disk leaves."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from handles import a_handle
+
+from steercap import Manifest
+from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
+from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSetting
+
+#: Bytes of the rows of one handle: 2 layers, 4 tokens, 2 elements of 4 bytes.
+ROWS = 64
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(path: Path, clock: Clock | None = None, **limits) -> RecordingFolder:
+    return RecordingFolder(path, model="m", limits=RecordLimits(**limits), clock=clock or Clock())
+
+
+def ids(path: Path) -> list[str]:
+    return [one.answer_id for one in Recordings.load(path).requests]
+
+
+def size_of_one(path: Path) -> int:
+    folder = opened(path)
+    size = folder.add([a_handle()], "a")
+    folder.close()
+    return size
+
+
+def test_what_is_recorded_is_read_again(tmp_path) -> None:
+    """Several files of a request belong together, and all that is written is its owner's alone, whatever the umask."""
+    clock, before = Clock(), os.umask(0)
+    try:
+        folder = opened(tmp_path / "rows", clock)
+        folder.add([a_handle()], "first")
+        clock.now += 5
+        folder.add([a_handle(output=(8, 9, 10)), a_handle(output=(8, 11))], "second")
+        assert ids(tmp_path / "rows") == ["first", "second"]  # while it is written too
+        folder.close()
+    finally:
+        os.umask(before)
+    first, second = Recordings.load(tmp_path / "rows").requests
+    assert (first.time, second.time, len(second.files)) == (1e9, 1e9 + 5, 2)
+    assert second.bytes == sum(file.bytes for file in second.files)
+    assert [handle.output_token_ids for handle in second.handles()] == [(8, 9, 10), (8, 11)]
+    assert torch.equal(first.handles()[0].captures[1], a_handle().captures[1])
+    assert [request.answer_id for request in Manifest.load(tmp_path / "rows" / "000000").requests] == [
+        "first",
+        "second",
+        "second",
+    ]
+    for path in [tmp_path / "rows", *(tmp_path / "rows").rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_spent_quota_leaves_later_requests_out(tmp_path) -> None:
+    size = size_of_one(tmp_path / "size")
+    folder = opened(tmp_path / "rows", most_bytes=3 * size)
+    for number in range(3):
+        assert not folder.full
+        folder.add([a_handle()], str(number))
+    assert folder.full
+    with pytest.raises(CaptureMemoryFull, match=rf"{3 * size:,} bytes of recordings.*a request of {ROWS} is left out"):
+        folder.add([a_handle()], "more")
+    folder.close()
+    assert ids(tmp_path / "rows") == ["0", "1", "2"]
+    again = opened(tmp_path / "rows", most_bytes=3 * size)  # what is there counts
+    assert (again.bytes, again.full) == (3 * size, True)
+    again.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rotation_keeps_the_newest(tmp_path, seed) -> None:
+    """With segments of two requests and room for six, the oldest segments go; those that stay are the last ones."""
+    size, draw = size_of_one(tmp_path / "size"), random.Random(seed)
+    folder = opened(tmp_path / "rows", most_bytes=6 * size + ROWS, segment_bytes=2 * size, when_full="rotate")
+    for number in range(draw.randrange(8, 20)):
+        folder.add([a_handle()], str(number))
+        found = ids(tmp_path / "rows")
+        assert found == [str(one) for one in range(number + 1 - len(found), number + 1)]
+        assert min(number + 1, 5) <= len(found) <= 7
+        assert folder.bytes == len(found) * size
+    folder.close()
+
+
+def test_old_requests_are_removed(tmp_path) -> None:
+    """A segment goes when its last request is `keep_seconds` old, also where a later server finds it."""
+    clock = Clock()
+    folder = opened(tmp_path, clock, keep_seconds=100.0, segment_seconds=10.0)
+    folder.add([a_handle()], "a")
+    clock.now += 5
+    folder.add([a_handle()], "b")
+    clock.now += 5
+    folder.add([a_handle()], "c")
+    clock.now += 94.9
+    folder.tidy()
+    assert ids(tmp_path) == ["a", "b", "c"]
+    clock.now += 0.2
+    folder.tidy()
+    assert ids(tmp_path) == ["c"]
+    folder.close()
+    clock.now += 100
+    again = opened(tmp_path, clock, keep_seconds=100.0)
+    again.tidy()
+    assert (ids(tmp_path), again.bytes, Recordings.load(tmp_path).segments) == ([], 0, ())
+    again.close()
+
+
+def test_one_server_writes_at_a_time(tmp_path) -> None:
+    folder = opened(tmp_path)
+    with pytest.raises(InvalidRequest, match="another process writes to"):
+        opened(tmp_path)
+    folder.close()
+    opened(tmp_path).close()
+
+
+@contextmanager
+def at_most(nbytes: int) -> Iterator[None]:
+    """Let no file grow beyond some bytes, as a full disk would."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_no_half_of_a_request(tmp_path) -> None:
+    """The second file of a request finds no room: the first is no record either, and the next request is."""
+    folder = opened(tmp_path)
+    folder.add([a_handle()], "a")
+    wide = a_handle(layers=range(4), prompt=tuple(range(2000)))
+    with at_most(20_000), pytest.raises(OSError, match="cannot be written"):
+        folder.add([a_handle(), wide], "b")
+    folder.add([a_handle()], "c")
+    assert ids(tmp_path) == ["a", "c"]
+    assert Recordings.load(tmp_path).unlisted == 0
+    folder.close()
+
+
+#: Servers that are killed before their first operation on a file of the folder, before their second, and so on; each
+#: is a fork, and says what it was told to be written.
+KILLED = """
+    import itertools, os, signal, sys
+    from pathlib import Path
+    from handles import a_handle
+    from steercap.captures.recordings import RecordingFolder, RecordLimits
+
+    def serve(path, left, told):
+        def watch(event, arguments):
+            nonlocal left
+            if event in ("open", "os.rename", "os.mkdir", "os.truncate") and path in str(arguments[0]):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(watch)
+        folder = RecordingFolder(Path(path), model="m", limits=RecordLimits(segment_bytes=1))
+        for number in range(2):
+            folder.add([a_handle(), a_handle()], str(number))
+            os.write(told, b".")
+        folder.close()
+
+    for operations in itertools.count(1):
+        path = os.path.join(sys.argv[1], str(operations))
+        os.mkdir(path)
+        told, tell = os.pipe()
+        if not os.fork():
+            serve(path, operations, tell)
+            os._exit(0)
+        os.close(tell)
+        print(path, len(os.read(told, 9)) if (code := os.wait()[1]) else 2, flush=True)
+        if not code:
+            break
+"""
+
+
+def test_a_kill_at_any_operation_leaves_whole_requests(tmp_path) -> None:
+    """What was told to be written is listed and whole; what was not is neither; the next server removes the rest."""
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    said = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    half, kills = 0, said.stdout.splitlines()
+    assert len(kills) > 20
+    for line in kills:
+        path, told = Path(line.split()[0]), int(line.split()[1])
+        found = Recordings.load(path)
+        assert told <= len(found.requests) <= told + 1
+        for one in found.requests:
+            assert [handle.token_ids.tolist() for handle in one.handles()] == [[5, 6, 7, 8]] * 2
+        half += found.unlisted
+        opened(path).close()
+        assert ids(path) == [one.answer_id for one in found.requests]
+        assert Recordings.load(path).unlisted == 0
+    assert half  # a kill between a file and its entry was among them
+
+
+def test_a_segment_that_is_half_removed_or_gone_stops_nothing(tmp_path) -> None:
+    """A kill between a manifest's removal and its files' leaves nothing for ever; what an operator has removed, ended
+    segments and the one that is written, is neither missed nor written to.
+    """
+    clock = Clock()
+    folder = opened(tmp_path, clock, segment_bytes=1, keep_seconds=100.0)
+    for name in "abc":
+        folder.add([a_handle()], name)
+    shutil.rmtree(tmp_path / "000000")
+    shutil.rmtree(tmp_path / "000002")
+    folder.add([a_handle()], "d")
+    assert ids(tmp_path) == ["b", "d"]
+    folder.close()
+    (tmp_path / "000001" / "manifest.json").unlink()
+    (tmp_path / "000077").symlink_to(tmp_path / "000003")
+    clock.now += 99
+    again = opened(tmp_path, clock, keep_seconds=100.0)
+    assert not (tmp_path / "000001").exists()
+    again.add([a_handle()], "e")
+    clock.now += 2
+    again.tidy()
+    assert ids(tmp_path) == ["e"]
+    again.close()
+
+
+def test_a_disk_that_was_full_leaves_no_empty_segments(tmp_path) -> None:
+    folder = opened(tmp_path)
+    for _ in range(3):
+        with at_most(0), pytest.raises(OSError):  # noqa: PT011 -- any error of a full disk
+            folder.add([a_handle()], "a")
+    folder.add([a_handle()], "b")
+    assert (ids(tmp_path), len([path for path in tmp_path.iterdir() if path.is_dir()])) == (["b"], 1)
+    folder.close()
+
+
+def test_limits_and_folders_that_do_not_fit_are_refused(tmp_path) -> None:
+    with pytest.raises(InvalidSetting, match=r"when_full='never'; .*'drop'.*'rotate'"):
+        RecordLimits(when_full="never")  # type: ignore[arg-type]
+    with pytest.raises(InvalidSetting, match="keep_seconds=0; give a number above 0"):
+        RecordLimits(keep_seconds=0)
+    with pytest.raises(InvalidFile, match="is no folder; give one that"):
+        Recordings.load(tmp_path / "missing")
