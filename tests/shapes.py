@@ -37,6 +37,7 @@ CHECKED: Final = (
     "steercap.lab.training",
     "steercap.steering.calibration",
     "steercap.lab.directions.extraction",
+    "steercap.steering.formats.persona_files",
     "steercap.steering.layers",
     "steercap.lab.directions.methods",
     "steercap.lab.mechanism.views",
