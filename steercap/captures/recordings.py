@@ -264,12 +264,14 @@ class RecordingFolder:
         if self._run is None:
             segment = self.path / f"{self._number:06}"
             self._number += 1
+            ours = not segment.exists()
             segment.mkdir(mode=0o700, exist_ok=True)
             try:
                 self._run, self._begun = CaptureRun(segment, model=self._model, private=True), self._clock()
             except BaseException:
                 with contextlib.suppress(OSError):  # the first error is the one to report
-                    _forget(segment)
+                    if ours:
+                        _forget(segment)
                 raise
         return self._run
 
