@@ -203,7 +203,8 @@ class RecordingFolder:
         """
         self.tidy()
         coming = sum(size_of(handle.as_saved()) for handle in handles)
-        while self.limits.when_full == "rotate" and self.bytes and self.bytes + coming > self.limits.most_bytes:
+        rotates = self.limits.when_full == "rotate" and coming <= self.limits.most_bytes  # else room would not help
+        while rotates and self.bytes and self.bytes + coming > self.limits.most_bytes:
             if not self._ended:
                 self._end()
             self._remove(next(iter(self._ended)))

@@ -6,7 +6,7 @@ codes are those of the workers on the host, and a file has one codec, as any fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -87,13 +87,19 @@ class SiteCodecs:
         Raises:
             The errors of `CaptureSpec`.
         """
-        coding = next(iter(self.codings.values())) if self.alike else RAW
-        parameters: dict[str, Any] = {"k": coding.k} if coding.k else {}
-        parameters |= {"seed": coding.seed} if coding.seed else {}
-        spec = CaptureSpec(sites=self.sites, codec=coding.encoding, **parameters, **others)
+        spec = _spec(self.sites, next(iter(self.codings.values())) if self.alike else RAW, others)
         if self.attention and not _from_start(spec.selection):
             raise InvalidSpec("attention reads the keys of all tokens before; give tokens='all', or a slice from 0")
         return spec
+
+    def specs(self, **others: Any) -> Iterator[CaptureSpec]:
+        """Iterate over specs of the sites of each codec, in that codec; attention is left out.
+
+        Args:
+            **others: further fields of the specs.
+        """
+        for coding in dict.fromkeys(self.codings.values()):
+            yield _spec(tuple(site for site, own in self.codings.items() if own == coding), coding, others)
 
     def parted(self, handle: CaptureHandle, *, prompts: bool = True) -> list[CaptureHandle]:
         """Encode the rows of a handle, fetched and gathered, and return a handle for each codec.
@@ -119,6 +125,11 @@ class SiteCodecs:
             summaries = {layer: handle.attention(layer, top=self.attention) for layer in layers}
             found[0].recorded_attention |= {one: RecordedAttention.of(summary) for one, summary in summaries.items()}
         return found
+
+
+def _spec(sites: tuple[str, ...], coding: Coding, others: Mapping[str, Any]) -> CaptureSpec:
+    parameters = {name: number for name in _PARAMETERS if (number := getattr(coding, name))}
+    return CaptureSpec(sites=sites, codec=coding.encoding, **parameters, **others)
 
 
 def _from_start(selection: TokenSelection) -> bool:

@@ -5,6 +5,7 @@ the options of what a server records, and where.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import tempfile
 import uuid
@@ -167,6 +168,8 @@ class RecordOptions:
 
         folder_ready(self.record, "--record")
         keep = None if self.record_hours is None else self.record_hours * 3600
+        if not 0 < self.record_gib < math.inf:
+            raise typer.BadParameter(f"{self.record_gib}; give a number above 0", param_hint="--record-gib")
         whole = int(self.record_gib * 2**30)
         limits = RecordLimits(
             most_bytes=whole,

@@ -81,7 +81,8 @@ class OptOut:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        out = scope["type"] == "http" and header(scope, RECORD_HEADER).strip().lower() not in _RECORDED
+        given = [value for key, value in scope.get("headers", ()) if key.lower() == RECORD_HEADER]
+        out = any(value.decode("latin-1").strip().lower() not in _RECORDED for value in given)
         token = OPTED_OUT.set(out)
         try:
             await self._app(scope, receive, send)

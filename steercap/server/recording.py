@@ -1,8 +1,7 @@
 """Recorder of a server: captures requests that ask for nothing, and writes their rows behind their back.
 
-A request is never refused, and never waits, for its recording: what has no room in the workers, in the queue or in the
-folder is left out, counted by reason, and said in the log. Rows leave the workers when their request has ended, wait
-in a queue of bounded bytes, and one daemon thread encodes and writes them; a disk that stalls stops that thread alone.
+A request never waits, nor fails, for its recording: what has no room is left out, counted by reason, and logged. Rows
+of ended requests wait in a bounded queue, which one daemon thread writes; a stalled disk stops that thread alone.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
 #: Maximum bytes of rows that wait to be written.
 QUEUE_BYTES: Final = 1 << 30
 #: Seconds between two looks for segments that are old, and that the end of a server waits for what is queued.
-TIDY_SECONDS: Final = 60.0
-END_SECONDS: Final = 10.0
+TIDY_SECONDS, END_SECONDS = 60.0, 10.0
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -61,8 +59,7 @@ class RecordSettings:
         queue_bytes: maximum bytes of rows that wait to be written.
 
     Raises:
-        InvalidSetting: a value that does not fit.
-        The errors of `CaptureSpec`.
+        InvalidSetting: a value that does not fit; and the errors of `CaptureSpec`.
     """
 
     folder: Path
@@ -138,10 +135,12 @@ class Recorder:
 
         Raises:
             LayerOutOfRange, PointNotArmed, UnknownName: it has not.
-            InvalidRequest: its attention is not understood, and is to be recorded.
+            InvalidSpec, InvalidRequest: a codec that would not make rows smaller; attention that is not understood.
         """
         engine = model.serving.here()
         points, _ = engine.captured(self.settings.capture)
+        for spec in self.settings.codecs.specs(layers=self.settings.layers):
+            engine.coding(spec)
         for layer in {point.layer for point in points if point.site == "q"} if self.settings.codecs.attention else ():
             engine.attention[layer].understood(layer)
 
@@ -195,6 +194,7 @@ class Recorder:
             one = self._coming.popleft()
             try:
                 await fetch_all([handle.lifecycle for handle in one.handles])
+                one = self._weighed(one)
             except Exception:  # noqa: BLE001 -- later requests are still fetched
                 _LOG.exception("the rows of %s cannot be recorded", one.answer_id)
                 self._done(one, "rows")
@@ -202,7 +202,7 @@ class Recorder:
                 self._done(one, "ended")
                 raise
             else:
-                self._queue.put(self._weighed(one))
+                self._queue.put(one)
 
     def _weighed(self, one: _Ended) -> _Ended:
         """Return fetched rows with the bytes that they have; in the workers they may hold room for many more."""

@@ -528,10 +528,12 @@ def test_what_cannot_be_compared_is_refused() -> None:
     base, wide = (ModelWeights.open(tiny_checkpoint(*one)) for one in (("llama",), ("gpt2",)))
     shallow = ModelWeights.open(tiny_checkpoint("llama", num_hidden_layers=2))
     narrow = ModelWeights.open(tiny_checkpoint("llama", intermediate_size=64))
+    heads = ModelWeights.open(tiny_checkpoint("llama", num_key_value_heads=4))
     for instruct, groups, error, said in (
         (shallow, GROUPS, errors.InvalidSpec, "differ in size"),
         (wide, GROUPS, errors.UnsupportedModel, "architecture and size"),
-        (narrow, GROUPS, errors.UnsupportedModel, "architecture and size"),
+        (narrow, GROUPS, errors.UnsupportedModel, "intermediate_size"),
+        (heads, GROUPS, errors.UnsupportedModel, "num_key_value_heads . and 4"),
         (base, {}, errors.InvalidSpec, "groups="),
         (base, GROUPS["roles"], errors.InvalidSpec, "groups=DirectionSet"),
         (base, {"roles": GROUPS["roles"].select("r0")}, errors.InvalidSpec, "give components="),
@@ -547,6 +549,21 @@ def test_what_cannot_be_compared_is_refused() -> None:
         CompareSettings(nulls=19)
     with pytest.raises(errors.LayerOutOfRange):
         compare(base, base, GROUPS, 3)
+    for layer in (4, 6, 10):
+        with pytest.raises(errors.LayerOutOfRange, match="outside this model of 4 layers"):
+            compare(base, base, GROUPS, layer)
+
+
+def test_weights_that_were_changed_in_place_are_not_those_of_the_folder(tmp_path) -> None:
+    """A checkpoint trained further between two calls, its files' sizes and ends the same, is another comparison."""
+    checkpoint = altered("llama", tmp_path / "instruct")
+    base, file = ModelWeights.open(tiny_checkpoint("llama")), next(Path(checkpoint).glob("*.safetensors"))
+    compare(base, ModelWeights.open(checkpoint), GROUPS, LAYER, settings=SETTINGS, folder=tmp_path / "out")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(errors.RunDiffers):
+        compare(base, ModelWeights.open(checkpoint), GROUPS, LAYER, settings=SETTINGS, folder=tmp_path / "out")
 
 
 def test_the_command_writes_what_the_library_finds(tmp_path) -> None:

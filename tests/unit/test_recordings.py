@@ -107,6 +107,18 @@ def test_rotation_keeps_the_newest(tmp_path, seed) -> None:
     folder.close()
 
 
+def test_a_request_larger_than_the_folder_takes_nothing_else_with_it(tmp_path) -> None:
+    """Rotation would make no room for it: what is recorded stays."""
+    size = size_of_one(tmp_path / "size")
+    folder = opened(tmp_path / "rows", most_bytes=4 * size + ROWS, segment_bytes=size, when_full="rotate")
+    for number in range(3):
+        folder.add([a_handle()], str(number))
+    with pytest.raises(CaptureMemoryFull, match="is left out"):
+        folder.add([a_handle() for _ in range(9)], "large")
+    assert ids(tmp_path / "rows") == ["0", "1", "2"]
+    folder.close()
+
+
 def test_old_requests_are_removed(tmp_path) -> None:
     """A segment goes when its last request is `keep_seconds` old, also where a later server finds it."""
     clock = Clock()

@@ -187,9 +187,11 @@ def principal_rows(given: LabelledRows, group: str, count: int) -> LabelledRows:
     return LabelledRows((group,) * len(axes), names, torch.from_numpy(axes).float())
 
 
-def explained_by(given: LabelledRows, axes: LabelledRows) -> dict[str, float]:
-    """Return the share of the rows' variance along each of `axes`, by its name."""
+def explained_by(given: LabelledRows, axes: LabelledRows) -> dict[str, float | None]:
+    """Return the share of the rows' variance along each of `axes`, by its name; None if the rows do not vary."""
     middle = given.rows.double() - given.rows.double().mean(0)
+    if not middle.any():
+        return dict.fromkeys(axes.names)
     shares = (middle @ axes.units.T).square().sum(0) / middle.square().sum()
     return dict(zip(axes.names, shares.tolist(), strict=True))
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from steercap.core.extras import extra
+from steercap.core.spec import parse_layers, resolve_layers
 from steercap.core.values import shown
-from steercap.errors import InvalidSpec
+from steercap.errors import InvalidSpec, UnsupportedModel
 from steercap.files.base import write_whole
 from steercap.lab.mechanism.analysis.components import explained_by, principal_rows
 from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, labelled, random_units
@@ -134,7 +135,7 @@ class _ComparisonRun:
     named: LabelledRows
     components: LabelledRows
     through: LabelledRows  # the vectors that go through the matrices
-    explained: dict[str, float]
+    explained: dict[str, float | None]
     length: float
     layer: int
     settings: CompareSettings  # its layers resolved
@@ -153,6 +154,7 @@ class _ComparisonRun:
         base, instruct = models
         if not isinstance(settings, CompareSettings):
             raise InvalidSpec(f"settings={shown(settings)}; give CompareSettings")
+        (layer,) = resolve_layers(parse_layers([layer]), base.layers)
         own = labelled(groups, base, layer)
         if not isinstance(instruct, ModelWeights):
             raise InvalidSpec(f"instruct={shown(instruct)}; give ModelWeights.open(checkpoint)")
@@ -160,6 +162,9 @@ class _ComparisonRun:
             raise InvalidSpec(f"a group has the name {', '.join(taken)}, which the tables use themselves; rename it")
         if (base.width, base.layers) != (instruct.width, instruct.layers):
             raise InvalidSpec(f"{base!r} and {instruct!r} differ in size; give two checkpoints of one architecture")
+        for name, value in base.structure.items():
+            if value != (other := instruct.structure[name]):
+                raise UnsupportedModel(f"{name} {value} and {other}; give two checkpoints of one architecture and size")
         axes = (
             principal_rows(own, COMPONENTS, COUNT)
             if components is None
@@ -217,10 +222,13 @@ class _ComparisonRun:
 
     def summed(self, parts: Mapping[str, list[pa.Table]], left_out: dict[str, str]) -> CheckpointComparison:
         """Join and summarise the tables of all layers, and say what they were made of."""
-        groups = list(dict.fromkeys(self.named.groups))
-        if len(groups) < 2 or min(map(self.named.groups.count, groups)) < 2:
-            left_out["tests"] = f"{', '.join(groups)}: a test is of two groups of two vectors at least"
+        every = list(dict.fromkeys(self.named.groups))
+        groups = [group for group in every if self.named.groups.count(group) > 1]
+        if len(groups) < 2:
             groups = []
+        if len(groups) < len(every):
+            alone = [group for group in every if group not in groups]
+            left_out["tests"] = f"{', '.join(alone)}: a test is of two groups of two vectors at least"
         tables = summed(parts, groups, self.explained, self.settings.correction)
         about = {
             "base": self.base.name,

@@ -171,12 +171,12 @@ def partners(table: pa.Table, top: int = 5) -> pa.Table:
     return table_of({name: [row[name] for row in found] for name in found[0]})
 
 
-def component_deltas(table: pa.Table, explained: Mapping[str, float]) -> pa.Table:
+def component_deltas(table: pa.Table, explained: Mapping[str, float | None]) -> pa.Table:
     """Set the mean |delta| of each component's self score beside the variance that it explains.
 
     Args:
         table: table `attention` of `compare`.
-        explained: share of the vectors' variance along each component, by name.
+        explained: share of the vectors' variance along each component, by name; None if they do not vary.
 
     Returns:
         Columns `component`, `explained`, `qk` and `vo`: the mean over layers of |delta| of the component with itself.
@@ -197,7 +197,7 @@ def component_deltas(table: pa.Table, explained: Mapping[str, float]) -> pa.Tabl
 def summed(
     parts: Mapping[str, Sequence[pa.Table]],
     groups: Sequence[str],
-    explained: Mapping[str, float],
+    explained: Mapping[str, float | None],
     correction: Correction,
 ) -> dict[str, pa.Table]:
     """Join the tables of all layers, and summarise them.

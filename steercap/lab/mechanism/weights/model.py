@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from jaxtyping import Float
@@ -32,6 +33,17 @@ from steercap.lab.mechanism.weights.unembedding import Unembedding
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+#: Fields of a configuration that shape a layer's matrices.
+_SHAPING: Final = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "num_experts",
+    "num_local_experts",
+)
 
 
 class ModelWeights:
@@ -83,8 +95,17 @@ class ModelWeights:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 that identifies the checkpoint's files: see `files.fingerprint.weights_of`."""
-        return weights_of(next(iter(self._files.held.values())).parent)
+        """SHA-256 that identifies the checkpoint's files: `files.fingerprint.weights_of`, and when each was written."""
+        paths = sorted(set(self._files.held.values()))
+        written = [weights_of(paths[0].parent), *(str(path.stat().st_mtime_ns) for path in paths)]
+        return hashlib.sha256(" ".join(written).encode()).hexdigest()
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """Architecture, and the numbers of the configuration that shape a layer's matrices."""
+        return {"architectures": self._config.architectures} | {
+            name: getattr(self._config, name, None) for name in _SHAPING
+        }
 
     @cached_property
     def unembedding(self) -> Unembedding:
