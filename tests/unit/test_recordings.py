@@ -114,7 +114,7 @@ def test_a_request_larger_than_the_folder_takes_nothing_else_with_it(tmp_path) -
     for number in range(3):
         folder.add([a_handle()], str(number))
     with pytest.raises(CaptureMemoryFull, match="is left out"):
-        folder.add([a_handle() for _ in range(9)], "large")
+        folder.add([a_handle()] * (4 * size // ROWS + 2), "large")
     assert ids(tmp_path / "rows") == ["0", "1", "2"]
     folder.close()
 
