@@ -15,7 +15,7 @@ from steercap.errors import SteercapError
 from steercap.requests.stats import Stats
 from steercap.server.folder import CaptureStore
 from steercap.server.middleware import App, Message, Receive, Send
-from steercap.server.recording import Recorder
+from steercap.server.recording import DROPPED, SKIPPED, Recorder
 
 with extra("cuda", "cpu"):
     from prometheus_client import CollectorRegistry, generate_latest
@@ -144,9 +144,13 @@ def _of_recorder(recorder: Recorder) -> Iterator[Metric]:
         says = f"{what.capitalize()} written to the folder of recordings."
         yield CounterMetricFamily(f"steercap_recorded_{what}", says, value=recorder.recorded[what])
     dropped = "Requests that could not be recorded, by reason."
-    yield _labelled("steercap_recording_dropped_requests", dropped, "reason", recorder.dropped)
+    yield _labelled(
+        "steercap_recording_dropped_requests", dropped, "reason", dict.fromkeys(DROPPED, 0) | recorder.dropped
+    )
     skipped = "Requests that were not to be recorded, by reason."
-    yield _labelled("steercap_recording_skipped_requests", skipped, "reason", recorder.skipped)
+    yield _labelled(
+        "steercap_recording_skipped_requests", skipped, "reason", dict.fromkeys(SKIPPED, 0) | recorder.skipped
+    )
     queued = "Bytes of rows that wait to be written."
     yield GaugeMetricFamily("steercap_recording_queue_bytes", queued, value=recorder.pending)
     there = "Bytes of files in the folder of recordings."

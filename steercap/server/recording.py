@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 QUEUE_BYTES: Final = 1 << 30
 #: Seconds between two looks for segments that are old, and that the end of a server waits for what is queued.
 TIDY_SECONDS, END_SECONDS = 60.0, 10.0
+#: Reasons: memory of the workers, full queue, spent quota, a disk that fails, wrong rows, server that ended, and so on.
+DROPPED: Final = ("memory", "queue", "quota", "disk", "rows", "cancelled", "unsupported", "own_capture", "ended")
+SKIPPED: Final = ("opted_out", "not_sampled")
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -101,9 +104,8 @@ class Recorder:
 
     Attributes:
         recorded: number of requests, rows and bytes that were written.
-        dropped: number of requests that could not be recorded, by reason: "memory" of the workers, full "queue", spent
-            "quota", a "disk" that fails, wrong "rows", "cancelled", "unsupported", "own_capture", server that "ended".
-        skipped: number of requests that were not to be recorded, by reason: "opted_out", "not_sampled".
+        dropped: number of requests that could not be recorded, by reason: see `DROPPED`.
+        skipped: number of requests that were not to be recorded, by reason: see `SKIPPED`.
         pending: bytes of rows in the queue.
     """
 
@@ -195,9 +197,8 @@ class Recorder:
             try:
                 await fetch_all([handle.lifecycle for handle in one.handles])
                 one = self._weighed(one)
-            except Exception:  # noqa: BLE001 -- later requests are still fetched
-                _LOG.exception("the rows of %s cannot be recorded", one.answer_id)
-                self._done(one, "rows")
+            except Exception as error:  # noqa: BLE001 -- later requests are still fetched
+                self._done(one, "rows", error)
             except asyncio.CancelledError:
                 self._done(one, "ended")
                 raise
@@ -222,7 +223,7 @@ class Recorder:
             if one is None:
                 self.folder.close()
                 return
-            self._done(one, self._written(one))
+            self._done(one, *self._written(one))
 
     def _tidy(self) -> None:
         try:
@@ -230,8 +231,8 @@ class Recorder:
         except (OSError, SteercapError):
             _LOG.exception("old recordings cannot be removed from %s", self.folder.path)
 
-    def _written(self, one: _Ended) -> str:
-        """Write a request; return the reason if it cannot be written, else ""."""
+    def _written(self, one: _Ended) -> tuple[str, Exception | None]:
+        """Write a request; return the reason and the error if it cannot be written, else ""."""
         rows, settings = sum(len(handle.receipt.positions) for handle in one.handles), self.settings
         try:
             parts = [
@@ -239,24 +240,22 @@ class Recorder:
             ]
             size = self.folder.add(parts, one.answer_id)
         except CaptureMemoryFull:
-            return "quota"
+            return "quota", None
         except OSError as error:
-            _LOG.warning("%s cannot be recorded: %s", one.answer_id, error)
-            return "disk"
-        except Exception:  # noqa: BLE001 -- the thread must live on, or all later requests would be dropped
-            _LOG.exception("%s cannot be recorded", one.answer_id)
-            return "rows"
+            return "disk", error
+        except Exception as error:  # noqa: BLE001 -- the thread must live on, or all later requests would be dropped
+            return "rows", error
         with self._lock:
             self.recorded += Counter(requests=1, rows=rows, bytes=size)
-        return ""
+        return "", None
 
-    def _done(self, one: _Ended, reason: str) -> None:
+    def _done(self, one: _Ended, reason: str, error: Exception | None = None) -> None:
         """Let go of a request; count it if it was not written."""
         _release(one.handles)
         with self._lock:
             self.pending -= one.size
         if reason:
-            self.drop(reason)
+            self.drop(reason, error)
 
     async def __aenter__(self) -> Self:
         self._thread = on_thread(self._write, "steercap recorder")

@@ -203,6 +203,8 @@ async def test_metrics_hold_steercaps_figures_behind_vllms(tiny: SteerModel, tmp
     assert samples["steercap_recorded_bytes_total",] == samples["steercap_recording_folder_bytes",]
     assert samples["steercap_recording_folder_bytes",] == sum(one.bytes for one in found)
     assert samples["steercap_recording_skipped_requests_total", "opted_out"] == 1
+    assert samples["steercap_recording_skipped_requests_total", "not_sampled"] == 0
+    assert samples["steercap_recording_dropped_requests_total", "disk"] == 0  # there before the first, for rate()
     assert samples["steercap_failed_requests_total", "LayerOutOfRange"] == 1
     assert samples["steercap_workers_up",] == 1
     assert samples["steercap_captured_rows_total",] == stats.rows_captured

@@ -19,7 +19,7 @@ from scipy import stats
 from steercap import errors
 from steercap.lab.mechanism import analysis
 from steercap.lab.mechanism.analysis.given import LabelledRows, random_pairs
-from steercap.lab.mechanism.comparison import CompareSettings, compare, draw_comparison, group_tests
+from steercap.lab.mechanism.comparison import CompareSettings, compare, draw_comparison, group_tests, partners
 from steercap.lab.mechanism.comparison.attention import RandomPairs, RelationNull, attention_deltas
 from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.steering import DirectionSet, LayerVectors
@@ -324,6 +324,9 @@ def test_strongest_partners_and_components_come_from_the_deltas(found) -> None:
         own = [row for row in listed if (row["circuit"], row["side"], row["name"]) == (circuit, side, "PC1")]
         assert [row["partner"] for row in own] == best
         near([row["delta"] for row in own], [np.mean(moved[name]) for name in best], 1e-6)
+    for top in (0, -1, 1.5):
+        with pytest.raises(errors.InvalidSpec, match=f"top={top}; give 1 or more"):
+            partners(found.tables["attention"], top=top)
 
 
 def unscaled() -> dict[tuple[str, str], np.ndarray]:
@@ -437,6 +440,12 @@ def test_groups_are_tested_against_each_other(correction) -> None:
     ):
         with pytest.raises(error, match=said):
             group_tests(table, **{"value": "x", **wrong})
+    twice = table.append_column("name", [[f"n{at // 2}" for at in range(len(table))]])
+    twice = twice.append_column("matrix", [["q", "k"] * (len(table) // 2)])
+    with pytest.raises(
+        errors.InvalidSpec, match=r"by=\['layer'\]: a vector has several rows .* add one of \['matrix'\]"
+    ):
+        group_tests(twice, "x")
 
 
 def test_a_checkpoint_does_not_differ_from_itself() -> None:

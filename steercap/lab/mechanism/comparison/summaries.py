@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 
 from steercap.core.extras import extra
-from steercap.core.values import choices, shown
+from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.lab.measures.statistics import benjamini_hochberg, holm
 from steercap.lab.mechanism.analysis.tables import table_of
@@ -52,7 +52,8 @@ def group_tests(
 
     Raises:
         UnknownName: there is no such column, group or correction.
-        InvalidSpec: fewer than two groups, or one of fewer than two vectors.
+        InvalidSpec: fewer than two groups, one of fewer than two vectors, or a vector that comes twice at one place:
+            `by` lacks a column.
     """
     with extra("analysis"):
         from scipy.stats import ttest_ind
@@ -62,6 +63,9 @@ def group_tests(
             raise UnknownName(f"no column {shown(name)}; {choices(name, table.column_names)}")
     check_correction(correction)
     wanted = _groups(table, groups)
+    others = [name for name in table.column_names if name not in {"group", "name", value, *by}]
+    if "name" in table.column_names and table.group_by([*by, "group", "name"]).aggregate([]).num_rows < len(table):
+        raise InvalidSpec(f"by={list(by)}: a vector has several rows where these are equal; add one of {others}")
     rows: list[dict[str, Any]] = []
     for place, values in _values(table, value, by).items():
         for first, second in combinations(wanted, 2):
@@ -152,7 +156,12 @@ def partners(table: pa.Table, top: int = 5) -> pa.Table:
     Returns:
         Columns `circuit`, `side` ("target" if the partner is the target, "source" otherwise), `name`, `place`,
         `partner_group`, `partner`, `moved` (mean |delta| over layers), `delta` (mean).
+
+    Raises:
+        InvalidSpec: fewer than one partner is asked for.
     """
+    if (index_of(top) or 0) < 1:
+        raise InvalidSpec(f"top={shown(top)}; give 1 or more")
     found: list[dict[str, Any]] = []
     for side, other in (("target", "source"), ("source", "target")):
         keys = ["circuit", other, f"{side}_group", side]
