@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import resource
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
+from full_disk import files_of_at_most
 from handles import a_handle
 
 from steercap import CaptureHandle
@@ -30,18 +27,6 @@ def listed(path) -> list[str]:
     found = [one.file for one in manifest.requests]
     assert {one.name for one in path.iterdir()} - {"manifest.json", "manifest.journal"} == set(found)
     return found
-
-
-@contextmanager
-def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """The kernel lets this process write no longer file: the errors of a disk that is full."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 async def test_files_have_numbers_and_are_listed_at_once(tmp_path) -> None:

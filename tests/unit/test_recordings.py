@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import files_of_at_most
 from handles import a_handle
 
 from steercap import Manifest
@@ -150,24 +147,12 @@ def test_one_server_writes_at_a_time(tmp_path) -> None:
     opened(tmp_path).close()
 
 
-@contextmanager
-def at_most(nbytes: int) -> Iterator[None]:
-    """Let no file grow beyond some bytes, as a full disk would."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_full_disk_leaves_no_half_of_a_request(tmp_path) -> None:
     """The second file of a request finds no room: the first is no record either, and the next request is."""
     folder = opened(tmp_path)
     folder.add([a_handle()], "a")
     wide = a_handle(layers=range(4), prompt=tuple(range(2000)))
-    with at_most(20_000), pytest.raises(OSError, match="cannot be written"):
+    with files_of_at_most(20_000), pytest.raises(OSError, match="cannot be written"):
         folder.add([a_handle(), wide], "b")
     folder.add([a_handle()], "c")
     assert ids(tmp_path) == ["a", "c"]
@@ -259,7 +244,7 @@ def test_a_segment_that_is_half_removed_or_gone_stops_nothing(tmp_path) -> None:
 def test_a_disk_that_was_full_leaves_no_empty_segments(tmp_path) -> None:
     folder = opened(tmp_path)
     for _ in range(3):
-        with at_most(0), pytest.raises(OSError):  # noqa: PT011 -- any error of a full disk
+        with files_of_at_most(0), pytest.raises(OSError):  # noqa: PT011 -- any error of a full disk
             folder.add([a_handle()], "a")
     folder.add([a_handle()], "b")
     assert (ids(tmp_path), len([path for path in tmp_path.iterdir() if path.is_dir()])) == (["b"], 1)
