@@ -25,6 +25,7 @@ from perf_hook import strip
 
 from steercap.kernels import triton_tap
 from steercap.worker.taps.cuda import CudaTaps
+from steercap.worker.taps.cuda_rows import typed
 
 WIDTH: Final = 4096
 #: Columns of the product in front: as wide as an MLP of Qwen3-8B.
@@ -143,7 +144,8 @@ class Layers:
         """Add, tap and norm at one point, into `normed` and `summed`."""
         (tokens, width), early = self.hidden.shape, self.hidden.is_cuda
         tables = (taps._tokens, taps._counts, taps._entries, taps._responses)  # noqa: SLF001 -- those of the tap's kernel
-        bank, ring, layouts, checksums = taps._banks[0], taps._rings[0], taps._layouts, taps._checksums  # noqa: SLF001
+        layouts, checksums = taps._layouts, taps._checksums  # noqa: SLF001
+        bank, ring = taps._bank[:, :width], typed(taps._rows, taps.schemas[0])  # noqa: SLF001
         _fused_kernel[(tokens,)](
             self.hidden, self.residual, self.scale, self.normed, self.summed, point, *tables, bank, ring, layouts, checksums,
             layouts.shape[1], tables[2].shape[2], tokens, EPS,

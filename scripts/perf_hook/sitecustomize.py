@@ -40,6 +40,7 @@ PATCHES: Mapping[str, Sequence[str]] = {
     "vllm.v1.worker.gpu_worker": _TIMED,
     "vllm.v1.worker.gpu.cudagraph_utils": [*_TIMED, *_STRIPPED],
     "steercap.worker.runtime": _TIMED,
+    "steercap.worker.taps.cuda": _TIMED,
 }
 
 

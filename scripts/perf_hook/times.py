@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +30,8 @@ class PassTimes:
         sampling, ended: begin and end of its sample_tokens.
         begin, end: of it, steercap's work before the pass and after it.
         launch: of it, the launch of the pass's graph.
+        taps: of it, steercap's taps where they run outside of graphs.
+        collected: of it, Python's garbage collector.
         replayed: whether the pass is one graph.
         events: the device's: at the begin, before and behind the graph, and at the end.
     """
@@ -43,6 +46,8 @@ class PassTimes:
     begin: float = 0.0
     end: float = 0.0
     launch: float = 0.0
+    taps: float = 0.0
+    collected: float = 0.0
     replayed: bool = False
     events: list[Any] = field(default_factory=list, repr=False)
 
@@ -197,6 +202,35 @@ def patch_runtime(module: Any) -> None:
             times.current.end = now() - start
 
     runtime.begin_step, runtime.end_step = begin_step, end_step
+
+
+def patch_cuda(module: Any) -> None:
+    """Time the taps of a GPU's worker, and the garbage collector."""
+    times, taps = recorder(), module.CudaTaps
+    on_tap = taps.on_tap
+
+    @functools.wraps(on_tap)
+    def timed(self: Any, *args: Any, **options: Any) -> None:
+        start = now()
+        on_tap(self, *args, **options)
+        if times.current is not None:
+            times.current.taps += now() - start
+
+    taps.on_tap = timed
+    gc.callbacks.append(Collections(times))
+
+
+class Collections:
+    """Adds the time of the garbage collector to the pass that it interrupts."""
+
+    def __init__(self, times: Recorder) -> None:
+        self._times, self._started = times, 0.0
+
+    def __call__(self, phase: str, _info: Mapping[str, int]) -> None:
+        if phase == "start":
+            self._started = now()
+        elif self._times.current is not None:
+            self._times.current.collected += now() - self._started
 
 
 def kind_of(step: Any) -> str:

@@ -285,25 +285,13 @@ def _close_kernel(tokens, checksums, reports, token_ids, positions, first, count
         tl.store(asked + column, tl.zeros_like(token) - 1, mask=inside)
 
 
-def launch_tap(
-    hidden: Float[torch.Tensor, "n width"],
-    residual: Float[torch.Tensor, "n width"] | None,
-    point: Int[torch.Tensor, " 1"],
-    tokens: Int[torch.Tensor, "most columns"],
-    counts: Int[torch.Tensor, "slots points"],
-    entries: Int[torch.Tensor, "slots points entries columns"],
-    responses: Float[torch.Tensor, "slots points entries 8"],
-    bank: Float[torch.Tensor, "vectors width"],
-    replacements: Int[torch.Tensor, " replaced"],
-    arena: Float[torch.Tensor, "lines line"],
-    layouts: Int[torch.Tensor, "layouts points"],
-    checksums: Int[torch.Tensor, "most 2"],
-) -> None:
-    """Edit and copy the rows of one point.
+class TapLauncher:
+    """Launches the tap over the rows of one kind.
+
+    For Triton to find a kernel takes longer than all else that a launch needs, so it finds each once. Later launches of
+    the same dtypes, strides and alignments use the compiled kernel.
 
     Args:
-        hidden, residual: the stream; edited rows are written to `hidden` whole, and their `residual` becomes zero.
-        point: index of the point among this rank's, int32 [1].
         tokens: instructions for each token, int32; columns from `SLOT` on.
         counts: number of entries of each slot at each point, int32.
         entries: integers of the entries, int32; columns from `KIND` on.
@@ -314,19 +302,64 @@ def launch_tap(
         layouts: line of each point in a record, -1 where it is not kept: int32.
         checksums: checksums of each token's edits and copies, int64; see `kernels.bits.weight`.
     """
-    num_tokens, width = hidden.shape
-    block = triton.next_power_of_2(width)
-    other = hidden if residual is None else residual
-    together = 1 if num_tokens <= MANY_TOKENS else TOGETHER
-    early = _can_be_early()
-    _tap_kernel[(triton.cdiv(num_tokens, together),)](
-        hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, checksums,
-        hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2], num_tokens,
-        WIDTH=width, BLOCK=block, LINE=arena.shape[1], BANK=bank.stride(0),
-        HAS_RESIDUAL=residual is not None, TOKENS=together, EARLY=early,
-        MOST=edited_most(hidden.dtype), LOOK=overflows_later(hidden.dtype),
-        num_warps=_warps(block), **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
+
+    def __init__(
+        self,
+        tokens: Int[torch.Tensor, "most columns"],
+        counts: Int[torch.Tensor, "slots points"],
+        entries: Int[torch.Tensor, "slots points entries columns"],
+        responses: Float[torch.Tensor, "slots points entries 8"],
+        bank: Float[torch.Tensor, "vectors width"],
+        replacements: Int[torch.Tensor, " replaced"],
+        arena: Float[torch.Tensor, "lines line"],
+        layouts: Int[torch.Tensor, "layouts points"],
+        checksums: Int[torch.Tensor, "most 2"],
+    ) -> None:
+        self._tables = tokens, counts, entries, responses, bank, replacements, arena, layouts, checksums
+        self._sizes = layouts.shape[1], entries.shape[2]
+        self._lines = arena.shape[1], bank.stride(0)
+        self._early = _can_be_early()
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def launch(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: Int[torch.Tensor, " 1"],
+        *,
+        idle: bool,
+    ) -> None:
+        """Edit and copy the rows of one point.
+
+        Args:
+            hidden, residual: the stream; edited rows are written to `hidden` whole, and their `residual` becomes zero.
+            point: index of the point among this rank's, int32 [1].
+            idle: whether the tables ask for nothing. The kernel is then launched to have it compiled, and into a graph
+                that is being captured, which will run with others.
+        """
+        num_tokens, width = hidden.shape
+        other = hidden if residual is None else residual
+        strides = hidden.stride(0), other.stride(0)
+        together = 1 if num_tokens <= MANY_TOKENS else TOGETHER
+        has_residual = residual is not None
+        grid = triton.cdiv(num_tokens, together), 1, 1
+        addresses = (values.data_ptr() % _ALIGNED for values in (hidden, other, point))
+        key = hidden.dtype, other.dtype, width, strides, together, has_residual, *addresses
+        compiled = self._compiled.get(key)
+        if compiled is not None and idle and not torch.cuda.is_current_stream_capturing():
+            return
+        block = triton.next_power_of_2(width)
+        arguments = (
+            hidden, other, point, *self._tables, *strides, *self._sizes, num_tokens, width, block, *self._lines,
+            has_residual, together, self._early, edited_most(hidden.dtype), overflows_later(hidden.dtype),
+        )  # fmt: skip
+        if compiled is not None:
+            compiled[grid](*arguments)
+            return
+        early = {"launch_pdl": True} if self._early else {}
+        compiled = _tap_kernel[grid](*arguments, num_warps=_warps(block), **early)
+        if compiled is not None:  # None in Triton's interpreter
+            self._compiled[key] = compiled
 
 
 #: Elements of a row that one warp of 32 threads holds in registers.

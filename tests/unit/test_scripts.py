@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
-import re
-import shutil
-import subprocess
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -160,38 +155,3 @@ async def test_a_library_that_cannot_is_a_line_of_the_result() -> None:
     assert len(found[0]["all"]) == 3
     assert "30 rows, not 10" in found[1]["error"]
     assert "not here" in bench_beside.line_of(found[2])
-
-
-PROTOTYPE = Path(bench_host.__file__).with_name("steady.patch")
-
-
-def test_the_prototype_is_whole() -> None:
-    """Every hunk has as many lines as it says: no editor, and no formatter, has been at them."""
-    head, *files = re.split(r"^diff --git ", PROTOTYPE.read_text(), flags=re.MULTILINE)
-    assert re.search(r"^base: [0-9a-f]{40}$", head, re.MULTILINE)
-    assert files
-    for file in files:
-        _, *hunks = re.split(r"^(?=@@ )", file, flags=re.MULTILINE)
-        assert hunks
-        for hunk in hunks:
-            (title, *lines), signs = hunk.splitlines(), Counter()
-            signs.update(line[0] for line in lines)
-            counts = re.match(r"@@ -\d+,(\d+) \+\d+,(\d+) @@", title)
-            assert counts is not None, title
-            assert [int(count) for count in counts.groups()] == [signs[" "] + signs[sign] for sign in "-+"], title
-
-
-def test_the_prototype_applies_to_its_base(tmp_path) -> None:
-    """To the commit that it names, whatever has become of the files since."""
-    root = PROTOTYPE.parent.parent
-    base = re.search(r"^base: (\w+)$", PROTOTYPE.read_text(), re.MULTILINE)
-    assert base is not None
-
-    def git(*words: str) -> int:
-        index = {"GIT_INDEX_FILE": str(tmp_path / "index")}
-        return subprocess.run(["git", *words], cwd=root, env=os.environ | index, check=False).returncode
-
-    if shutil.which("git") is None or git("cat-file", "-e", f"{base[1]}^{{commit}}"):
-        pytest.skip(f"commit {base[1]} is not here")
-    assert not git("read-tree", base[1])
-    assert not git("apply", "--cached", "--check", str(PROTOTYPE))

@@ -32,7 +32,7 @@ from steercap.worker.accumulators import Updates
 from steercap.worker.layouts import LAYOUTS, RecordLayout
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import BatchRows, Step, StepReport
-from steercap.worker.taps.base import Installed, Taps, TapSizes
+from steercap.worker.taps.base import Installed, RowKind, Taps, TapSizes
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
 from steercap.worker.taps.pattern import Pattern
 from steercap.worker.taps.transfers import Ring, Transfers, pieces, runs
@@ -134,12 +134,10 @@ class CudaTaps(Taps):
         self._responses = table(sizes.slots, count, sizes.entries, kernel.RESPONSE_COLUMNS, dtype=torch.float32)
         self._bank = table(max(sizes.bank_rows, 1), installed.bank_width, dtype=torch.float32)
         self._layouts = table(LAYOUTS, count) - 1
-        # Views, made once: a tap is launched hundreds of times a pass.
-        self._banks = [self._bank[:, kind.first : kind.first + kind.width] for kind in self._kinds]
         self._replacements = table(sizes.tokens * MAX_REPLACEMENTS)
         self._checksums = table(sizes.tokens, 2, dtype=torch.int64)
         self._rows = _ring(max(lines, 1), device)
-        self._rings = [typed(self._rows, kind.schema) for kind in self._kinds]
+        self._launchers = [self._launcher(kind) for kind in self._kinds]
         self._sums = DeviceAccumulators(installed, self.accumulators, self._layouts, transfers, AHEAD)
         self._encoder = DeviceEncoder(
             installed, self.programs, self._bank, transfers, sizes.tokens if installed.captures else 1, AHEAD
@@ -343,6 +341,13 @@ class CudaTaps(Taps):
                 break
         return found
 
+    def _launcher(self, kind: RowKind) -> kernel.TapLauncher:
+        bank, ring = self._bank[:, kind.first : kind.first + kind.width], typed(self._rows, kind.schema)
+        programs = self._counts, self._entries, self._responses
+        return kernel.TapLauncher(
+            self._tokens, *programs, bank, self._replacements, ring, self._layouts, self._checksums
+        )
+
     def on_tap(
         self,
         hidden: Float[torch.Tensor, "n width"],
@@ -355,20 +360,7 @@ class CudaTaps(Taps):
             raise ValueError(f"a tap saw {tuple(hidden.shape)}, rows are {width} wide, {len(self._tokens)} at most")
         if residual is not None and residual.shape != hidden.shape:
             raise ValueError(f"a tap saw {tuple(hidden.shape)} and a residual of {tuple(residual.shape)}")
-        kernel.launch_tap(
-            hidden,
-            residual,
-            point,
-            self._tokens,
-            self._counts,
-            self._entries,
-            self._responses,
-            self._banks[kind],
-            self._replacements,
-            self._rings[kind],
-            self._layouts,
-            self._checksums,
-        )
+        self._launchers[kind].launch(hidden, residual, point, idle=self.open_step is None)
 
     def _too_many(self, lines: int) -> str:
         """Return the error message for a pass whose rows do not fit the ring."""
