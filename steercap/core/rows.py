@@ -137,8 +137,11 @@ class RecordLines:
         #: For each block: the first row after it, and the line of row 0 if the block is extended backwards to it.
         self._ends: list[int] = []
         self._origins: list[int] = []
-        jumps = np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1
-        for first, stop in pairwise(sorted({0, *jumps.tolist(), len(pages)})):
+        if not len(pages):
+            return
+        whole = pages[-1] - pages[0] == len(pages) - 1
+        jumps = [] if whole else (np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1).tolist()
+        for first, stop in pairwise([0, *jumps, len(pages)]):
             self._origins.append(int(pages[first]) * page.lines - self.rows * record)
             self.rows += (stop - first) * page.lines // record
             self._ends.append(self.rows)

@@ -17,6 +17,8 @@ from steercap.core.rows import Ints
 from steercap.kernels.bits import JOINED, LEADS, MEASURES, READS, RELATIVE, REPLACES, RESTORES, USED, weight
 
 _SCOPE_BITS: Final = np.arange(MAX_SCOPES, dtype=np.int32)
+#: Maximum checksums to remember.
+MAX_KNOWN: Final = 4096
 
 
 class Programs:
@@ -46,6 +48,7 @@ class Programs:
         #: Number of writes to any slot.
         self.written = 0
         self._per_scope = np.zeros((slots, MAX_SCOPES), dtype=np.int64)
+        self._known: dict[tuple[int, int], int] = {}  # checksums, by slot and mask
 
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
         """Write a configuration into a slot.
@@ -56,6 +59,7 @@ class Programs:
             bank_rows: bank rows of each of its blobs.
         """
         self.written += 1
+        self._known.clear()
         self.projections.pop(slot, None)
         if configuration.reads:
             self.projections[slot] = self._directions(configuration.reads, bank_rows[0])
@@ -103,6 +107,16 @@ class Programs:
         expected: Ints = (bits * self._per_scope[np.maximum(slots, 0)]).sum(-1)
         expected[slots < 0] = 0
         return expected
+
+    def checksum(self, slot: int, mask: int) -> int:
+        """Return the checksum of the edits of one token; requests that enter together mostly share it."""
+        found = self._known.get((slot, mask))
+        if found is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            found = int(self.checksums(np.array([slot]), np.array([mask], dtype=np.int32))[0])
+            self._known[slot, mask] = found
+        return found
 
 
 #: Names of the integer columns of an entry.

@@ -308,8 +308,7 @@ class RequestTable:
             stop = min(stop, reach)
             if steered.slot is not None:
                 slot = steered.steering.slot
-        slots, masks = np.array([slot]), np.array([mask], dtype=np.int32)
-        edits = int(self._programs.checksums(slots, masks)[0])
+        edits = self._programs.checksum(slot, mask)
         self._series = None
         self._state[request.index] = start, stop, line, accumulator, layout, slot, mask, edits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,7 @@ from steercap.core.messages import (
 from steercap.core.plan import Plan
 from steercap.core.program import NONE, Configuration, SteeringPlan, blob_digest, rows_touched, scope_masks
 from steercap.core.rows import Ints, ends_of_runs
+from steercap.core.tokens import Range
 from steercap.errors import WorkerFailure
 from steercap.worker.bounds import check_configure
 from steercap.worker.taps.base import Taps
@@ -66,7 +68,8 @@ class SteeredSample:
         self.failure: str | None = None
         self._limit = plan.limit
         self._since: int | None = None if steering.held else 0
-        self._masks = scope_masks((steering.since(None) if steering.held else steering).scopes, plan.limit)
+        scopes = (steering.since(None) if steering.held else steering).scopes
+        self._masks, self._stops = scope_masks(scopes, plan.limit), _stops(scopes, plan.limit)
         self._computed = np.zeros(plan.limit, dtype=np.bool_)
         self._cached = np.zeros(plan.limit, dtype=np.bool_)
         self._next = 0
@@ -75,8 +78,8 @@ class SteeredSample:
             self.failure = f"slot {steering.slot} does not hold this request's configuration"
         else:
             self._replacements = _replacements(slot, steering)
-        replaced = np.array(sorted(self._replacements), dtype=np.int64)
-        self._stops = np.union1d(ends_of_runs(self._masks), replaced)
+        if self._replacements:
+            self._stops = np.union1d(self._stops, np.array(sorted(self._replacements), dtype=np.int64))
         self._bias_masks = bias_masks(steering.biased, plan.prompt_len, plan.limit)
         #: Number of biased logits at each position: int32 [limit].
         self._entries = np.zeros(plan.limit if self.biases else 0, dtype=np.int32)
@@ -132,8 +135,8 @@ class SteeredSample:
         """Start edits that were held back, at the next token; return its position. Idempotent."""
         if self._since is None:
             self._since = self._next
-            self._masks = scope_masks(self.steering.since(self._since).scopes, self._limit)
-            self._stops = ends_of_runs(self._masks)
+            scopes = self.steering.since(self._since).scopes
+            self._masks, self._stops = scope_masks(scopes, self._limit), _stops(scopes, self._limit)
         return self._since
 
     def put(self, position: int, entries: int) -> None:
@@ -163,6 +166,12 @@ class SteeredSample:
             biased=np.packbits(self._entries[:total] > 0).tobytes() if samples else None,
             entries=int(self._entries[:total].sum()),
         )
+
+
+@lru_cache(maxsize=256)
+def _stops(scopes: tuple[tuple[Range, ...], ...], limit: int) -> Ints:
+    """Return the end of each run of positions with the same scopes, ascending: int64 [runs]."""
+    return ends_of_runs(scope_masks(scopes, limit))
 
 
 class Steering:
