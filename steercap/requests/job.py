@@ -175,7 +175,7 @@ def pages_of(job: Job) -> int:
 
 
 def planned(job: Job) -> AbstractAsyncContextManager[Planned]:
-    """Hold the slots and SAEs that a request needs, if any, and yield its plan completed with them."""
+    """Return a context that holds the slots and SAEs that a request needs, and gives its plan completed with them."""
     wanted = [one.lowered for one in (job.change, job.projected, job.calibrated) if one is not None]
     if job.plan is None or not (wanted or job.readers):
         return nullcontext(Planned(job.plan, ""))

@@ -17,6 +17,7 @@ import httpx
 import msgspec
 import pytest
 from persona_run import SETTINGS
+from support.kills import killed
 
 from steercap.errors import RunDiffers
 from steercap.files.tables import PART_RECORDS, read_table
@@ -46,20 +47,6 @@ async def whole(smol, tmp_path_factory) -> tuple[PersonaResult, list[Progress]]:
     """A run that nothing interrupts."""
     reports: list[Progress] = []
     return await run(smol, SETTINGS, tmp_path_factory.mktemp("whole"), progress=reports.append), reports
-
-
-def killed(folder: Path, stage: str, done: int) -> None:
-    """Have another process run until so many are done, and kill itself; what it started is killed after it."""
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(folder), stage, str(done)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-    )
-    try:
-        assert process.wait(timeout=400) == -signal.SIGKILL
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def alike(ours: DirectionSet, theirs: DirectionSet) -> bool:
@@ -144,11 +131,11 @@ async def test_a_run_that_is_killed_loses_little_and_changes_nothing(smol, whole
     """Killed in the middle of generate and again in that of capture, it ends with the texts and vectors of one run."""
     result, _ = whole
     folder = tmp_path / "run"
-    killed(folder, "generate", 37)
+    killed(SCRIPT, folder, "generate", 37)
     assert not (folder / "responses.parquet").exists()
     parts = [read_table(path, Response) for path in (folder / "parts").glob("generate-*/*.parquet")]
     assert 37 - PART_RECORDS < sum(map(len, parts)) <= 37
-    killed(folder, "capture", 8)
+    killed(SCRIPT, folder, "capture", 8)
     assert not (folder / "directions.safetensors").exists()
     read = [len(load_rows(path)[0].ids) for path in (folder / "parts").glob("capture-*/*.safetensors")]
     assert sum(read) >= 8

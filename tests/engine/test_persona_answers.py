@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +13,7 @@ import torch
 from answers_run import PERSONAS, scores_of, write_data
 from conftest import opened
 from roles_run import checkpoint
+from support.kills import killed
 from support.rows import TINY_ENGINE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -104,20 +100,6 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def killed(path: Path, folder: Path, done: int) -> None:
-    """Have another process read until so many are done, and kill itself; what it started is killed after it."""
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(path), str(folder), str(done)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-    )
-    try:
-        assert process.wait(timeout=400) == -signal.SIGKILL
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 async def test_means_are_those_of_transformers(model, path, tmp_path) -> None:
     """A tiny model, requests of all personas at once."""
     talks = write_data(tmp_path)
@@ -155,7 +137,7 @@ async def test_a_killed_reading_goes_on_to_the_same_bytes(model, path, tmp_path)
     for place in ("whole", "killed"):
         write_data(tmp_path / place)
     await read_answers(model, *given(tmp_path / "whole"), kind="role", minimum=2, concurrency=1)
-    killed(path, tmp_path / "killed", 33)
+    killed(SCRIPT, path, tmp_path / "killed", 33)
     assert [file.stem for file in (tmp_path / "killed/out/vectors").iterdir()] == ["default"]
     assert len(list((tmp_path / "killed/out/parts").iterdir())) == 1
     reached: list[int] = []

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +11,7 @@ import pytest
 import torch
 from conftest import opened
 from roles_run import ROLES, SETTINGS, checkpoint
+from support.kills import killed
 from support.rows import TINY_ENGINE
 
 from steercap import SteeringSpec, SteerModel
@@ -61,20 +57,6 @@ async def whole(model, tmp_path_factory) -> RoleRun:
     return await run(model, SETTINGS, tmp_path_factory.mktemp("whole"))
 
 
-def killed(path: Path, folder: Path, stage: str, done: int) -> None:
-    """Have another process run until so many are done, and kill itself; what it started is killed after it."""
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(path), str(folder), stage, str(done)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,
-    )
-    try:
-        assert process.wait(timeout=400) == -signal.SIGKILL
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 def answers(folder: Path, name: str) -> list[RoleResponse]:
     return read_table(folder / "roles" / name / "answers.parquet", RoleResponse)
 
@@ -105,7 +87,7 @@ async def test_a_row_is_the_mean_over_what_the_model_reads(model, whole) -> None
 
 async def test_a_killed_run_goes_on_and_is_the_same_to_the_last_bit(model, path, whole, tmp_path) -> None:
     """What was written down before the kill is not asked again, in either stage."""
-    killed(path, tmp_path, "generate", 45)
+    killed(SCRIPT, path, tmp_path, "generate", 45)
     written = {one.id for file in tmp_path.rglob("*.parquet") for one in read_table(file, RoleResponse)}
     assert 10 < len(written) < 72
     reports: list[Progress] = []

@@ -45,6 +45,20 @@ _STORM: Final = re.compile(
 )
 
 
+def killed(script: Path, *arguments: object) -> None:
+    """Have a script run until it kills itself; what it started is killed after it."""
+    process = subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    try:
+        assert process.wait(timeout=400) == -signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class Kill:
     """One client's end.
