@@ -135,6 +135,7 @@ def train_many(
     for name, given in examples.items():
         held = validation[name] if isinstance(validation, Mapping) else validation
         parts[name] = _sides(given, held, partial(_encoded, how, tokenizer), wanted.seed)
+    wanted = wanted.resolved({name: len(sides.seen) for name, sides in parts.items()})
     starts = {
         name: _start(edit[name] if isinstance(edit, Mapping) else edit, hooked, wanted, name) for name in examples
     }
@@ -148,7 +149,7 @@ def train_many(
         for name in examples
     ]
     specs = [trait.spec for trait in traits]
-    module = SteeredTraits(hooked, specs, how, wanted.penalties, wanted.gate_width)
+    module = SteeredTraits(hooked, specs, how, wanted.penalties, wanted.gate_width, checkpointing=wanted.checkpointing)
     Loop(traits, module, wanted, folder, model_name(hooked.path), hooked.device, progress).run()
     return {trait.name: _result(trait, folder, definition, model_name(hooked.path)) for trait in traits}
 
@@ -191,6 +192,8 @@ def hooked_of(model: str | Path | HookedModel, settings: TrainingSettings) -> Ho
     """Return the model, loading it if needed."""
     if isinstance(model, HookedModel):
         return model
+    if settings.device_map is not None:
+        return HookedModel(model, settings.dtype, device_map=settings.device_map)
     device = settings.device or (f"cuda:{rank() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
     return HookedModel(model, settings.dtype, device=device)
 
