@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 import torch
+from cli_calls import call
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -423,3 +424,57 @@ def test_folders_hold_data_sets_in_every_form(tmp_path) -> None:
         write(f"wrong{number}", {"text": "a"}, line)
         with pytest.raises(InvalidFile, match=f"line 2: .*{re.escape(says)}"):
             DatasetFolder(tmp_path)[f"wrong{number}"]
+
+
+def words(done) -> str:
+    """What a command said to stderr, without its frames and lines."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", done.stderr).split())
+
+
+def test_the_command_trains_a_folder(path, tmp_path, monkeypatch) -> None:
+    """Data sets by prefix; the vectors are those of the call; what fits a file alone, or a folder alone, is refused."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    for name, count in (("a__one", 60), ("a__small", 2), ("b", 60)):
+        lines = [{"system": one.system, "prompt": one.prompt, "response": one.response} for one in prompted(count)]
+        (Path("data") / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    asked = ["train", "data", "--datasets", "a__*", "--layers", str(LAYER), "--out", "out", "--model", str(path)]
+    asked += ["--training-tokens", "300", "--validation-tokens", "120", "--rates", "0.1,0.001", "--batch-size", "4"]
+    asked += ["--optimizer", "adam", "--schedule", "linear", "--epochs", "1", "--patience", "1", "--checkpointing"]
+    done = call(*asked, "--device-map", "cpu", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert list(found["trained"]) == ["a__one"]
+    assert list(found["skipped"]) == ["a__small"]
+    alone = train_datasets(
+        path,
+        {"a__one": prompted(60)},
+        out="alone",
+        rates=[0.1, 0.001],
+        optimizer="adam",
+        scheduler="linear",
+        epochs=1,
+        patience=1,
+        **SMALL,
+    )
+    assert found["trained"]["a__one"]["lr"] == alone.results["a__one"].lr
+    vectors = [
+        SteeringSpec.load(f"{folder}/a__one/a__one.safetensors").of_rows()[0].vector for folder in ("out", "alone")
+    ]
+    assert torch.equal(*vectors)
+    shown = call(*asked)
+    assert "perplexity" in shown.stdout
+    assert "a__small" in shown.stdout
+    for more, says in (
+        (["--lr", "0.1"], "it is for a file of examples, not a folder; give --rates"),
+        (["--validation", "0.1"], "--validation"),
+        (["--rates", "fast"], "fast"),
+        (["--datasets", "c*"], "no data set 'c*'"),
+        (["--schedule", "cosin"], "did you mean 'cosine'"),
+        (["--epochs", "1", "--steps", "3"], "give one of them"),
+    ):
+        wrong = call("train", "data", "--layers", "1", "--out", "wrong", "--model", str(path), *more)
+        assert wrong.exit_code in {1, 2}
+        assert says in words(wrong)
+    wrong = call("train", "data/b.jsonl", "--layers", "1", "--out", "wrong", "--training-tokens", "9")
+    assert "--training-tokens: it is for a folder of data sets, not a file" in words(wrong)

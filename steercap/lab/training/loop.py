@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from math import isfinite
@@ -221,6 +223,19 @@ def rank() -> int:
 def world() -> int:
     """Return the number of processes in `torch.distributed`, or 1."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Join the process group of torchrun, if there is one, for the block."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield
+        return
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def _summed(values: torch.Tensor) -> torch.Tensor:

@@ -180,7 +180,7 @@ class _Run:
                     name=name,
                     model=best.model,
                     lr=float(best.provenance["lr"]),
-                    norm=_norm_of(best),
+                    norm=next(one.norm for one in best.history if one.step == best.best_step),
                     rates=rates,
                     examples=len(seen),
                     held_out=len(held_out),
@@ -253,9 +253,8 @@ class _Run:
         held_out: Sequence[AnyExample],
     ) -> Trained | None:
         """Train at one rate; None if its losses are not finite."""
-        settings = dict(vars(replace(self.settings, lr=rate)))
-        if self.settings.epochs is not None:
-            del settings["steps"], settings["evaluate_every"]
+        left_out = {"steps", "evaluate_every"} if self.settings.epochs is not None else set()
+        settings = {key: value for key, value in vars(self.settings).items() if key not in left_out}
         with warnings.catch_warnings(), suppress(TrainingDiverged):
             warnings.filterwarnings("ignore", message=".*no step lowered the loss", category=UserWarning)
             return train(
@@ -266,7 +265,7 @@ class _Run:
                 objective=self.how,
                 name=name,
                 validation=held_out,
-                **settings,
+                **settings | {"lr": rate},
             )
         return None
 
@@ -295,9 +294,5 @@ class _Run:
             scratch.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
 
 
-def _norm_of(trained: Trained) -> float:
-    return next(one.norm for one in trained.history if one.step == trained.best_step)
-
-
 def _rate_folder(rate: float) -> str:
-    return f"lr_{rate:g}"
+    return f"lr_{rate!r}"
