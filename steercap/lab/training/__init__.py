@@ -1,5 +1,6 @@
 """Training of vectors by gradient: edits with the semantics of taps, on a frozen model in transformers."""
 
+from steercap.lab.training.comparing import ComparedVectors, compare_trained, compare_vectors
 from steercap.lab.training.datasets import DatasetFolder, DatasetTrained, TextLoss, TokenBudget, TrainedDatasets
 from steercap.lab.training.examples import Example, Preference, Prompted
 from steercap.lab.training.folder import Trained, Validation
@@ -15,6 +16,7 @@ __all__ = [
     "OPTIMIZERS",
     "RATES",
     "SCHEDULES",
+    "ComparedVectors",
     "DatasetFolder",
     "DatasetTrained",
     "Example",
@@ -30,6 +32,8 @@ __all__ = [
     "TrainedDatasets",
     "TrainingSettings",
     "Validation",
+    "compare_trained",
+    "compare_vectors",
     "losses_of",
     "perplexity_of",
     "train",

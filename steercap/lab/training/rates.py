@@ -58,7 +58,7 @@ BUDGET: Final = TokenBudget()
 DEFAULTS: Final[Mapping[str, Any]] = {"epochs": 5, "patience": 2, "scheduler": "cosine", "accumulation": 1}
 
 
-class _RatesDefinition(msgspec.Struct, frozen=True):
+class RatesDefinition(msgspec.Struct, frozen=True):
     """Everything that a data set's training depends on.
 
     Args:
@@ -70,7 +70,8 @@ class _RatesDefinition(msgspec.Struct, frozen=True):
     rates: list[float]
 
 
-_FOLDER: Final = FolderKind("rates.json", _RatesDefinition, "training at several rates")
+#: Folders of data sets.
+RATES_FOLDER: Final = FolderKind("rates.json", RatesDefinition, "training at several rates")
 
 
 def train_datasets(
@@ -205,8 +206,9 @@ class _Run:
         with ExitStack() as held:
             if rank() == 0:
                 held.enter_context(locked(folder))
-                if _FOLDER.open(folder, _RatesDefinition(definition, self.rates)) is None:
-                    _FOLDER.write(folder, _RatesDefinition(definition, self.rates))
+                wanted = RatesDefinition(definition, self.rates)
+                if RATES_FOLDER.open(folder, wanted) is None:
+                    RATES_FOLDER.write(folder, wanted)
             if world() > 1:
                 distributed.barrier()
             yield

@@ -339,6 +339,12 @@ def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
                 )
 
 
+def identity_of(model: HookedModel) -> dict[str, str]:
+    """Return a model's name, the hash of its weights, and its dtype."""
+    known = weights_of(model.path) if Path(model.path).exists() else str(getattr(model.config, "_commit_hash", ""))
+    return {"name": model_name(model.path), "weights": known, "dtype": described(model.dtype)}
+
+
 def definition_of(
     model: HookedModel,
     how: Objective,
@@ -347,9 +353,8 @@ def definition_of(
     parts: Mapping[str, Sides],
 ) -> Definition:
     """Return everything that a training depends on."""
-    known = weights_of(model.path) if Path(model.path).exists() else str(getattr(model.config, "_commit_hash", ""))
     return Definition(
-        model={"name": model_name(model.path), "weights": known, "dtype": described(model.dtype)},
+        model=identity_of(model),
         objective=repr(how),
         settings=settings.described(),
         edits={name: _digest(spec) for name, spec in starts.items()},
