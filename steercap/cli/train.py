@@ -16,7 +16,7 @@ from steercap.cli.command import command
 from steercap.cli.contents import load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.parsing import layers_of, names_of, numbers_of, tokens_of
+from steercap.cli.parsing import dtype_of, layers_of, names_of, numbers_of, tokens_of
 from steercap.cli.prompts import records_of
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
@@ -151,20 +151,6 @@ def steering_of(path: Path) -> SteeringSpec:
     if not isinstance(content, SteeringSpec):
         raise InvalidFile(f"{path} holds vectors, and no edits that say what is done with them; give steering")
     return content
-
-
-def dtype_of(text: str) -> Any:
-    """Return a floating-point dtype by its name.
-
-    Raises:
-        typer.BadParameter: there is none of this name.
-    """
-    import torch
-
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise typer.BadParameter(f"{text!r}; give float32, bfloat16 or float16", param_hint="--dtype")
-    return found
 
 
 def report(found: Mapping[str, Trained], terminal: Terminal) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cli_calls import call
 from pyarrow import parquet
 
 from steercap import Add
@@ -209,3 +210,24 @@ def test_trained_vectors_that_do_not_fit_are_named(trained, tmp_path) -> None:
     (copy / "tiny__trait__rain" / "held_out.jsonl").write_text('{"prompt": ')
     with pytest.raises(InvalidFile, match=r"held_out\.jsonl"):
         compare_trained(model, copy, averaged)
+
+
+def test_the_command_compares_folders(trained, tmp_path, monkeypatch) -> None:
+    """The table of the call, as JSON and Parquet; with a model, losses too; what does not fit is said."""
+    model, out = trained
+    monkeypatch.chdir(tmp_path)
+    for folder, number in (("first", 1), ("second", 2)):
+        save_levels({"pos_neg_50": drawn(number, width=model.width)}, tmp_path / folder / "rain.pt")
+    done = call("vectors", "compare", "first", "second", "--out", "table.parquet", "--json")
+    assert done.exit_code == 0, done.output
+    found = compare_vectors("first", "second")
+    assert json.loads(done.stdout)["rows"] == parquet.read_table("table.parquet").to_pylist()
+    assert [row["cosine"] for row in json.loads(done.stdout)["rows"]] == [row.cosine for row in found.rows]
+    shutil.copytree(out, "copy")
+    done = call("vectors", "compare", "copy", "second", "--model", model.path)
+    assert done.exit_code == 0, done.output
+    assert "tiny__trait__snow" in done.stdout
+    (row,) = parquet.read_table("copy/steering_vector_comparison.parquet").to_pylist()
+    assert row["loss_averaged"] == compare_trained(model, "copy", "second").rows[0].loss_averaged
+    for more in (["--level", "pos_3"], ["--out", "table.csv"], ["--model", model.path]):
+        assert call("vectors", "compare", "first", "second", *more).exit_code in {1, 2}
