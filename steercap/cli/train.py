@@ -23,7 +23,7 @@ from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile, InvalidPrompt
 
 if TYPE_CHECKING:
-    from steercap.lab.training import DatasetFolder, Trained, TrainedDatasets
+    from steercap.lab.training import ExampleFolder, Trained, TrainedDatasets
     from steercap.lab.training.training import AnyEdit, AnyExample
     from steercap.steering.spec import SteeringSpec
 
@@ -88,18 +88,18 @@ class DatasetOptions:
     ] = None
     validation_tokens: Annotated[int | None, _of_set(min=1, help="Tokens to hold out (default 10000).")] = None
 
-    def arguments(self, folder: Path) -> tuple[DatasetFolder, dict[str, Any]]:
+    def arguments(self, folder: Path) -> tuple[ExampleFolder, dict[str, Any]]:
         """Return the data sets, and the arguments of `train_datasets`.
 
         Raises:
             typer.BadParameter: rates that are no numbers.
         """
-        from steercap.lab.training import RATES, DatasetFolder, TokenBudget
+        from steercap.lab.training import RATES, ExampleFolder, TokenBudget
 
         rates = RATES if self.rates is None else numbers_of(self.rates)
         numbers = {"training": self.training_tokens, "validation": self.validation_tokens}
         budget = TokenBudget(**{name: value for name, value in numbers.items() if value is not None})
-        found = DatasetFolder(folder, self.datasets or "*", self.label)
+        found = ExampleFolder(folder, self.datasets or "*", self.label)
         return found, {"rates": rates, "budget": budget}
 
 

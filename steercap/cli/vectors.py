@@ -213,8 +213,7 @@ def report(found: DirectionSet, name: str, out: Path, terminal: Terminal) -> Non
     """Write a direction to a file, and show it.
 
     Args:
-        found: set with this direction alone.
-        name: name of the direction.
+        found, name: set with this direction alone, and its name.
         out: path of the file.
         terminal: terminal to show it on.
 
@@ -258,8 +257,7 @@ def _register_show(app: typer.Typer) -> None:
         and their cosines.
         """
         found = directions_in(load(file, base=base_of(base)), file)
-        if name is not None:
-            found = found.select(name)
+        found = found if name is None else found.select(name)
         document, tables = document_of(found), [part for one in found for part in told_of(found, one)]
         if compare or layer is not None:
             at = found.layers[len(found.layers) // 2] if layer is None else layer

@@ -20,8 +20,8 @@ from steercap import SteeringSpec
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers, TrainingDiverged, UnknownName
 from steercap.files.folder import locked
 from steercap.lab.training import (
-    DatasetFolder,
     Example,
+    ExampleFolder,
     HookedModel,
     Preference,
     Prompted,
@@ -399,17 +399,17 @@ def test_folders_hold_data_sets_in_every_form(tmp_path) -> None:
     write("a__trait__y", {"messages": [{"role": "system", "content": "Be kind."}, *turns]})
     keys = {"prompt_index": 0, "question_index": 7}
     write("b", *({"conversation": turns, "label": label, **keys} for label in ("pos", "neg", "default")))
-    found = DatasetFolder(tmp_path, "a__trait__*")
+    found = ExampleFolder(tmp_path, "a__trait__*")
     assert list(found) == ["a__trait__x", "a__trait__y"]
     assert found["a__trait__x"] == [Example("", "It rains."), Example(turns[:1], "So."), Example([1, 2], "b", "s")]
     assert found["a__trait__y"] == [Prompted("Be kind.", turns[:1], "So.")]
-    assert DatasetFolder(tmp_path, "b", "pos")["b"] == [Example(turns[:1], "So.", "7")]
+    assert ExampleFolder(tmp_path, "b", "pos")["b"] == [Example(turns[:1], "So.", "7")]
     with pytest.raises(InvalidFile, match=r"b.jsonl, line 1 has the label 'pos', and label=None; give label="):
-        DatasetFolder(tmp_path)["b"]
+        ExampleFolder(tmp_path)["b"]
     with pytest.raises(InvalidFile, match=r"line 1 has the label None, and label='pos'; leave label= out"):
-        DatasetFolder(tmp_path, label="pos")["a__trait__x"]
+        ExampleFolder(tmp_path, label="pos")["a__trait__x"]
     with pytest.raises(InvalidFile, match=r"no data set 'c\*'.jsonl; .*'a__trait__x'"):
-        DatasetFolder(tmp_path, "c*")
+        ExampleFolder(tmp_path, "c*")
     with pytest.raises(UnknownName, match="did you mean 'a__trait__x'"):
         found["a_trait_x"]
     for number, (line, says) in enumerate(
@@ -423,7 +423,7 @@ def test_folders_hold_data_sets_in_every_form(tmp_path) -> None:
     ):
         write(f"wrong{number}", {"text": "a"}, line)
         with pytest.raises(InvalidFile, match=f"line 2: .*{re.escape(says)}"):
-            DatasetFolder(tmp_path)[f"wrong{number}"]
+            ExampleFolder(tmp_path)[f"wrong{number}"]
 
 
 def words(done) -> str:

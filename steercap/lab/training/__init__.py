@@ -1,7 +1,7 @@
 """Training of vectors by gradient: edits with the semantics of taps, on a frozen model in transformers."""
 
 from steercap.lab.training.comparing import ComparedVectors, compare_trained, compare_vectors
-from steercap.lab.training.datasets import DatasetFolder, DatasetTrained, TextLoss, TokenBudget, TrainedDatasets
+from steercap.lab.training.datasets import DatasetTrained, ExampleFolder, TextLoss, TokenBudget, TrainedDatasets
 from steercap.lab.training.examples import Example, Preference, Prompted
 from steercap.lab.training.folder import Trained, Validation
 from steercap.lab.training.hooked import HookedModel
@@ -17,9 +17,9 @@ __all__ = [
     "RATES",
     "SCHEDULES",
     "ComparedVectors",
-    "DatasetFolder",
     "DatasetTrained",
     "Example",
+    "ExampleFolder",
     "HookedModel",
     "Objective",
     "Preference",

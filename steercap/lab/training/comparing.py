@@ -145,9 +145,7 @@ def read_vectors(vectors: Vectors, **reading: Any) -> tuple[Mapping[str, LayerVe
 
 
 def compare_vectors(first: Vectors, second: Vectors, **reading: Any) -> ComparedVectors:
-    """Compare vectors of equal names, layer by layer, whatever models they are of.
-
-    Such as those captured by vLLM and by transformers, in bfloat16 and in float16, of a base and an instruct model.
+    """Compare vectors of equal names, layer by layer, whatever models, engines or dtypes they are of.
 
     Args:
         first, second: vectors by name; see `read_vectors`.
@@ -255,8 +253,7 @@ def _compared(
 ) -> TrainedComparison | str:
     """Compare the vectors of a data set, or return the reason why they cannot be."""
     result = read_result(folder)
-    was = RATES_FOLDER.read(folder).training.model
-    if apart := differences(was, identity_of(model)):
+    if apart := differences(RATES_FOLDER.read(folder).training.model, identity_of(model)):
         raise RunDiffers(f"{folder} was trained on another model: {'; '.join(apart)}; give the same")
     if not {"trained", "unsteered"} <= result.validation.keys():
         return "trained on preferences, which have no perplexity"
@@ -267,11 +264,9 @@ def _compared(
         return f"the averaged vector has no layer {config.target_layer}"
     pair = _pairs(folder.name, trained, averaged.at_layers([config.target_layer]))[0]
     losses = {**result.validation, "averaged": _averaged_loss(model, folder, averaged, pair.layer, batch_size)}
-    said: dict[str, Any] = {
-        f"{what}_{label}": getattr(losses[label], what) if label in losses else None
-        for label in ("trained", "averaged", "prompted", "unsteered")
-        for what in ("loss", "perplexity")
-    }
+    said: dict[str, Any] = {"loss_prompted": None, "perplexity_prompted": None}
+    for label, loss in losses.items():
+        said |= {f"loss_{label}": loss.loss, f"perplexity_{label}": loss.perplexity}
     numbers = (pair.layer, pair.cosine, pair.norm, pair.other_norm, result.lr, losses["trained"].tokens)
     return TrainedComparison(folder.name, name, *numbers, **said)
 

@@ -69,7 +69,7 @@ def _turns(turns: Any) -> dict[str, Any]:
     return found | {"prompt": before}
 
 
-class DatasetFolder(Mapping[str, "list[Example | Preference | Prompted]"]):
+class ExampleFolder(Mapping[str, "list[Example | Preference | Prompted]"]):
     """Data sets of examples in a folder, by name: NAME.jsonl, each read when it is asked for.
 
     Lines are as for `example_of`. Those of persona files have `label`, `prompt_index` and `question_index`, too: then

@@ -28,7 +28,7 @@ from steercap.lab.training.datasets import (
     TrainedDatasets,
     read_result,
 )
-from steercap.lab.training.examples import Example, Prompted
+from steercap.lab.training.examples import Example, ExampleTokens, Prompted
 from steercap.lab.training.folder import Definition, Trained, check_name, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import rank, world
@@ -90,7 +90,7 @@ def train_datasets(
 
     Args:
         model: model, as for `train`; loaded once.
-        datasets: examples by name, such as `DatasetFolder("data", "qwen-3-32b__trait__*")`; each is read when its turn
+        datasets: examples by name, such as `ExampleFolder("data", "qwen-3-32b__trait__*")`; each is read when its turn
             comes.
         edit: initial edit, as for `train`: `TrainableAdd(layers=[32])` begins at zero.
         out: folder of the run. After an interruption, the same call resumes.
@@ -116,7 +116,7 @@ def train_datasets(
     for name in datasets:
         check_name(name)
     how = OBJECTIVES[objective] if isinstance(objective, str) else objective
-    run = _Run(hooked_of(model, wanted), how, wanted, edit, Path(out), _checked(rates), budget)
+    run = RatesRun(hooked_of(model, wanted), how, wanted, edit, Path(out), _checked(rates), budget)
     results: dict[str, DatasetTrained] = {}
     skipped: dict[str, str] = {}
     for at, name in enumerate(datasets):
@@ -145,7 +145,7 @@ def _report(progress: Progress | None, at: int, datasets: int, rates: int, done:
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
+class RatesRun:
     """One call: its model, and what is common to its data sets; the fields are arguments of `train_datasets`."""
 
     model: HookedModel
@@ -158,44 +158,31 @@ class _Run:
 
     def dataset(self, name: str, examples: Sequence[AnyExample], report: Callable[[int], None]) -> DatasetTrained | str:
         """Train on a data set, or return the reason why it is skipped."""
-        try:
-            tokens = encoded(self.how, tokenizer_of(self.model), examples) if examples else []
-        except InvalidRequest as error:
-            raise type(error)(f"data set {name}: {error}") from error
+        tokens = self._encoded(name, examples)
         counts = [sum(len(one.ids) for one in each) for each in tokens]
-        seen, held_out = self.budget.draw(counts, [one.source for one in examples], self.settings.seed)
-        used = [sum(counts[place] for place in places) for places in (seen, held_out)]
+        places = self.budget.draw(counts, [one.source for one in examples], self.settings.seed)
+        used = [sum(counts[place] for place in side) for side in places]
         if used[0] < self.budget.training or used[1] < self.budget.validation:
             report(len(self.rates))
             needed = self.budget.training + self.budget.validation
             return f"{sum(counts):,} tokens in {len(examples)} examples, of {needed:,}"
-        folder = self.out / name
-        sides = Sides([tokens[place] for place in seen], [tokens[place] for place in held_out])
-        with self._opened(folder, name, sides):
-            if (folder / RESULT).exists():
-                found = read_result(folder)
-            else:
-                learned, unseen = ([examples[place] for place in places] for places in (seen, held_out))
-                best, rates = self._at_each_rate(folder, name, learned, unseen, report)
-                found = DatasetTrained(
-                    name=name,
-                    model=best.model,
-                    lr=float(best.provenance["lr"]),
-                    norm=next(one.norm for one in best.history if one.step == best.best_step),
-                    rates=rates,
-                    examples=len(seen),
-                    held_out=len(held_out),
-                    left_out=len(examples) - len(seen) - len(held_out),
-                    tokens=used[0],
-                    held_out_tokens=used[1],
-                    validation=self._validated(best.spec, unseen),
-                )
-                self._keep(folder, best, found, unseen)
+        folder, parts = self.out / name, [[examples[place] for place in side] for side in places]
+        with self._opened(folder, name, Sides(*([tokens[place] for place in side] for side in places))):
+            if not (folder / RESULT).exists():
+                self._train(folder, name, parts, used, count=len(examples), report=report)
+            found = read_result(folder)
             if rank() == 0:
                 for rate in self.rates:  # a call that was killed while it removed them left some
                     shutil.rmtree(folder / _rate_folder(rate), ignore_errors=True)
         report(len(self.rates))
         return found
+
+    def _encoded(self, name: str, examples: Sequence[AnyExample]) -> list[tuple[ExampleTokens, ...]]:
+        """Tokenize a data set, naming it in errors."""
+        try:
+            return encoded(self.how, tokenizer_of(self.model), examples) if examples else []
+        except InvalidRequest as error:
+            raise type(error)(f"data set {name}: {error}") from error
 
     @contextmanager
     def _opened(self, folder: Path, name: str, sides: Sides) -> Iterator[None]:
@@ -215,45 +202,59 @@ class _Run:
             if world() > 1:
                 distributed.barrier()
 
-    def _at_each_rate(
+    def _train(
         self,
         folder: Path,
         name: str,
-        examples: Sequence[AnyExample],
-        held_out: Sequence[AnyExample],
+        parts: Sequence[Sequence[AnyExample]],
+        used: Sequence[int],
+        *,
+        count: int,
         report: Callable[[int], None],
+    ) -> None:
+        """Train on a data set at each rate, and write the best with the result: `parts` are to learn, and held out."""
+        best, rates = self._at_each_rate(folder, name, parts, report)
+        found = DatasetTrained(
+            name=name,
+            model=best.model,
+            lr=float(best.provenance["lr"]),
+            norm=next(one.norm for one in best.history if one.step == best.best_step),
+            rates=rates,
+            examples=len(parts[0]),
+            held_out=len(parts[1]),
+            left_out=count - len(parts[0]) - len(parts[1]),
+            tokens=used[0],
+            held_out_tokens=used[1],
+            validation=self._validated(best.spec, parts[1]),
+        )
+        if rank() == 0:
+            self._keep(folder, best, found, parts[1])
+        if world() > 1:
+            distributed.barrier()
+
+    def _at_each_rate(
+        self, folder: Path, name: str, parts: Sequence[Sequence[AnyExample]], report: Callable[[int], None]
     ) -> tuple[Trained, list[RateLoss]]:
         """Train at each rate, and return the best."""
         best: Trained | None = None
         rates: list[RateLoss] = []
         for done, rate in enumerate(self.rates):
             report(done)
-            trained = self._at_rate(rate, folder, name, examples, held_out)
+            trained = self._at_rate(rate, folder, name, parts)
             if trained is None:
                 rates.append(RateLoss(rate))
                 continue
-            loss = trained.validation_loss
-            rates.append(RateLoss(rate, loss, trained.best_step, trained.history[-1].step))
-            if best is None or loss < best.validation_loss:
+            rates.append(RateLoss(rate, trained.validation_loss, trained.best_step, trained.history[-1].step))
+            if best is None or trained.validation_loss < best.validation_loss:
                 best = replace(trained, provenance={**trained.provenance, "lr": rate})
         if best is None:
             raise TrainingDiverged(f"{name}: losses are not finite at any of the rates {self.rates}; give smaller ones")
         if not best.best_step:
-            warnings.warn(
-                f"{name}: no rate lowered the loss on what is held out, {best.validation_loss:.4g}, so the edit is the "
-                "one that training began with",
-                stacklevel=4,
-            )
+            says = f"{name}: no rate lowered the loss on what is held out, {best.validation_loss:.4g}, so the edit is "
+            warnings.warn(f"{says}the one that training began with", stacklevel=5)
         return best, rates
 
-    def _at_rate(
-        self,
-        rate: float,
-        folder: Path,
-        name: str,
-        examples: Sequence[AnyExample],
-        held_out: Sequence[AnyExample],
-    ) -> Trained | None:
+    def _at_rate(self, rate: float, folder: Path, name: str, parts: Sequence[Sequence[AnyExample]]) -> Trained | None:
         """Train at one rate; None if its losses are not finite."""
         left_out = {"steps", "evaluate_every"} if self.settings.epochs is not None else set()
         settings = {key: value for key, value in vars(self.settings).items() if key not in left_out}
@@ -261,12 +262,12 @@ class _Run:
             warnings.filterwarnings("ignore", message=".*no step lowered the loss", category=UserWarning)
             return train(
                 self.model,
-                examples,
+                parts[0],
                 edit=self.edit,
                 out=folder / _rate_folder(rate),
                 objective=self.how,
                 name=name,
-                validation=held_out,
+                validation=parts[1],
                 **settings | {"lr": rate},
             )
         return None
@@ -283,8 +284,6 @@ class _Run:
 
     def _keep(self, folder: Path, best: Trained, found: DatasetTrained, held_out: Sequence[AnyExample]) -> None:
         """Write the best vector, and the result last."""
-        if rank():
-            return
         trained = replace(best, file=folder / f"{best.name}.safetensors")
         write_trained(trained)
         with suppress(InvalidSpec):  # it is not one vector of the stream
