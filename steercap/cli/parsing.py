@@ -68,6 +68,20 @@ def numbers_of(text: str) -> tuple[float, ...]:
         raise typer.BadParameter(f"{text!r}: give numbers with commas between, such as 0.5,1,2") from None
 
 
+def dtype_of(text: str) -> Any:
+    """Return a floating-point dtype by its name.
+
+    Raises:
+        typer.BadParameter: there is none of this name.
+    """
+    import torch
+
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise typer.BadParameter(f"{text!r}; give float32, bfloat16 or float16", param_hint="--dtype")
+    return found
+
+
 def _tokens(part: str, text: str) -> Any:
     from steercap.core.tokens import NAMES
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import enum
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.text import Text
 
@@ -19,18 +16,20 @@ from steercap.cli.command import command
 from steercap.cli.contents import load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
-from steercap.cli.parsing import layers_of, names_of, tokens_of
+from steercap.cli.parsing import dtype_of, layers_of, names_of, numbers_of, tokens_of
 from steercap.cli.prompts import records_of
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
-from steercap.errors import InvalidFile
+from steercap.errors import InvalidFile, InvalidPrompt
 
 if TYPE_CHECKING:
-    from steercap.lab.training import Trained
+    from steercap.lab.training import ExampleFolder, Trained, TrainedDatasets
     from steercap.lab.training.training import AnyEdit, AnyExample
     from steercap.steering.spec import SteeringSpec
 
-STEPS: Final = "Steps"
+#: Options for steps, and for a folder of data sets.
+_step = partial(typer.Option, rich_help_panel="Steps")
+_of_set = partial(typer.Option, rich_help_panel="Folder of data sets")
 
 
 class TrainableKind(enum.StrEnum):
@@ -44,37 +43,81 @@ class TrainableKind(enum.StrEnum):
 class StepOptions:
     """Options for training; those left out have the defaults of `TrainingSettings`."""
 
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Maximum training steps (default 200).", rich_help_panel=STEPS)
+    steps: Annotated[int | None, _step(min=1, help="Maximum training steps (default 200).")] = None
+    epochs: Annotated[
+        float | None,
+        _step(help="Passes over the examples, each followed by an evaluation, instead of --steps (folders: 5)."),
     ] = None
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Examples of each trait per step (default 8).", rich_help_panel=STEPS)
+    batch_size: Annotated[int | None, _step(min=1, help="Examples of each trait per pass (default 8).")] = None
+    accumulation: Annotated[int | None, _step(min=1, help="Passes whose gradients make one step (default 1).")] = None
+    optimizer: Annotated[str | None, _step(help="Optimiser: adamw (default), adam, adagrad, rmsprop or sgd.")] = None
+    scheduler: Annotated[
+        str | None, _step("--schedule", help="Schedule: constant (default), cosine (default for folders) or linear.")
     ] = None
     evaluate_every: Annotated[
-        int | None,
-        typer.Option(min=1, help="Steps between evaluations on held-out examples (default 20).", rich_help_panel=STEPS),
+        int | None, _step(min=1, help="Steps between evaluations on held-out examples (default 20).")
     ] = None
     patience: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Evaluations without a lower loss before training stops (default 5).", rich_help_panel=STEPS
-        ),
+        int | None, _step(min=1, help="Evaluations without a lower loss before training stops (default 5; folders: 2).")
     ] = None
-    norm_penalty: Annotated[
-        float | None, typer.Option(min=0, help="Weight of the L2 penalty (sum of squares).", rich_help_panel=STEPS)
-    ] = None
+    norm_penalty: Annotated[float | None, _step(min=0, help="Weight of the L2 penalty (sum of squares).")] = None
     sparsity_penalty: Annotated[
-        float | None,
-        typer.Option(min=0, help="Weight of the L1 penalty (sum of absolute values).", rich_help_panel=STEPS),
+        float | None, _step(min=0, help="Weight of the L1 penalty (sum of absolute values).")
     ] = None
-    max_grad_norm: Annotated[
-        float | None, typer.Option(help="Maximum norm of the gradient (clipping).", rich_help_panel=STEPS)
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Random seed (default 0).", rich_help_panel=STEPS)] = None
+    max_grad_norm: Annotated[float | None, _step(help="Maximum norm of the gradient (clipping).")] = None
+    seed: Annotated[int | None, _step(help="Random seed (default 0).")] = None
+    device_map: Annotated[str | None, _step(help="Spread over several devices, by accelerate: auto or balanced.")] = (
+        None
+    )
+    checkpointing: Annotated[bool | None, _step("--checkpointing", help="Less memory, more time.")] = None
 
     def said(self) -> dict[str, Any]:
         """Return the options that are given."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """Options for a folder of data sets; those left out have the defaults of `train_datasets`."""
+
+    datasets: Annotated[str | None, _of_set(help="Pattern of the names, such as 'qwen-3-32b__trait__*'.")] = None
+    label: Annotated[str | None, _of_set(help="Label of the lines to learn, such as pos, if they have any.")] = None
+    rates: Annotated[str | None, _of_set(help="Learning rates (default 1,0.1,0.01,0.001,0.0001).")] = None
+    training_tokens: Annotated[
+        int | None, _of_set(min=1, help="Tokens to train on (default 100000); smaller data sets are skipped.")
+    ] = None
+    validation_tokens: Annotated[int | None, _of_set(min=1, help="Tokens to hold out (default 10000).")] = None
+
+    def arguments(self, folder: Path) -> tuple[ExampleFolder, dict[str, Any]]:
+        """Return the data sets, and the arguments of `train_datasets`.
+
+        Raises:
+            typer.BadParameter: rates that are no numbers.
+        """
+        from steercap.lab.training import RATES, ExampleFolder, TokenBudget
+
+        rates = RATES if self.rates is None else numbers_of(self.rates)
+        numbers = {"training": self.training_tokens, "validation": self.validation_tokens}
+        budget = TokenBudget(**{name: value for name, value in numbers.items() if value is not None})
+        found = ExampleFolder(folder, self.datasets or "*", self.label)
+        return found, {"rates": rates, "budget": budget}
+
+
+def check_options(examples: Path, of_file: Mapping[str, Any], of_folder: Mapping[str, Any]) -> None:
+    """Check that options fit a file of examples, or a folder of data sets.
+
+    Args:
+        examples: the file or folder.
+        of_file, of_folder: values of options for one of them alone, by name; None if left out.
+
+    Raises:
+        typer.BadParameter: one is given that does not fit.
+    """
+    wrong = [name for name, value in (of_file if examples.is_dir() else of_folder).items() if value is not None]
+    if wrong:
+        kind = "a file of examples, not a folder" if examples.is_dir() else "a folder of data sets, not a file"
+        hint = "; give --rates" if wrong[0] == "lr" else ""
+        raise typer.BadParameter(f"it is for {kind}{hint}", param_hint=f"--{wrong[0].replace('_', '-')}")
 
 
 def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) -> AnyEdit:
@@ -110,36 +153,6 @@ def steering_of(path: Path) -> SteeringSpec:
     return content
 
 
-def dtype_of(text: str) -> Any:
-    """Return a floating-point dtype by its name.
-
-    Raises:
-        typer.BadParameter: there is none of this name.
-    """
-    import torch
-
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise typer.BadParameter(f"{text!r}; give float32, bfloat16 or float16", param_hint="--dtype")
-    return found
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Join the process group of torchrun, if there is one, for the block."""
-    import torch
-    from torch import distributed
-
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield
-        return
-    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
-
-
 def report(found: Mapping[str, Trained], terminal: Terminal) -> None:
     """Show the training result of each trait."""
     table = titled("held out", ("trait", "loss before", "loss", "step", "norm"), words=("trait",))
@@ -159,6 +172,19 @@ def report(found: Mapping[str, Trained], terminal: Terminal) -> None:
     terminal.show(document, table, facts("", {f"{trait.name}": trait.file for trait in found.values()}))
 
 
+def report_datasets(found: TrainedDatasets, terminal: Terminal) -> None:
+    """Show the training result of each data set, and those that were skipped."""
+    columns = ("data set", "rate", "loss", "perplexity", "unsteered", "prompted", "norm")
+    table = titled("held out", columns, words=("data set",))
+    for name, one in found.results.items():
+        loss = min(rate.validation_loss for rate in one.rates if rate.validation_loss is not None)
+        known = [one.validation.get(label) for label in ("trained", "unsteered", "prompted")]
+        perplexities = ["" if each is None else f"{each.perplexity:.4g}" for each in known]
+        table.add_row(Text(name), f"{one.lr:g}", f"{loss:.4f}", *perplexities, f"{one.norm:.4g}")
+    document = {"out": str(found.out), "trained": found.results, "skipped": found.skipped}
+    terminal.show(document, table, facts("skipped", found.skipped) if found.skipped else facts("", {"out": found.out}))
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
@@ -169,11 +195,15 @@ def register(app: typer.Typer) -> None:
             "steercap train poetic.jsonl --layers 14 --out out/poetic",
             "steercap train pairs.jsonl --objective bipo --layers 14 --steps 400 --lr 0.01 --out out/pairs",
             "steercap train traits.jsonl --edit low_rank --rank 4 --layers 10,14 --out out/traits",
+            "steercap train data --datasets 'qwen-3-32b__trait__*' --layers 32 --device-map auto --out out/sweep",
         ],
     )
     def train(
-        examples: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Examples: JSONL, one per line.")],
+        examples: Annotated[
+            Path, typer.Argument(exists=True, help="Examples: JSONL, one per line; or a folder of NAME.jsonl.")
+        ],
         steps: StepOptions,
+        folder: DatasetOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the run and the trained edits.")],
         objective: Annotated[
@@ -191,9 +221,12 @@ def register(app: typer.Typer) -> None:
         ] = None,
         name: Annotated[str | None, typer.Option(help="Name of the trait (default: the folder's name).")] = None,
         validation: Annotated[
-            float, typer.Option(min=0, max=1, help="Fraction of sources held out for validation.")
-        ] = 0.2,
-        lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW, without weight decay.")] = 0.02,
+            float | None,
+            typer.Option(min=0, max=1, help="Fraction of sources held out for validation (default 0.2)."),
+        ] = None,
+        lr: Annotated[
+            float | None, typer.Option(min=0, help="Learning rate (default 0.02; AdamW without weight decay).")
+        ] = None,
         model: Annotated[str, typer.Option("--model", "-m", help="Model: hub name, path, or smollm2.")] = SMOLLM2,
         dtype: Annotated[str, typer.Option(help="dtype of the model.")] = "float32",
     ) -> None:
@@ -201,66 +234,53 @@ def register(app: typer.Typer) -> None:
         a system prompt. A line has prompt and response; prompt, chosen and rejected; or system, prompt and response.
         Examples of one source, such as a question, are held out together; trait says which of several is trained. An
         interrupted run is resumed by the same call. No engine is started; under torchrun several processes share the
-        work.
+        work. Of a folder, each data set NAME.jsonl is trained at each of --rates, and the best vector is kept.
         """
-        import torch
-
-        from steercap.lab.training import train_many
+        from steercap.lab.training import train_datasets, train_many
+        from steercap.lab.training.loop import together
 
         folder_ready(out)
-        given = examples_in(examples, out.name if name is None else name)
-        start = edit_of(edit, layers, rank, norm, tokens)
-        optimizer = partial(torch.optim.AdamW, lr=lr, weight_decay=0.0)
-        said = {**steps.said(), "fields": None if fields is None else names_of(fields), "dtype": dtype_of(dtype)}
+        check_options(examples, {"name": name, "validation": validation, "lr": lr}, vars(folder))
+        said = {
+            **steps.said(),
+            "edit": edit_of(edit, layers, rank, norm, tokens),
+            "out": out,
+            "objective": objective,
+            "fields": None if fields is None else names_of(fields),
+            "dtype": dtype_of(dtype),
+        }
         with terminal.progress() as bar, together():
             task = bar.add_task("training", total=None)
-            found = train_many(
-                located(model),
-                given,
-                edit=start,
-                out=out,
-                objective=objective,
-                validation=validation,
-                optimizer=optimizer,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-                **said,
-            )
-        report(found, terminal)
-
-
-#: Fields of a line for each kind of example, besides `source` and `trait`.
-FORMS: Final = "{'prompt', 'response'}, {'prompt', 'chosen', 'rejected'} or {'system', 'prompt', 'response'}"
+            said["progress"] = lambda done, total: bar.update(task, completed=done, total=total)
+            if examples.is_dir():
+                datasets, more = folder.arguments(examples)
+                swept = train_datasets(located(model), datasets, **more, **said)
+            else:
+                given = examples_in(examples, out.name if name is None else name)
+                share = 0.2 if validation is None else validation
+                found = train_many(located(model), given, validation=share, lr=lr, **said)
+        if examples.is_dir():
+            report_datasets(swept, terminal)
+        else:
+            report(found, terminal)
 
 
 def examples_in(path: Path, name: str) -> dict[str, list[AnyExample]]:
     """Read the examples of a JSONL file, by trait; `name` is that of lines without `trait`.
 
-    A line is an object with the fields of `Example`, `Preference` or `Prompted`, and a `trait` where several are
-    trained.
+    A line is as for `steercap.lab.training.datasets.example_of`, and has a `trait` where several are trained.
 
     Raises:
         InvalidFile: it cannot be read, or a line is not an example.
     """
+    from steercap.lab.training.datasets import example_of
+
     found: dict[str, list[AnyExample]] = {}
     for number, value in records_of(str(path)):
         given = dict(value) if isinstance(value, dict) else {}
         trait = str(given.pop("trait", name))
         try:
-            found.setdefault(trait, []).append(_kind(given)(**given))
-        except (TypeError, LookupError, msgspec.ValidationError) as error:
-            raise InvalidFile(
-                f"{path}, line {number}: {value!r}; give {FORMS}, each with or without 'source'"
-            ) from error
+            found.setdefault(trait, []).append(example_of(given))
+        except InvalidPrompt as error:
+            raise InvalidFile(f"{path}, line {number}: {error}") from error
     return found
-
-
-def _kind(given: dict[str, Any]) -> Callable[..., AnyExample]:
-    """Return the class of an example with these fields.
-
-    Raises:
-        LookupError: no class has them.
-    """
-    from steercap.lab.training import Example, Preference, Prompted
-
-    forms = {("prompt", "response"): Example, ("chosen", "prompt", "rejected"): Preference}
-    return {**forms, ("prompt", "response", "system"): Prompted}[tuple(sorted(given.keys() - {"source"}))]

@@ -1,4 +1,4 @@
-"""`steercap vectors extract|show|convert`: directions extracted from texts, shown, and converted to other formats."""
+"""`steercap vectors extract|show|compare|convert`: directions from texts, shown, compared, in other formats."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.text import Text as Cell
 
 from steercap.cli.command import command, group_of
 from steercap.cli.contents import Target, directions_in, load, write
 from steercap.cli.destinations import file_ready, may_replace, saved
-from steercap.cli.engines import ModelOptions, opened
-from steercap.cli.parsing import base_of, layers_of, tokens_of
+from steercap.cli.engines import ModelOptions, located, opened
+from steercap.cli.parsing import base_of, dtype_of, layers_of, tokens_of
 from steercap.cli.preflight import preflight
 from steercap.cli.prompts import SpecialTokens, records_of
-from steercap.cli.tables import advice, by_layer, cosines, document_of, facts, origin, told_of
+from steercap.cli.tables import advice, by_layer, cosines, document_of, facts, origin, titled, told_of
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from steercap.lab.directions.extraction import Text
+    from steercap.lab.training import ComparedVectors
     from steercap.model import SteerModel
     from steercap.steering.directions import DirectionSet
 
 
 #: Hint for other formats, for error messages.
 CONVERTED: Final = "; steercap vectors convert brings it into .gguf or .pt"
+
+
+#: Number of pairs that a comparison shows.
+LEAST_ALIKE: Final = 10
 
 
 class Bound(enum.StrEnum):
@@ -134,10 +142,11 @@ async def extract_from(
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    vectors = group_of("Make directions from texts, show them, convert them to other formats.")
+    vectors = group_of("Make directions from texts, show and compare them, convert them to other formats.")
     app.add_typer(vectors, name="vectors")
     _register_extract(vectors)
     _register_show(vectors)
+    _register_compare(vectors)
     _register_convert(vectors)
 
 
@@ -204,8 +213,7 @@ def report(found: DirectionSet, name: str, out: Path, terminal: Terminal) -> Non
     """Write a direction to a file, and show it.
 
     Args:
-        found: set with this direction alone.
-        name: name of the direction.
+        found, name: set with this direction alone, and its name.
         out: path of the file.
         terminal: terminal to show it on.
 
@@ -249,8 +257,7 @@ def _register_show(app: typer.Typer) -> None:
         and their cosines.
         """
         found = directions_in(load(file, base=base_of(base)), file)
-        if name is not None:
-            found = found.select(name)
+        found = found if name is None else found.select(name)
         document, tables = document_of(found), [part for one in found for part in told_of(found, one)]
         if compare or layer is not None:
             at = found.layers[len(found.layers) // 2] if layer is None else layer
@@ -258,6 +265,67 @@ def _register_show(app: typer.Typer) -> None:
             document["cosines"] = {"layer": at, "names": list(found), "values": found.cosines(at).tolist()}
             tables.append(cosines(found, at))
         terminal.show(document, *tables, facts("", origin(found)))
+
+
+def _register_compare(app: typer.Typer) -> None:
+    @command(
+        app,
+        "compare",
+        examples=[
+            "steercap vectors compare vectors_vllm_bfloat16 vectors_vllm_float32",
+            "steercap vectors compare base/vectors instruct/vectors --level pos_3 --raw --out compared.parquet",
+            "steercap vectors compare out/sweep traits/vectors --model Qwen/Qwen3-32B --dtype bfloat16",
+        ],
+    )
+    def compare(
+        first: Annotated[
+            Path, typer.Argument(exists=True, help="Folder of NAME.pt or NAME/steering_vector.pt, or directions.")
+        ],
+        second: Annotated[Path, typer.Argument(exists=True, help="The same, to compare with.")],
+        terminal: Terminal,
+        level: Annotated[str | None, typer.Option(help="Level of persona files (default: see the guide).")] = None,
+        raw: Annotated[bool | None, typer.Option("--raw", help="Do not subtract the default of persona files.")] = None,
+        model: Annotated[
+            str | None,
+            typer.Option("--model", "-m", help="Model of the first, a folder of steercap train: adds perplexities."),
+        ] = None,
+        dtype: Annotated[str, typer.Option(help="dtype of the model.")] = "float32",
+        out: Annotated[Path | None, typer.Option(dir_okay=False, help="Table to write, in Parquet.")] = None,
+    ) -> None:
+        """Compare the vectors of equal names in two folders or files, by their cosine and norms at each layer. With
+        --model, compare trained vectors with averaged ones and with system prompts, by the perplexity of held-out
+        responses, too: this writes steering_vector_comparison.parquet into the first folder.
+        """
+        from steercap.lab.training import HookedModel, compare_trained, compare_vectors
+
+        if out is not None:
+            file_ready(out, extensions=[".parquet"])
+        reading: dict[str, Any] = {name: value for name, value in (("level", level), ("raw", raw)) if value is not None}
+        if model is None:
+            found = compare_vectors(first, second, **reading)
+        else:
+            with terminal.progress() as bar:
+                task = bar.add_task("reading held-out responses", total=None)
+                reading["progress"] = lambda done, total: bar.update(task, completed=done, total=total)
+                found = compare_trained(HookedModel(located(model), dtype_of(dtype)), first, second, **reading)
+        if out is not None:
+            found.save(out)
+        about = {"compared": str(found), **found.left_out, **({} if out is None else {"file": out})}
+        terminal.show({"rows": found.rows, "left_out": found.left_out}, least_alike(found), facts("", about))
+
+
+def least_alike(found: ComparedVectors) -> Table:
+    """Show the pairs of the lowest cosines, but for losses, of which perplexities say as much."""
+    kind = type(found.rows[0])
+    columns = [one for one in kind.__struct_fields__ if not one.startswith(("loss", "averaged", "lr", "tokens"))]
+    title = f"least alike of {len(found.rows)} pairs"
+    table = titled(title, [one.replace("_", " ") for one in columns], words=("name", "dataset"))
+    for row in sorted(found.rows, key=lambda row: -2.0 if row.cosine is None else row.cosine)[:LEAST_ALIKE]:
+        cells = [getattr(row, one) for one in columns]
+        table.add_row(
+            *(f"{cell:.4g}" if isinstance(cell, float) else Cell("" if cell is None else str(cell)) for cell in cells)
+        )
+    return table
 
 
 def _register_convert(app: typer.Typer) -> None:

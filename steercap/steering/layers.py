@@ -150,19 +150,19 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         """Return the scalar product with another's vector of each layer.
 
         Raises:
-            InvalidSpec: it is of another model, site, width or other layers.
+            InvalidSpec: it is of another model, both of them named, or of another site, width or other layers.
         """
-        self.require_alike(other)
+        self.require_alike(other, unlabelled=True)
         return {layer: float(vector.double() @ other[layer].double()) for layer, vector in self.items()}
 
     def cosine(self, other: LayerVectors) -> dict[int, float]:
         """Return the cosine with another's vector of each layer, in [-1, 1].
 
         Raises:
-            InvalidSpec: it is of another model, site, width or other layers.
+            InvalidSpec: it is of another model, both of them named, or of another site, width or other layers.
             InvalidVector: a vector is zero.
         """
-        self.require_alike(other)
+        self.require_alike(other, unlabelled=True)
         return {layer: min(max(dot, -1.0), 1.0) for layer, dot in self.unit().dot(other.unit()).items()}
 
     def without(self, *others: LayerVectors) -> LayerVectors:
@@ -219,8 +219,12 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             {layer: how(layer, vector.double()) for layer, vector in self.items()}, model=self.model, site=self.site
         )
 
-    def require_alike(self, other: LayerVectors) -> None:
+    def require_alike(self, other: LayerVectors, *, unlabelled: bool = False) -> None:
         """Check that another's vectors can be combined with these.
+
+        Args:
+            other: the other vectors.
+            unlabelled: True to accept any model where one of the two names none.
 
         Raises:
             InvalidSpec: they are of another model, site, width or other layers.
@@ -229,7 +233,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             raise InvalidSpec(f"{self!r} is combined with other LayerVectors, not with {shown(other)}")
         for what in ("model", "site", "width"):
             mine, theirs = getattr(self, what), getattr(other, what)
-            if mine != theirs:
+            if mine != theirs and not (unlabelled and what == "model" and "" in {mine, theirs}):
                 raise InvalidSpec(f"{self!r} and {other!r} differ in {what}: {mine!r} and {theirs!r}")
         if list(self) != list(other):
             raise InvalidSpec(f"{self!r} has layers {list(self)}, {other!r} has {list(other)}; take those of both")

@@ -4,7 +4,8 @@ validation, with its history.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ import torch
 
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.files import native
+from steercap.files.base import write_whole
 from steercap.files.folder import FolderKind
 from steercap.files.native import FileKind
 from steercap.steering.directions import DirectionSet, Provenance
@@ -211,12 +213,13 @@ def own(value: Any) -> Any:
             return value
 
 
-def write_history(path: Path, history: Sequence[Validation]) -> None:
-    """Write all validations as JSON."""
-    from steercap.files.base import write_whole
-
-    with write_whole(path) as scratch:
-        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(list(history)), indent=2))
+def write_trained(found: Trained) -> None:
+    """Write a trained edit to its file, its directions if it has any, and all validations as JSON."""
+    found.spec.save(found.file, model=found.model, provenance=found.provenance)
+    with write_whole(found.file.with_name(f"{found.name}.history.json")) as scratch:
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(list(found.history)), indent=2))
+    with suppress(InvalidSpec):  # not all edits are directions
+        found.directions.save(found.file.with_name(f"{found.name}.directions.safetensors"))
 
 
 def check_name(name: str) -> None:

@@ -7,7 +7,7 @@ tokens of the longest, k = specs that are trained side by side.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -37,6 +37,13 @@ class Part:
     joined: bool
     relaxed: bool
 
+    def to(self, device: torch.device) -> Part:
+        """Return it on a device, itself if it is there."""
+        if self.write.device == device:
+            return self
+        read = None if self.read is None else self.read.to(device)
+        return replace(self, write=self.write.to(device), read=read)
+
     def number(self, name: str, owners: Int[torch.Tensor, " n"]) -> Any:
         """Return a parameter of f: a float if all specs have the same, else [n, 1], one for each sequence."""
         found = [getattr(response, name) for response in self.responses]
@@ -58,6 +65,11 @@ class Doses:
 
     factors: Float[torch.Tensor, " n"] | None = None
     nulled: Bool[torch.Tensor, " n"] | None = None
+
+    def to(self, device: torch.device) -> Doses:
+        """Return them on a device."""
+        factors, nulled = (None if one is None else one.to(device) for one in (self.factors, self.nulled))
+        return Doses(factors, nulled)
 
 
 def stacked(lowered: Sequence[Sequence[RankOne]]) -> list[Part]:

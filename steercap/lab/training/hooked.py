@@ -6,13 +6,15 @@ transformers has several implementations of attention, and some ignore features 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import families_of, family_of
@@ -22,7 +24,7 @@ from steercap.architectures.sites import SITES
 from steercap.architectures.sites.base import Visit
 from steercap.core.extras import extra
 from steercap.core.spec import Point
-from steercap.errors import UnsupportedModel
+from steercap.errors import InvalidSetting, UnsupportedModel
 
 #: Tokens of the text on which implementations of attention are compared.
 COMPARED: Final = 32
@@ -43,9 +45,11 @@ class HookedModel:
         path: checkpoint, or a name on the hub.
         dtype: dtype to compute in.
         device: torch device; None for transformers' default.
-        **loading: further arguments of transformers' `from_pretrained`.
+        **loading: further arguments of transformers' `from_pretrained`, such as `device_map="auto"` for a model over
+            several devices, by accelerate.
 
     Raises:
+        InvalidSetting: both `device` and `device_map`.
         UnsupportedModel: its layers are not found, or of no known kind; or `attn_implementation` was given, and
             computes another loss than the eager one, or losses that are not finite.
     """
@@ -53,6 +57,8 @@ class HookedModel:
     def __init__(
         self, path: str | Path, dtype: torch.dtype = torch.float32, *, device: str | None = None, **loading: Any
     ) -> None:
+        if device is not None and loading.get("device_map") is not None:
+            raise InvalidSetting(f"device={device!r}, device_map={loading['device_map']!r}; give one of them")
         with extra("cuda", "cpu"):
             from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
             from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -83,9 +89,9 @@ class HookedModel:
 
     @property
     def device(self) -> torch.device:
-        """Device of the computation."""
-        found: torch.device = self.model.device
-        return found
+        """Device of the tokens; of several, that of the embedding."""
+        found: torch.device = self.model.get_input_embeddings().weight.device
+        return torch.device("cpu") if found.type == "meta" else found  # offloaded: accelerate moves the tokens
 
     def visit(self, hooks: ExitStack, visits: Iterable[Visited]) -> None:
         """Call functions with the rows of points, [..., width], in each pass; they may change rows in place.
@@ -96,6 +102,20 @@ class HookedModel:
         """
         for point, visit in visits:
             hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
+
+    @contextmanager
+    def checkpointed(self, layers: Iterable[int]) -> Iterator[None]:
+        """Within the block, keep only the inputs of these layers for the backward pass, which computes them again.
+
+        transformers' own checkpointing would call hooks a second time, and only works on a model in training mode.
+        """
+        with ExitStack() as undo:
+            for layer in map(self.layers.__getitem__, layers):
+                before = vars(layer).get("forward")  # accelerate places one of its own there
+                computed = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = computed
+                undo.callback(_restore_forward, layer, before)
+            yield
 
     def _check_attention(self, loading: Mapping[str, Any], load_eager: Callable[[], Any]) -> None:
         """Switch to the eager attention implementation unless the chosen one computes the same.
@@ -123,7 +143,7 @@ class HookedModel:
             self.model.set_attn_implementation("eager")
         else:
             other = load_eager().eval().requires_grad_(requires_grad=False)
-            if other.device != self.device:
+            if other.device != self.device and loading.get("device_map") is None:
                 other.to(self.device)
         right = self._short_losses(other)
         if not right.isfinite().all():
@@ -156,8 +176,15 @@ class HookedModel:
         ids = [one for one in range(min(text.vocab_size, 1024)) if one not in places]
         drawn = torch.randint(len(ids), (1, COMPARED), generator=torch.Generator().manual_seed(0))
         tokens = torch.tensor(ids)[drawn].to(self.device)
-        scores = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+        scores = model(input_ids=tokens, use_cache=False).logits[0, :-1].to(self.device).float()
         return nn.functional.cross_entropy(scores, tokens[0, 1:], reduction="none")
+
+
+def _restore_forward(layer: nn.Module, before: Any) -> None:
+    """Put back the `forward` that an instance had of its own, or remove it."""
+    del layer.forward
+    if before is not None:
+        layer.forward = before
 
 
 def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from steercap.errors import TrainingDiverged
-from steercap.lab.training.batches import EncodedExamples, Picked, Steps, loader
+from steercap.lab.training.batches import Batch, EncodedExamples, Picked, Steps, loader
 from steercap.lab.training.examples import ExampleTokens
 from steercap.lab.training.folder import TrainingState, TraitState, Validation, load_state, own, save_state
 from steercap.lab.training.settings import TrainingSettings
@@ -43,8 +46,8 @@ class TraitInTraining:
     history: list[Validation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.optimizer = self.settings.optimizer(list(self.spec.parameters()))
-        make = self.settings.scheduler
+        self.optimizer = self.settings.make_optimizer(list(self.spec.parameters()))
+        make = self.settings.make_scheduler
         self.scheduler = None if make is None else make(self.optimizer)
 
     @property
@@ -136,14 +139,17 @@ class Loop:
         start = self._resume()
         wrapped: Any = DistributedDataParallel(self.module) if self.world > 1 else self.module
         sizes = {trait.name: len(trait.examples) for trait in self.traits}
-        size, steps = self.settings.batch_size, self.settings.steps
+        size, steps, passes = self.settings.batch_size, self.settings.steps, self.settings.accumulation
         share = {"rank": self.rank, "world": self.world}
-        order = Steps(sizes, size, self.settings.seed, start=start, stop=steps, live=self._live, **share)
+        order = Steps(
+            sizes, size, self.settings.seed, start=start * passes, stop=steps * passes, live=self._live, **share
+        )
         examples = EncodedExamples([trait.examples for trait in self.traits])
         if not self._live():
             return
-        for step, batch in enumerate(loader(examples, order, self.module.selections, self.device), start + 1):
-            self._step(wrapped, batch)
+        batches = iter(loader(examples, order, self.module.selections, self.device))
+        for step in range(start + 1, steps + 1):
+            self._step(wrapped, islice(batches, passes))
             if step % self.settings.evaluate_every == 0 or step == steps:
                 self._look(step)
                 if not self._live():
@@ -151,12 +157,13 @@ class Loop:
             self._report(step)
         self._report(steps)
 
-    def _step(self, wrapped: Any, batch: Any) -> None:
+    def _step(self, wrapped: Any, batches: Iterable[Batch]) -> None:
         for trait in self.traits:
             trait.spec.zero_grad()
-        loss, means = wrapped(batch, self.settings.batch_size)
-        (loss * self.world).backward()  # DistributedDataParallel takes the mean over processes
-        self._losses += means.double().cpu()
+        for batch in batches:
+            loss, means = wrapped(batch, self.settings.batch_size * self.settings.accumulation)
+            (loss * self.world).backward()  # DistributedDataParallel takes the mean over processes
+            self._losses += means.double().cpu()
         self._counted += 1
         for number in self._live():
             self.traits[number].step()
@@ -216,6 +223,19 @@ def rank() -> int:
 def world() -> int:
     """Return the number of processes in `torch.distributed`, or 1."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Join the process group of torchrun, if there is one, for the block."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield
+        return
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def _summed(values: torch.Tensor) -> torch.Tensor:

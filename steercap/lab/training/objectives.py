@@ -32,8 +32,8 @@ class Steered(Protocol):
 class Objective(ABC):
     """Training objective. A member is frozen data, its fields the objective's settings."""
 
-    #: The kind of examples it takes.
-    example: ClassVar[type]
+    #: The kinds of examples it takes.
+    example: ClassVar[tuple[type, ...]]
     #: True if edits must write something from the start, because their directions are removed in the loss.
     needs_direction: ClassVar[bool] = False
 
@@ -81,7 +81,7 @@ class BiPO(Objective):
     """
 
     beta: float = 0.1
-    example: ClassVar[type] = Preference
+    example: ClassVar[tuple[type, ...]] = (Preference,)
 
     def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
         return pair(tokenizer, example)
@@ -126,7 +126,7 @@ class RePS(Objective):
     """
 
     factors: tuple[float, ...] = (1.0,)
-    example: ClassVar[type] = Preference
+    example: ClassVar[tuple[type, ...]] = (Preference,)
     needs_direction: ClassVar[bool] = True
 
     def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
@@ -157,12 +157,13 @@ def _mean_log_probs(model: Steered, both: Padded, doses: Doses) -> tuple[torch.T
 
 @dataclass(frozen=True)
 class Likelihood(Objective):
-    """-1/|y| log p(y | x) of the edited model, in nats per token."""
+    """-1/|y| log p(y | x) of the edited model, in nats per token; of a `Prompted`, without its system prompt."""
 
-    example: ClassVar[type] = Example
+    example: ClassVar[tuple[type, ...]] = (Example, Prompted)
 
     def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
-        return (tokens_of(tokenizer, example.prompt, example.response),)
+        prompt = conversation(example.prompt) if isinstance(example, Prompted) else example.prompt
+        return (tokens_of(tokenizer, prompt, example.response),)
 
     def losses(self, model: Steered, batch: Batch) -> Float[torch.Tensor, " examples"]:
         (texts,) = batch.roles
@@ -181,7 +182,7 @@ class Distillation(Objective):
     """
 
     temperature: float = 1.0
-    example: ClassVar[type] = Prompted
+    example: ClassVar[tuple[type, ...]] = (Prompted,)
 
     def tokens(self, tokenizer: Any, example: Any) -> tuple[ExampleTokens, ...]:
         return tuple(

@@ -47,6 +47,7 @@ class SteeredTraits(nn.Module):
         objective: training objective.
         penalties: penalties added to it.
         gate_width: width of relaxed thresholds, see `steercap.lab.training.formula.gate`.
+        checkpointing: True to compute layers without an edit again in the backward pass, instead of keeping their rows.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class SteeredTraits(nn.Module):
         objective: Objective,
         penalties: Penalties,
         gate_width: float,
+        *,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.specs = nn.ModuleList(specs)  # so that torch knows their parameters
@@ -66,6 +69,8 @@ class SteeredTraits(nn.Module):
         #: The selections of tokens of the edits, each once.
         self.selections: tuple[TokenSelection, ...] = tuple(dict.fromkeys(edit.selection for edit in self._edits))
         self._points = [edit.points(len(model.layers)) for edit in self._edits]
+        edited = {point.layer for points in self._points for point in points}
+        self._checkpointed = [layer for layer in model.layers if layer not in edited] if checkpointing else []
         self._now: _ForwardPass | None = None
 
     def forward(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +111,7 @@ class SteeredTraits(nn.Module):
                 logits = model.model(input_ids=padded.ids, use_cache=False).logits
         finally:
             self._now = None
-        return _wide(logits.flatten(0, -2))
+        return _wide(logits.flatten(0, -2).to(padded.ids.device))
 
     def log_probs(self, padded: Padded, doses: Doses = ONCE) -> Float[torch.Tensor, " n"]:
         """Return the sum of the log probabilities of the response's tokens, for each sequence."""
@@ -122,6 +127,7 @@ class SteeredTraits(nn.Module):
         points = dict.fromkeys(point for points in self._points for point in points)
         visits = [(point, partial(self._change, point)) for point in points]
         with ExitStack() as hooks:
+            hooks.enter_context(model.checkpointed(self._checkpointed))
             model.visit(hooks, [*firsts(visits, first=True), *firsts(visits, first=False)])
             yield
 
@@ -143,9 +149,15 @@ class SteeredTraits(nn.Module):
     def _edited(self, number: int, rows: torch.Tensor, now: _ForwardPass) -> torch.Tensor:
         """Apply one edit to rows, or to its part of them."""
         edit, parts = self._edits[number], now.lowered[number]
-        scope = now.padded.scopes[self.selections.index(edit.selection)]
+        scope = now.padded.scopes[self.selections.index(edit.selection)].to(rows.device)
         width = parts[0].write.shape[-1]
-        change = partial(changed, parts=parts, owners=now.padded.owners, doses=now.doses, gate_width=self._gate_width)
+        change = partial(
+            changed,
+            parts=[part.to(rows.device) for part in parts],
+            owners=now.padded.owners.to(rows.device),
+            doses=now.doses.to(rows.device),
+            gate_width=self._gate_width,
+        )
         if edit.part is None:
             if width != rows.shape[-1]:
                 raise InvalidVector(f"{edit}: the vector has width {width}, the rows are {rows.shape[-1]} wide")
@@ -175,7 +187,8 @@ def _counted_only(model: HookedModel, padded: Padded) -> Iterator[None]:
     head = model.model.get_output_embeddings()
 
     def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (args[0].reshape(*padded.ids.shape, -1)[padded.counted][None], *args[1:])
+        rows = args[0].reshape(*padded.ids.shape, -1)
+        return (rows[padded.counted.to(rows.device)][None], *args[1:])
 
     handle = head.register_forward_pre_hook(hook)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,15 +19,25 @@ from steercap.core.values import shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import model_name, weights_of
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
-from steercap.lab.training.examples import Example, ExampleTokens, Preference, Prompted, digest_of, split
-from steercap.lab.training.folder import FOLDER, Definition, Trained, check_name, write_history
+from steercap.lab.training.datasets import TextLoss
+from steercap.lab.training.examples import (
+    Example,
+    ExampleTokens,
+    Preference,
+    Prompted,
+    conversation,
+    digest_of,
+    split,
+)
+from steercap.lab.training.folder import FOLDER, Definition, Trained, check_name, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import Loop, TraitInTraining, rank, world
-from steercap.lab.training.objectives import OBJECTIVES, Objective
+from steercap.lab.training.objectives import OBJECTIVES, Likelihood, Objective
 from steercap.lab.training.settings import Penalties, TrainingSettings, described, settings_of
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import Start, TrainableSpec
 from steercap.steering.edits import Edit
+from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec, spec_of
 
 #: Kinds of examples; the objective determines which.
@@ -130,25 +139,26 @@ def train_many(
         raise InvalidSetting(f"batch_size={wanted.batch_size} for {world()} processes; each needs one example at least")
     how = OBJECTIVES[objective] if isinstance(objective, str) else objective
     hooked = hooked_of(model, wanted)
-    tokenizer = _tokenizer(hooked)
+    tokenizer = tokenizer_of(hooked)
     parts = {}
     for name, given in examples.items():
         held = validation[name] if isinstance(validation, Mapping) else validation
-        parts[name] = _sides(given, held, partial(_encoded, how, tokenizer), wanted.seed)
+        parts[name] = _sides(given, held, partial(encoded, how, tokenizer), wanted.seed)
+    wanted = wanted.resolved({name: len(sides.seen) for name, sides in parts.items()})
     starts = {
-        name: _start(edit[name] if isinstance(edit, Mapping) else edit, hooked, wanted, name) for name in examples
+        name: start_of(edit[name] if isinstance(edit, Mapping) else edit, hooked, wanted, name) for name in examples
     }
     _check_form(starts)
     if how.needs_direction:
         _check_directions(starts)
-    definition = _definition(hooked, how, wanted, starts, parts)
+    definition = definition_of(hooked, how, wanted, starts, parts)
     folder = _opened(Path(out), definition)
     traits = [
         TraitInTraining(name, _trainable(starts[name], hooked, wanted), parts[name].seen, parts[name].unseen, wanted)
         for name in examples
     ]
     specs = [trait.spec for trait in traits]
-    module = SteeredTraits(hooked, specs, how, wanted.penalties, wanted.gate_width)
+    module = SteeredTraits(hooked, specs, how, wanted.penalties, wanted.gate_width, checkpointing=wanted.checkpointing)
     Loop(traits, module, wanted, folder, model_name(hooked.path), hooked.device, progress).run()
     return {trait.name: _result(trait, folder, definition, model_name(hooked.path)) for trait in traits}
 
@@ -178,7 +188,7 @@ def losses_of(
     """
     how = OBJECTIVES[objective] if isinstance(objective, str) else objective
     hooked = hooked_of(model, TrainingSettings())
-    tokens = _encoded(how, _tokenizer(hooked), examples)
+    tokens = encoded(how, tokenizer_of(hooked), examples)
     spec = _trainable(spec_of(steering), hooked, TrainingSettings())
     module = SteeredTraits(hooked, [spec], how, Penalties(), 1.0)
     places = [Picked(0, place, None) for place in range(len(tokens))]
@@ -187,15 +197,56 @@ def losses_of(
     return torch.cat([module.losses(batch).cpu() for batch in batches])
 
 
+def perplexity_of(
+    model: str | Path | HookedModel,
+    examples: Sequence[Example | Prompted],
+    steering: Edit | SteeringSpec | None = None,
+    *,
+    prompted: bool = False,
+    batch_size: int = 8,
+) -> TextLoss:
+    """Compute the perplexity of responses under a model, steered or not, with their system prompts or without.
+
+    Args:
+        model: model, as for `train`.
+        examples: responses with their prompts.
+        steering: edits; None for none.
+        prompted: True to give each `Prompted` its system prompt, which else is left out.
+        batch_size: number of examples in a pass.
+
+    Raises:
+        InvalidSetting: with `prompted`, an example has no system prompt.
+        The errors of `losses_of`.
+    """
+    hooked = hooked_of(model, TrainingSettings())
+    if prompted and (lacking := [example for example in examples if not isinstance(example, Prompted)]):
+        raise InvalidSetting(f"prompted=True, and {shown(lacking[0])} has no system prompt; give Prompted")
+    read = [
+        Example(conversation(example.prompt, example.system), example.response)
+        if prompted and isinstance(example, Prompted)
+        else example
+        for example in examples
+    ]
+    how = steering or Add(torch.zeros(hooked.width), layer=min(hooked.layers))
+    losses = losses_of(hooked, read, how, batch_size=batch_size).double()
+    tokens = [one for (one,) in encoded(Likelihood(), tokenizer_of(hooked), read)]
+    counts = torch.tensor([len(one.ids) - one.prompt_len for one in tokens], dtype=torch.float64)
+    perplexity = float((losses * counts).sum().div(counts.sum()).exp())
+    return TextLoss(float(losses.mean()), perplexity, int(counts.sum()))
+
+
 def hooked_of(model: str | Path | HookedModel, settings: TrainingSettings) -> HookedModel:
     """Return the model, loading it if needed."""
     if isinstance(model, HookedModel):
         return model
+    if settings.device_map is not None:
+        return HookedModel(model, settings.dtype, device_map=settings.device_map)
     device = settings.device or (f"cuda:{rank() % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu")
     return HookedModel(model, settings.dtype, device=device)
 
 
-def _tokenizer(model: HookedModel) -> Any:
+def tokenizer_of(model: HookedModel) -> Any:
+    """Load the tokenizer of a model."""
     with extra("cuda", "cpu"):
         from transformers import AutoTokenizer
 
@@ -203,7 +254,7 @@ def _tokenizer(model: HookedModel) -> Any:
 
 
 @dataclass(frozen=True)
-class _Sides:
+class Sides:
     """Tokenised examples for training, and held-out ones."""
 
     seen: list[tuple[ExampleTokens, ...]]
@@ -212,19 +263,26 @@ class _Sides:
 
 def _sides(
     examples: Sequence[AnyExample], validation: Any, encode: Callable[[Any], list[tuple[ExampleTokens, ...]]], seed: int
-) -> _Sides:
+) -> Sides:
     """Tokenize a trait's examples, split by source, or with the given held-out ones."""
     tokens = encode(examples)
     if not isinstance(validation, (int, float)):
-        return _Sides(tokens, encode(validation))
+        return Sides(tokens, encode(validation))
     seen, unseen = split([example.source for example in examples], validation, seed)
-    return _Sides([tokens[place] for place in seen], [tokens[place] for place in unseen])
+    return Sides([tokens[place] for place in seen], [tokens[place] for place in unseen])
 
 
-def _encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> list[tuple[ExampleTokens, ...]]:
+def encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> list[tuple[ExampleTokens, ...]]:
+    """Tokenize examples of an objective.
+
+    Raises:
+        InvalidSetting: there are none, or one is of another kind.
+        InvalidPrompt: one is not valid, or has no token to learn.
+    """
     if wrong := [example for example in examples if not isinstance(example, how.example)]:
         raise InvalidSetting(
-            f"{type(how).__name__} learns from {how.example.__name__}s, and one example is {shown(wrong[0])}"
+            f"{type(how).__name__} learns from {' or '.join(f'{kind.__name__}s' for kind in how.example)}, and one "
+            f"example is {shown(wrong[0])}"
         )
     if not examples:
         raise InvalidSetting("no examples; give one at least")
@@ -235,7 +293,7 @@ def _encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> 
     return found
 
 
-def _start(edit: AnyEdit, model: HookedModel, settings: TrainingSettings, name: str) -> SteeringSpec:
+def start_of(edit: AnyEdit, model: HookedModel, settings: TrainingSettings, name: str) -> SteeringSpec:
     """Return the initial edits of a trait."""
     if isinstance(edit, Start):
         return edit.spec(model.width, len(model.layers), generator(settings.seed, name, "start"))
@@ -281,16 +339,22 @@ def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
                 )
 
 
-def _definition(
+def identity_of(model: HookedModel) -> dict[str, str]:
+    """Return a model's name, the hash of its weights, and its dtype."""
+    known = weights_of(model.path) if Path(model.path).exists() else str(getattr(model.config, "_commit_hash", ""))
+    return {"name": model_name(model.path), "weights": known, "dtype": described(model.dtype)}
+
+
+def definition_of(
     model: HookedModel,
     how: Objective,
     settings: TrainingSettings,
     starts: Mapping[str, SteeringSpec],
-    parts: Mapping[str, _Sides],
+    parts: Mapping[str, Sides],
 ) -> Definition:
-    known = weights_of(model.path) if Path(model.path).exists() else str(getattr(model.config, "_commit_hash", ""))
+    """Return everything that a training depends on."""
     return Definition(
-        model={"name": model_name(model.path), "weights": known, "dtype": described(model.dtype)},
+        model=identity_of(model),
         objective=repr(how),
         settings=settings.described(),
         edits={name: _digest(spec) for name, spec in starts.items()},
@@ -350,8 +414,5 @@ def _result(trait: TraitInTraining, folder: Path, definition: Definition, model:
     file = folder / f"{trait.name}.safetensors"
     found = Trained(trait.name, spec, tuple(trait.history), trait.best_step, file, model, provenance)
     if rank() == 0:
-        spec.save(file, model=model, provenance=provenance)
-        write_history(folder / f"{trait.name}.history.json", trait.history)
-        with suppress(InvalidSpec):  # not all edits are directions
-            found.directions.save(folder / f"{trait.name}.directions.safetensors")
+        write_trained(found)
     return found

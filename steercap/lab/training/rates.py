@@ -1,0 +1,299 @@
+"""Training of a vector for each of many data sets, at several learning rates with one load of the model."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from torch import distributed
+
+from steercap.core.values import number_of, parts_of, shown
+from steercap.errors import InvalidRequest, InvalidSetting, InvalidSpec, TrainingDiverged
+from steercap.files.base import write_whole
+from steercap.files.folder import FolderKind, locked
+from steercap.lab.training.datasets import (
+    HELD_OUT,
+    RESULT,
+    DatasetTrained,
+    RateLoss,
+    TextLoss,
+    TokenBudget,
+    TrainedDatasets,
+    read_result,
+)
+from steercap.lab.training.examples import Example, ExampleTokens, Prompted
+from steercap.lab.training.folder import Definition, Trained, check_name, write_trained
+from steercap.lab.training.hooked import HookedModel
+from steercap.lab.training.loop import rank, world
+from steercap.lab.training.objectives import OBJECTIVES, Objective
+from steercap.lab.training.settings import TrainingSettings, settings_of
+from steercap.lab.training.training import (
+    AnyEdit,
+    AnyExample,
+    Progress,
+    Sides,
+    definition_of,
+    encoded,
+    hooked_of,
+    perplexity_of,
+    start_of,
+    tokenizer_of,
+    train,
+)
+from steercap.steering.formats import save_steering_vector
+from steercap.steering.spec import SteeringSpec
+
+#: Learning rates by default.
+RATES: Final = (1.0, 0.1, 0.01, 0.001, 0.0001)
+#: Numbers of tokens by default.
+BUDGET: Final = TokenBudget()
+#: Settings of training by default, where others are those of `train`.
+DEFAULTS: Final[Mapping[str, Any]] = {"epochs": 5, "patience": 2, "scheduler": "cosine", "accumulation": 1}
+
+
+class RatesDefinition(msgspec.Struct, frozen=True):
+    """Everything that a data set's training depends on.
+
+    Args:
+        training: definition of its trainings; the rate is not of it.
+        rates: learning rates.
+    """
+
+    training: Definition
+    rates: list[float]
+
+
+#: Folders of data sets.
+RATES_FOLDER: Final = FolderKind("rates.json", RatesDefinition, "training at several rates")
+
+
+def train_datasets(
+    model: str | Path | HookedModel,
+    datasets: Mapping[str, Sequence[AnyExample]],
+    *,
+    edit: AnyEdit,
+    out: str | Path,
+    rates: Sequence[float] = RATES,
+    budget: TokenBudget = BUDGET,
+    objective: str | Objective = "likelihood",
+    progress: Progress | None = None,
+    **settings: Any,
+) -> TrainedDatasets:
+    """Train an edit on each data set at each learning rate, and keep that of the lowest held-out loss alone.
+
+    Args:
+        model: model, as for `train`; loaded once.
+        datasets: examples by name, such as `ExampleFolder("data", "qwen-3-32b__trait__*")`; each is read when its turn
+            comes.
+        edit: initial edit, as for `train`: `TrainableAdd(layers=[32])` begins at zero.
+        out: folder of the run. After an interruption, the same call resumes.
+        rates: learning rates.
+        budget: tokens to train on and to hold out; data sets that have fewer are skipped.
+        objective: objective, as for `train`. With "likelihood", responses of `Prompted` are learned without their
+            system prompt.
+        progress: function called with the number of trainings done, and of all.
+        **settings: fields of `TrainingSettings`; by default 5 epochs, patience 2, a cosine schedule, accumulation 1.
+
+    Raises:
+        InvalidSetting: an argument is not valid; or no data set is large enough, and the message has their sizes.
+        TrainingDiverged: losses of a data set are not finite at any rate.
+        The errors of `train`, and `InvalidRequest` if another call writes to a data set's folder.
+    """
+    if "lr" in settings:
+        raise InvalidSetting(f"lr={shown(settings['lr'])}: give rates=, learning rates to choose from")
+    by_steps = {"steps", "evaluate_every"} & set(settings)
+    defaults = {name: value for name, value in DEFAULTS.items() if not (by_steps and name == "epochs")}
+    wanted = settings_of({**defaults, **settings})
+    if not isinstance(datasets, Mapping) or not datasets:
+        raise InvalidSetting(f"datasets={shown(datasets)}; give examples by the name of the data set")
+    for name in datasets:
+        check_name(name)
+    how = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    run = RatesRun(hooked_of(model, wanted), how, wanted, edit, Path(out), _checked(rates), budget)
+    results: dict[str, DatasetTrained] = {}
+    skipped: dict[str, str] = {}
+    for at, name in enumerate(datasets):
+        found = run.dataset(name, datasets[name], partial(_report, progress, at, len(datasets), len(run.rates)))
+        if isinstance(found, str):
+            skipped[name] = found
+        else:
+            results[name] = found
+    if not results:
+        raise InvalidSetting(f"no data set is large enough for {budget}: {shown(skipped)}")
+    return TrainedDatasets(Path(out), results, skipped)
+
+
+def _checked(rates: Sequence[float]) -> list[float]:
+    found = [number_of(rate) for rate in parts_of(rates, "rates") or ()]
+    if not found or not all(rate is not None and 0 < rate < float("inf") for rate in found):
+        raise InvalidSetting(f"rates={shown(rates)}; give learning rates above 0, one at least")
+    if len(set(found)) < len(found):
+        raise InvalidSetting(f"rates={shown(rates)}; give each once")
+    return [float(rate) for rate in found if rate is not None]
+
+
+def _report(progress: Progress | None, at: int, datasets: int, rates: int, done: int) -> None:
+    if progress is not None and rank() == 0:
+        progress(at * rates + done, datasets * rates)
+
+
+@dataclass(frozen=True, eq=False)
+class RatesRun:
+    """One call: its model, and what is common to its data sets; the fields are arguments of `train_datasets`."""
+
+    model: HookedModel
+    how: Objective
+    settings: TrainingSettings
+    edit: AnyEdit
+    out: Path
+    rates: list[float]
+    budget: TokenBudget
+
+    def dataset(self, name: str, examples: Sequence[AnyExample], report: Callable[[int], None]) -> DatasetTrained | str:
+        """Train on a data set, or return the reason why it is skipped."""
+        tokens = self._encoded(name, examples)
+        counts = [sum(len(one.ids) for one in each) for each in tokens]
+        places = self.budget.draw(counts, [one.source for one in examples], self.settings.seed)
+        used = [sum(counts[place] for place in side) for side in places]
+        if used[0] < self.budget.training or used[1] < self.budget.validation:
+            report(len(self.rates))
+            needed = self.budget.training + self.budget.validation
+            return f"{sum(counts):,} tokens in {len(examples)} examples, of {needed:,}"
+        folder, parts = self.out / name, [[examples[place] for place in side] for side in places]
+        with self._opened(folder, name, Sides(*([tokens[place] for place in side] for side in places))):
+            if not (folder / RESULT).exists():
+                self._train(folder, name, parts, used, count=len(examples), report=report)
+            found = read_result(folder)
+            if rank() == 0:
+                for rate in self.rates:  # a call that was killed while it removed them left some
+                    shutil.rmtree(folder / _rate_folder(rate), ignore_errors=True)
+        report(len(self.rates))
+        return found
+
+    def _encoded(self, name: str, examples: Sequence[AnyExample]) -> list[tuple[ExampleTokens, ...]]:
+        """Tokenize a data set, naming it in errors."""
+        try:
+            return encoded(self.how, tokenizer_of(self.model), examples) if examples else []
+        except InvalidRequest as error:
+            raise type(error)(f"data set {name}: {error}") from error
+
+    @contextmanager
+    def _opened(self, folder: Path, name: str, sides: Sides) -> Iterator[None]:
+        """Open the folder of a data set; process 0 writes it, and no other call may."""
+        settings = self.settings.resolved({name: len(sides.seen)})
+        start = start_of(self.edit, self.model, settings, name)
+        definition = definition_of(self.model, self.how, settings, {name: start}, {name: sides})
+        with ExitStack() as held:
+            if rank() == 0:
+                held.enter_context(locked(folder))
+                wanted = RatesDefinition(definition, self.rates)
+                if RATES_FOLDER.open(folder, wanted) is None:
+                    RATES_FOLDER.write(folder, wanted)
+            if world() > 1:
+                distributed.barrier()
+            yield
+            if world() > 1:
+                distributed.barrier()
+
+    def _train(
+        self,
+        folder: Path,
+        name: str,
+        parts: Sequence[Sequence[AnyExample]],
+        used: Sequence[int],
+        *,
+        count: int,
+        report: Callable[[int], None],
+    ) -> None:
+        """Train on a data set at each rate, and write the best with the result: `parts` are to learn, and held out."""
+        best, rates = self._at_each_rate(folder, name, parts, report)
+        found = DatasetTrained(
+            name=name,
+            model=best.model,
+            lr=float(best.provenance["lr"]),
+            norm=next(one.norm for one in best.history if one.step == best.best_step),
+            rates=rates,
+            examples=len(parts[0]),
+            held_out=len(parts[1]),
+            left_out=count - len(parts[0]) - len(parts[1]),
+            tokens=used[0],
+            held_out_tokens=used[1],
+            validation=self._validated(best.spec, parts[1]),
+        )
+        if rank() == 0:
+            self._keep(folder, best, found, parts[1])
+        if world() > 1:
+            distributed.barrier()
+
+    def _at_each_rate(
+        self, folder: Path, name: str, parts: Sequence[Sequence[AnyExample]], report: Callable[[int], None]
+    ) -> tuple[Trained, list[RateLoss]]:
+        """Train at each rate, and return the best."""
+        best: Trained | None = None
+        rates: list[RateLoss] = []
+        for done, rate in enumerate(self.rates):
+            report(done)
+            trained = self._at_rate(rate, folder, name, parts)
+            if trained is None:
+                rates.append(RateLoss(rate))
+                continue
+            rates.append(RateLoss(rate, trained.validation_loss, trained.best_step, trained.history[-1].step))
+            if best is None or trained.validation_loss < best.validation_loss:
+                best = replace(trained, provenance={**trained.provenance, "lr": rate})
+        if best is None:
+            raise TrainingDiverged(f"{name}: losses are not finite at any of the rates {self.rates}; give smaller ones")
+        if not best.best_step:
+            says = f"{name}: no rate lowered the loss on what is held out, {best.validation_loss:.4g}, so the edit is "
+            warnings.warn(f"{says}the one that training began with", stacklevel=5)
+        return best, rates
+
+    def _at_rate(self, rate: float, folder: Path, name: str, parts: Sequence[Sequence[AnyExample]]) -> Trained | None:
+        """Train at one rate; None if its losses are not finite."""
+        left_out = {"steps", "evaluate_every"} if self.settings.epochs is not None else set()
+        settings = {key: value for key, value in vars(self.settings).items() if key not in left_out}
+        with warnings.catch_warnings(), suppress(TrainingDiverged):
+            warnings.filterwarnings("ignore", message=".*no step lowered the loss", category=UserWarning)
+            return train(
+                self.model,
+                parts[0],
+                edit=self.edit,
+                out=folder / _rate_folder(rate),
+                objective=self.how,
+                name=name,
+                validation=parts[1],
+                **settings | {"lr": rate},
+            )
+        return None
+
+    def _validated(self, spec: SteeringSpec, held_out: Sequence[Any]) -> dict[str, TextLoss]:
+        """Return the likelihood of held-out responses under each model; nothing for preferences."""
+        if not all(isinstance(example, (Example, Prompted)) for example in held_out):
+            return {}
+        read = partial(perplexity_of, self.model, held_out, batch_size=self.settings.batch_size)
+        found = {"unsteered": read(), "trained": read(spec)}
+        if all(isinstance(example, Prompted) for example in held_out):
+            found["prompted"] = read(prompted=True)
+        return found
+
+    def _keep(self, folder: Path, best: Trained, found: DatasetTrained, held_out: Sequence[AnyExample]) -> None:
+        """Write the best vector, and the result last."""
+        trained = replace(best, file=folder / f"{best.name}.safetensors")
+        write_trained(trained)
+        with suppress(InvalidSpec):  # it is not one vector of the stream
+            start = start_of(self.edit, self.model, self.settings, best.name).of_rows()[0].lower()[0].write
+            save_steering_vector(trained.directions[best.name], folder, init_scale=float(start.norm()))
+        with write_whole(folder / HELD_OUT) as scratch:
+            scratch.write_bytes(b"".join(msgspec.json.encode(example) + b"\n" for example in held_out))
+        with write_whole(folder / RESULT) as scratch:
+            scratch.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+
+
+def _rate_folder(rate: float) -> str:
+    return f"lr_{rate!r}"
