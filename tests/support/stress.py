@@ -162,8 +162,9 @@ async def cancelled_neighbours(model: SteerModel, reference: Reference) -> Shown
     kept = asyncio.create_task(
         model.generate([random_prompt(70, seed) for seed in range(8)], params, capture=EVERYTHING)
     )
+    longer = params | {"max_tokens": 150}  # so that a quick machine has not ended them all before they are cancelled
     doomed = [
-        asyncio.create_task(model.generate(random_prompt(90, 50 + seed), params, capture=EVERYTHING))
+        asyncio.create_task(model.generate(random_prompt(90, 50 + seed), longer, capture=EVERYTHING))
         for seed in range(12)
     ]
     steps = (await model.stats()).steps
