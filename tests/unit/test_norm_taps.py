@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from support.specs import edit, vector
 from torch import nn
-from workers import CUDA, KINDS, batch, device_of, known_schemas, rows_of, some_runtime, tap, tap_norm
+from workers import KINDS, batch, device_of, known_schemas, rows_of, some_runtime, tap, tap_norm
 
 from steercap import SteeringSpec
 from steercap.architectures.decoder import Decoder
@@ -89,7 +90,7 @@ def closed(runtime: Any) -> Any:
     return share, [] if share.failure else rows_of(runtime, share)
 
 
-def both(
+def both(  # noqa: PLR0917 -- one call a case
     kind: str, dtype: torch.dtype, width: int, edits: list[Any], rows: Any, weight: torch.Tensor, **options: Any
 ) -> Any:
     """Hidden, residual, share and rows of a tap with its norm; and those of a tap alone."""
@@ -120,7 +121,9 @@ def both(
 @pytest.mark.parametrize(
     ("dtype", "width"), [(torch.float32, 8), (torch.float16, 96), (torch.bfloat16, 128), (torch.float32, 576)]
 )
-def test_it_is_a_tap_and_then_a_norm(kind, dtype, width, operations, before, preserve) -> None:
+def test_it_is_a_tap_and_then_a_norm(  # noqa: PLR0917 -- parameters
+    kind, dtype, width, operations, before, preserve
+) -> None:
     """Rows kept and edits are the tap's; every row, of idle tokens and padding too, is added and normed."""
     edits = [edit(name, width, seed=seed, layer=1) for seed, name in enumerate(operations)]
     edits += [edit("add", width, seed=9, layer=1, tokens=[1])]
@@ -335,7 +338,7 @@ def test_the_model_computes_the_same(norms) -> None:
     assert [name.count("tap_norm") for name in first if "tap" in name] == [1] * LAYERS
     assert not any("tap_norm" in name for name in second)
     starts = [at for at, name in enumerate(first) if "tap_norm" in name]
-    parts = [first[start:end] for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    parts = [first[start:end] for start, end in pairwise(starts)]
     assert parts == [parts[0]] * (LAYERS - 1)
     (_, *others) = [node for node in graphs[0].graph.nodes if "tap_norm" in str(node.target)]
     assert all(node.args[4:] == others[0].args[4:] for node in others)  # the numbers in it
