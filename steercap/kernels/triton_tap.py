@@ -83,7 +83,7 @@ def _tap_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _norm_kernel(
+def _tap_norm_kernel(
     hidden, residual, weight, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, checksums,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens, epsilon,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
@@ -406,7 +406,7 @@ class TapLauncher:
             *given, *self._tables, *strides, *self._sizes, num_tokens, epsilon, width, block, *self._lines,
             self._early, edited_most(hidden.dtype), overflows_later(hidden.dtype),
         )  # fmt: skip
-        self._run(_norm_kernel, key, num_tokens, block, arguments)
+        self._run(_tap_norm_kernel, key, num_tokens, block, arguments)
 
     def _run(self, kernel: Any, key: tuple[object, ...], programs: int, block: int, arguments: tuple[Any, ...]) -> None:
         """Launch a kernel, compiled at the first launch of its key."""

@@ -129,8 +129,8 @@ def test_the_accumulation_compiles_for_hopper() -> None:
         ("_tap_kernel", 4096, "bf16", True, 8),
         ("_tap_kernel", 5120, "fp16", True, 1),
         ("_tap_kernel", 16384, "bf16", True, 8),
-        ("_norm_kernel", 4096, "bf16", True, 1),
-        ("_norm_kernel", 5120, "fp16", True, 1),
+        ("_tap_norm_kernel", 4096, "bf16", True, 1),
+        ("_tap_norm_kernel", 5120, "fp16", True, 1),
     ],
 )
 @pytest.mark.slow
