@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -354,3 +355,34 @@ def test_a_norm_that_takes_no_residual_taps_nothing(norms) -> None:
     assert fired == [0] * LAYERS
     plain = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + model.norm.variance_epsilon) * model.norm.weight
     torch.testing.assert_close(output, plain.detach())
+
+
+@pytest.mark.parametrize(
+    ("device", "compiled", "priority", "invariant", "joined"),
+    [
+        ("cuda", True, ["native"], "0", True),
+        ("cuda", True, ["vllm_c", "native"], "0", False),
+        ("cuda", False, ["native"], "0", False),
+        ("cuda", True, None, "0", False),
+        ("cuda", True, ["native"], "1", False),
+        ("cpu", True, ["native"], "0", False),
+    ],
+)
+def test_norms_are_vllms_only_where_inductor_compiles_them(  # noqa: PLR0917 -- parameters
+    monkeypatch, device, compiled, priority, invariant, joined
+) -> None:
+    """Elsewhere vLLM rounds in other places, or has a kernel of its own, and a tap stays apart."""
+    from vllm.config import CompilationMode
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    from steercap.adapters.hooks import _norms_of
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
+    mode = CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(mode=mode, backend="inductor"),
+        device_config=SimpleNamespace(device_type=device),
+    )
+    if priority is not None:
+        config.kernel_config = SimpleNamespace(ir_op_priority=SimpleNamespace(fused_add_rms_norm=priority))
+    assert _norms_of(config) is (RMSNorm if joined else None)
