@@ -30,7 +30,7 @@ CAPTURE_BYTES = 512 << 20
 QUANTISED = "quantised "
 #: The same of engines whose experts are chosen with all that their routers can do.
 ROUTED = "routed "
-#: Ends of names of engines that tap no layer's input: on CUDA, the tap behind a layer is one kernel with the next norm.
+#: Ends of names of engines with `resid_post` alone: on CUDA, the tap behind a layer is one kernel with the next norm.
 NORMS = " norms"
 
 #: Modules of the engine "modules".
@@ -217,7 +217,7 @@ class Engines:
                 await asyncio.sleep(APART)
             before = time.perf_counter()
             family = name.removesuffix(" eager").removesuffix(" compiled")
-            known = NAMED_SITES.get(name, ALL_SITES[1:] if name.endswith(NORMS) else ALL_SITES)
+            known = NAMED_SITES.get(name, ("resid_post",) if name.endswith(NORMS) else ALL_SITES)
             sites = "all" if family in FAMILIES or quantised(name) else known
             model = await self.start(wanted, sites="router" if name.startswith(ROUTED) else sites)
             self.seconds[name] = round(time.perf_counter() - before, 1)
