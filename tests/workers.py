@@ -157,3 +157,13 @@ def tap(runtime: Runtime, hidden: torch.Tensor, residual: torch.Tensor | None, p
     installed = runtime.taps.installed
     kind = installed.kinds.index(installed.kind_of(installed.schemas[point]))
     runtime.taps.on_tap(hidden, residual, torch.tensor([point], dtype=torch.int32, device=hidden.device), kind)
+
+
+def tap_norm(  # noqa: PLR0917 -- as the operator
+    runtime: Runtime, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, point: int, epsilon: float
+) -> None:
+    """Call a tap with the norm behind it, as the operator does."""
+    installed = runtime.taps.installed
+    kind = installed.kinds.index(installed.kind_of(installed.schemas[point]))
+    at = torch.tensor([point], dtype=torch.int32, device=hidden.device)
+    runtime.taps.on_tap_norm(hidden, residual, weight, at, epsilon, kind)

@@ -48,7 +48,7 @@ from steercap.testing import Parity, Reference, compare_rows, tiny_checkpoint
 from steercap.testing.architectures import FAMILY_CONFIGS
 from steercap.testing.reference import PERFECT
 from verification import mechanistic
-from verification.engines import QUANTISED, ROUTED, EngineChoice, Engines, Machine, surroundings
+from verification.engines import NORMS, QUANTISED, ROUTED, EngineChoice, Engines, Machine, surroundings
 
 Show = dict[str, Any]
 #: bfloat16, a layer given the captured row before it, and graphs on against off: the least row cosine.
@@ -182,6 +182,25 @@ async def check_steering(run: Run, show: Show) -> None:
     await each(run.families, one)
 
 
+async def check_norms(run: Run, show: Show) -> None:
+    """float32, no layer's input tapped, so that the taps behind layers are in the norms: rows and edits as above."""
+
+    async def one(name: str) -> None:
+        model = await run.engines.get(name)
+        reference = run.engines.reference(tiny_checkpoint(name.removesuffix(NORMS)))
+        handles = [handle for lengths in BATCHES[:3] for handle in await captured(model, lengths)]
+        rows = await asyncio.to_thread(rows_of, handles, reference)
+        edits = await agreement.edits_agree(model, reference)
+        show[name] = {**worse_parts(rows), f"{len(edits)} operations": figures(worst_of(edits))}
+        within(rows)
+
+    await each(_norms_engines(run), one)
+
+
+def _norms_engines(run: Run) -> list[str]:
+    return [family + NORMS for family in run.families if FAMILIES[family].loops]
+
+
 async def check_bf16(run: Run, show: Show) -> None:
     """bfloat16, layer by layer: the least row cosine with transformers in float32 on the rows captured before the layer.
 
@@ -264,7 +283,8 @@ async def check_graphs(run: Run, show: Show) -> None:
 
 
 def _pairs(machine: Machine) -> list[tuple[str, str]]:
-    return [("qwen3", "qwen3 eager"), ("bf16", "bf16 eager")] if machine.cuda else [("bf16 compiled", "bf16")]
+    of_cuda = [("qwen3", "qwen3 eager"), ("bf16", "bf16 eager"), ("bf16" + NORMS, "bf16 eager" + NORMS)]
+    return of_cuda if machine.cuda else [("bf16 compiled", "bf16")]
 
 
 async def _prefilled(model: SteerModel, handles: Sequence[CaptureHandle]) -> list[CaptureHandle]:
@@ -660,6 +680,7 @@ def _two_workers(machine: Machine) -> str:
 CHECKS: dict[str, Check] = {
     "parity": Check(check_parity, lambda run: run.families),
     "steering": Check(check_steering, lambda run: run.families),
+    "norms": Check(check_norms, _norms_engines),
     "bf16": Check(check_bf16, _bf16_engines),
     "quantised": Check(check_quantised, lambda run: [QUANTISED + kind for kind in _fit_kinds(run.machine)]),
     "lora": Check(check_lora, lambda _run: ["lora"]),

@@ -30,7 +30,8 @@ CAPTURE_BYTES = 512 << 20
 QUANTISED = "quantised "
 #: The same of engines whose experts are chosen with all that their routers can do.
 ROUTED = "routed "
-
+#: Ends of names of engines with `resid_post` alone: on CUDA, the tap behind a layer is one kernel with the next norm.
+NORMS = " norms"
 
 #: Modules of the engine "modules".
 PATHS = (
@@ -81,6 +82,7 @@ class Machine:
 
     def engine(self, name: str) -> EngineChoice:
         """How an engine is started: a family (float32) or a name below, with " eager" or " compiled" after it or not."""
+        name = name.removesuffix(NORMS)
         first, _, mode = name.rpartition(" ")
         if mode in {"eager", "compiled"}:
             bare = self.engine(first)
@@ -215,7 +217,8 @@ class Engines:
                 await asyncio.sleep(APART)
             before = time.perf_counter()
             family = name.removesuffix(" eager").removesuffix(" compiled")
-            sites = "all" if family in FAMILIES or quantised(name) else NAMED_SITES.get(name, ALL_SITES)
+            known = NAMED_SITES.get(name, ("resid_post",) if name.endswith(NORMS) else ALL_SITES)
+            sites = "all" if family in FAMILIES or quantised(name) else known
             model = await self.start(wanted, sites="router" if name.startswith(ROUTED) else sites)
             self.seconds[name] = round(time.perf_counter() - before, 1)
             return model

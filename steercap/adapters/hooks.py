@@ -13,7 +13,10 @@ from types import ModuleType
 from typing import Any, Final
 
 import torch
+from vllm import envs
+from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
@@ -114,6 +117,7 @@ def attach(runner: Any) -> None:
         shard=get_tensor_model_parallel_rank(),
         num_layers=num_layers,
         device=runner.device,
+        norms=_norms_of(config),
     )
     sizes = tap_sizes(config, installed, runner.max_num_tokens + _PADDING)
     with torch.inference_mode(mode=False):  # otherwise the tables could be written only in inference mode
@@ -153,6 +157,16 @@ def attach(runner: Any) -> None:
     )
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)
+
+
+def _norms_of(config: Any) -> type[torch.nn.Module] | None:
+    """Return the class of vLLM's norms, where inductor compiles them as `kernels.reference.add_norm` is; else None."""
+    compilation = config.compilation_config
+    compiled = compilation.mode != CompilationMode.NONE and compilation.backend == "inductor"
+    kernels = getattr(config, "kernel_config", None)  # older releases name no kernels of a norm
+    priority = getattr(getattr(kernels, "ir_op_priority", None), "fused_add_rms_norm", ())
+    native = compiled and list(priority[:1]) == ["native"]
+    return RMSNorm if native and config.device_config.device_type == "cuda" and not envs.VLLM_BATCH_INVARIANT else None
 
 
 def _logits_of(model: Any, *, lora: bool) -> Callable[[torch.Tensor], torch.Tensor | None]:

@@ -210,3 +210,19 @@ def rows_at(
     if residual is not None:
         rows += residual.index_select(0, tokens)
     return rows
+
+
+def add_norm(
+    hidden: Float[torch.Tensor, "n width"],
+    residual: Float[torch.Tensor, "n width"],
+    weight: Float[torch.Tensor, " width"],
+    epsilon: float,
+) -> None:
+    """Put the sum of both into `residual`, and its RMS norm, of all its elements, into `hidden`.
+
+    As inductor compiles vLLM's `RMSNorm`: all is computed in float32, and each result rounded once. PyTorch alone would
+    round the norm a second time, before it is multiplied by the weights.
+    """
+    row = hidden.float() + residual.float()
+    residual.copy_(row)
+    hidden.copy_(row * torch.rsqrt(row.square().mean(-1, keepdim=True) + epsilon) * weight.float())

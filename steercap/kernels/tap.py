@@ -1,5 +1,8 @@
 """The tap operator, `steercap::tap`: at one point, edit the rows that are steered and copy those that are kept.
 
+`steercap::tap_norm` also adds and norms the rows, as the operator after a tap of the stream often does: one kernel then
+does what two did.
+
 The operator takes tensors only, so that every layer traces to the same code; its effect is decided by the step's
 tables, whose addresses never change, never by Python that a compiled or replayed graph would skip. It declares that it
 mutates `hidden` and `residual`, as edits do, so the compiler never eliminates it as dead code.
@@ -14,8 +17,13 @@ from typing import Final, Protocol
 import torch
 from jaxtyping import Float, Int
 
+from steercap.kernels.reference import add_norm
+
 LIBRARY: Final = torch.library.Library("steercap", "FRAGMENT")
 LIBRARY.define("tap(Tensor(a!) hidden, Tensor(b!)? residual, Tensor point, int kind) -> ()")
+LIBRARY.define(
+    "tap_norm(Tensor(a!) hidden, Tensor(b!) residual, Tensor weight, Tensor point, float epsilon, int kind) -> ()"
+)
 
 
 class Tappable(Protocol):
@@ -29,6 +37,17 @@ class Tappable(Protocol):
         kind: int,
     ) -> None:
         """Read and edit the rows of one point of the running pass."""
+
+    def on_tap_norm(  # noqa: PLR0917 -- as the operator
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"],
+        weight: Float[torch.Tensor, " width"],
+        point: Int[torch.Tensor, " 1"],
+        epsilon: float,
+        kind: int,
+    ) -> None:
+        """Do the same, then add and norm all rows."""
 
 
 _bound: Tappable | None = None
@@ -45,13 +64,28 @@ def _tap(hidden: torch.Tensor, residual: torch.Tensor | None, point: torch.Tenso
         _bound.on_tap(hidden, residual, point, kind)
 
 
-def _tap_fake(_hidden: torch.Tensor, _residual: torch.Tensor | None, _point: torch.Tensor, _kind: int) -> None:
-    return None
+def _tap_norm(  # noqa: PLR0917 -- as the operator
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    point: torch.Tensor,
+    epsilon: float,
+    kind: int,
+) -> None:
+    if _bound is None:
+        add_norm(hidden, residual, weight, epsilon)
+    else:
+        _bound.on_tap_norm(hidden, residual, weight, point, epsilon, kind)
 
 
-for _device in ("CPU", "CUDA"):
-    LIBRARY.impl("tap", _tap, _device)
-torch.library.register_fake("steercap::tap", _tap_fake, lib=LIBRARY)
+def _fake(*_arguments: object) -> None:
+    """Return nothing, as both operators do."""
+
+
+for _name, _function in {"tap": _tap, "tap_norm": _tap_norm}.items():
+    for _device in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _function, _device)
+    torch.library.register_fake(f"steercap::{_name}", _fake, lib=LIBRARY)
 
 
 def tap(
@@ -71,3 +105,22 @@ def tap(
             not trace to the same code.
     """
     torch.ops.steercap.tap(hidden, residual, point, kind)
+
+
+def tap_norm(  # noqa: PLR0917 -- as the operator
+    hidden: Float[torch.Tensor, "n width"],
+    residual: Float[torch.Tensor, "n width"],
+    weight: Float[torch.Tensor, " width"],
+    point: Int[torch.Tensor, " 1"],
+    epsilon: float,
+    kind: int,
+) -> None:
+    """Call the tap of one point, then `kernels.reference.add_norm`; at once, where taps run on CUDA.
+
+    Args:
+        hidden, residual: the parts of the stream, as for `tap`; `hidden` becomes its norm, `residual` the stream.
+        weight: the norm's weights, of the stream's dtype.
+        point, kind: as for `tap`.
+        epsilon: number that the norm adds to the mean of the squares.
+    """
+    torch.ops.steercap.tap_norm(hidden, residual, weight, point, epsilon, kind)

@@ -2,7 +2,8 @@
 
 One program per token, or per few tokens: it reads its tokens' entries in the tables, and ends if there is no work.
 Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the arena. All
-inputs are tables at fixed addresses, so a replayed graph does what the step asks.
+inputs are tables at fixed addresses, so a replayed graph does what the step asks. Where a norm takes the stream next,
+one program per token does both.
 
 `kernels.reference` does the same in PyTorch; the tests compare the two.
 """
@@ -76,21 +77,40 @@ def _tap_kernel(
         for number in range(TOKENS):
             _tap_token(
                 first + number, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena,
-                layouts, checksums, hidden_stride, residual_stride, num_points, num_entries, num_tokens,
-                WIDTH, BLOCK, LINE, BANK, HAS_RESIDUAL, EARLY, MOST, LOOK,
+                layouts, checksums, hidden_stride, residual_stride, num_points, num_entries, num_tokens, hidden, 0.0,
+                WIDTH, BLOCK, LINE, BANK, HAS_RESIDUAL, EARLY, MOST, LOOK, False,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tap_norm_kernel(
+    hidden, residual, weight, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, checksums,
+    hidden_stride, residual_stride, num_points, num_entries, num_tokens, epsilon,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
+    EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """Edit and copy the row of one token at one point, then add and norm it, as the kernel after a tap would.
+
+    Each token has a program of its own, idle or not: unlike a tap, it has work to do in every pass.
+    """
+    _tap_token(
+        tl.program_id(0), hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena,
+        layouts, checksums, hidden_stride, residual_stride, num_points, num_entries, num_tokens, weight, epsilon,
+        WIDTH, BLOCK, LINE, BANK, True, EARLY, MOST, LOOK, True,
+    )  # fmt: skip
 
 
 @triton.jit
 def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
     token, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, checksums,
-    hidden_stride, residual_stride, num_points, num_entries, num_tokens,
+    hidden_stride, residual_stride, num_points, num_entries, num_tokens, weight, epsilon,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """Edit and copy the row of one token at one point.
 
-    With `LOOK` the rows of edited tokens are checked at points without edits too; see `kernels.finite`.
+    With `LOOK` the rows of edited tokens are checked at points without edits too; see `kernels.finite`. With `NORMS`
+    the norm of the row is left in `hidden`, and the row in `residual`: see `kernels.reference.add_norm`.
     """
     asked = tokens + token * _TOKEN_COLUMNS
     known = token < num_tokens
@@ -114,10 +134,14 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
     inside = columns < WIDTH
     stream = hidden + token.to(tl.int64) * hidden_stride + columns
     deferred = residual + token.to(tl.int64) * residual_stride + columns
+    if NORMS:
+        scale = tl.load(weight + columns, mask=inside, other=0.0, eviction_policy=_STAY)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     # Load the row, in case it is wanted at this point, while the loads from the tables are still under way.
-    some = columns < tl.where(tl.maximum(slot, line) >= 0, WIDTH, 0)
+    some = inside
+    if not NORMS:
+        some = columns < tl.where(tl.maximum(slot, line) >= 0, WIDTH, 0)
     first_part = tl.load(stream, mask=some, other=0.0)
     other_part = first_part
     if HAS_RESIDUAL:
@@ -128,10 +152,14 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
     edits = count > 0
     if LOOK:
         edits = slot >= 0
-    if (offset >= 0) | edits:
-        row = first_part.to(tl.float32)
-        if HAS_RESIDUAL:
-            row += other_part.to(tl.float32)
+    works = (offset >= 0) | edits
+    if NORMS:
+        row = first_part.to(tl.float32) + other_part.to(tl.float32)
+    if works:
+        if not NORMS:
+            row = first_part.to(tl.float32)
+            if HAS_RESIDUAL:
+                row += other_part.to(tl.float32)
         target = arena + (line + offset).to(tl.int64) * LINE + columns
         checksum = checksums + token * 2
         value = _weight(at.to(tl.int64))
@@ -149,7 +177,10 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
             edited = tl.where(change > 1, 0.0, edited)
             if change > 1:
                 _mark_not_finite(checksum, at)
-            if change > 0:
+            if NORMS:
+                # The norm reads an edited row as it is kept, rounded, and any other one as the sum that it is.
+                edited = tl.where(change > 0, edited.to(hidden.dtype.element_ty).to(tl.float32), edited)
+            elif change > 0:
                 tl.store(stream, edited.to(hidden.dtype.element_ty), mask=inside)
                 if HAS_RESIDUAL:
                     tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=inside)
@@ -157,6 +188,10 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
             row = edited
         if (offset >= 0) & (before <= 0):
             _copy(row, target, inside, checksum + 1, at)
+    if NORMS:
+        tl.store(deferred, row.to(residual.dtype.element_ty), mask=inside)
+        unit = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + epsilon)
+        tl.store(stream, (unit * scale.to(tl.float32)).to(hidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -342,22 +377,45 @@ class TapLauncher:
         strides = hidden.stride(0), other.stride(0)
         together = 1 if num_tokens <= MANY_TOKENS else TOGETHER
         has_residual = residual is not None
-        grid = triton.cdiv(num_tokens, together), 1, 1
         addresses = (values.data_ptr() % _ALIGNED for values in (hidden, other, point))
         key = hidden.dtype, other.dtype, width, strides, together, has_residual, *addresses
-        compiled = self._compiled.get(key)
-        if compiled is not None and idle and not torch.cuda.is_current_stream_capturing():
+        if idle and key in self._compiled and not torch.cuda.is_current_stream_capturing():
             return
         block = triton.next_power_of_2(width)
         arguments = (
             hidden, other, point, *self._tables, *strides, *self._sizes, num_tokens, width, block, *self._lines,
             has_residual, together, self._early, edited_most(hidden.dtype), overflows_later(hidden.dtype),
         )  # fmt: skip
-        if compiled is not None:
+        self._run(_tap_kernel, key, triton.cdiv(num_tokens, together), block, arguments)
+
+    def launch_norm(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"],
+        weight: Float[torch.Tensor, " width"],
+        point: Int[torch.Tensor, " 1"],
+        epsilon: float,
+    ) -> None:
+        """Edit and copy the rows of one point, and add and norm all rows; see `kernels.tap.tap_norm`."""
+        num_tokens, width = hidden.shape
+        strides = hidden.stride(0), residual.stride(0)
+        given = hidden, residual, weight, point
+        key = ("norm", width, strides, *((values.dtype, values.data_ptr() % _ALIGNED) for values in given))
+        block = triton.next_power_of_2(width)
+        arguments = (
+            *given, *self._tables, *strides, *self._sizes, num_tokens, epsilon, width, block, *self._lines,
+            self._early, edited_most(hidden.dtype), overflows_later(hidden.dtype),
+        )  # fmt: skip
+        self._run(_tap_norm_kernel, key, num_tokens, block, arguments)
+
+    def _run(self, kernel: Any, key: tuple[object, ...], programs: int, block: int, arguments: tuple[Any, ...]) -> None:
+        """Launch a kernel, compiled at the first launch of its key."""
+        grid = programs, 1, 1
+        if (compiled := self._compiled.get(key)) is not None:
             compiled[grid](*arguments)
             return
         early = {"launch_pdl": True} if self._early else {}
-        compiled = _tap_kernel[grid](*arguments, num_warps=_warps(block), **early)
+        compiled = kernel[grid](*arguments, num_warps=_warps(block), **early)
         if compiled is not None:  # None in Triton's interpreter
             self._compiled[key] = compiled
 

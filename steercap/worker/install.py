@@ -5,15 +5,18 @@ It happens once, after the weights are loaded and before vLLM traces the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from steercap.architectures.decoder import Decoder
 from steercap.architectures.families.base import Family
+from steercap.architectures.families.code import name_of
 from steercap.architectures.sites import SITES
 from steercap.architectures.sites.base import Sizes, Tap
+from steercap.architectures.sites.residual import norm_tap
 from steercap.core.names import is_module
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
@@ -31,6 +34,7 @@ def install_taps(
     shard: int,
     num_layers: int,
     device: torch.device,
+    norms: type[nn.Module] | None = None,
 ) -> Installed:
     """Attach taps to the layers that this rank holds.
 
@@ -43,6 +47,7 @@ def install_taps(
         shard: index of this rank in its tensor-parallel group.
         num_layers: number of layers of the whole model.
         device: the model's device.
+        norms: class of norms that a tap before them can be one kernel with; None to have every tap apart.
 
     Raises:
         UnsupportedModel: a layer does not have the structure that its family describes.
@@ -62,8 +67,39 @@ def install_taps(
         index, schema = local[number], schemas[number]
         at = torch.tensor([number], dtype=torch.int32, device=device)
         tap = Tap(at, kinds[installed.kind_of(schema)], len(schema.shape))
-        SITES[armed[index].site].attach(decoder.holder(armed[index]), family, tap)
+        norm = norm_after(armed[index], decoder, family, armed, num_layers)
+        if norms is not None and type(norm) is norms and _plain(norm, dtype):
+            norm_tap(norm, tap)
+        else:
+            SITES[armed[index].site].attach(decoder.holder(armed[index]), family, tap)
     return installed
+
+
+def norm_after(
+    point: Point, decoder: Decoder, family: Family, armed: Iterable[Point], num_layers: int
+) -> nn.Module | None:
+    """Return the norm that takes the stream as a layer returns it; None if the point is not there, or another reads it.
+
+    It is that of the next layer, or the one after the last layer, if this rank has it.
+    """
+    loop = decoder.parent
+    if point.site != "resid_post" or name_of(type(loop)) not in family.loops:
+        return None
+    if getattr(loop, "aux_hidden_state_layers", ()):  # streams that a drafting model reads between layers
+        return None
+    following = point.layer + 1
+    holder, path = decoder.layers.get(following), "input_layernorm"
+    if following == num_layers:
+        holder, path = loop, family.norm
+    if any((one.site == "resid_pre" and one.layer == following) or one.site.endswith(f"{path}.input") for one in armed):
+        return None
+    return getattr(holder, path, None)
+
+
+def _plain(norm: Any, dtype: torch.dtype) -> bool:
+    """Check that one of vLLM's RMSNorm norms whole rows, with weights of the model's dtype."""
+    whole = norm.has_weight and norm.variance_size_override is None
+    return whole and norm.weight.dtype == dtype and hasattr(norm, "_forward_method")
 
 
 def schema_of(  # noqa: PLR0917 -- a module, and where it is in its model

@@ -41,20 +41,23 @@ COMPILE = """
 import json, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from steercap.kernels.triton_tap import _tap_kernel
+from steercap.kernels import triton_tap
 
-width, dtype, deferred, together = json.loads(sys.argv[1])
-pointers = dict(hidden=dtype, residual=dtype, arena=dtype, responses="fp32", bank="fp32", checksums="i64")
+kernel, width, dtype, deferred, together = json.loads(sys.argv[1])
+kernel = getattr(triton_tap, kernel)
+names = kernel.arg_names
+pointers = dict(hidden=dtype, residual=dtype, weight=dtype, arena=dtype, responses="fp32", bank="fp32", checksums="i64")
 strides = ("hidden_stride", "residual_stride", "num_points", "num_entries", "num_tokens")
 block = 1 << (width - 1).bit_length()
 most = 65504.0 if dtype == "fp16" else 2.0**40
 line = 64 // (4 if dtype == "fp32" else 2)
 constants = dict(WIDTH=width, BLOCK=block, LINE=line, BANK=width, HAS_RESIDUAL=deferred, TOKENS=together, EARLY=True, MOST=most, LOOK=dtype == "fp16")
-names = _tap_kernel.arg_names
+constants = {name: value for name, value in constants.items() if name in names}
 kinds = {name: "*" + pointers.get(name, "i32") for name in names}
-signature = kinds | dict.fromkeys(strides, "i32") | dict.fromkeys(constants, "constexpr")
-even = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name not in (*constants, *strides[2:])}
-source = ASTSource(_tap_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, even)
+numbers = {"epsilon": "fp32"} if "epsilon" in names else {}
+signature = kinds | dict.fromkeys(strides, "i32") | numbers | dict.fromkeys(constants, "constexpr")
+even = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name not in (*constants, *strides[2:], *numbers)}
+source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, even)
 found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": min(max(block // 1024, 1), 16)})
 print(json.dumps([found.asm["ttir"], found.asm["ptx"]]))
 """
@@ -119,21 +122,23 @@ def test_the_accumulation_compiles_for_hopper() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "deferred", "together"),
+    ("kernel", "width", "dtype", "deferred", "together"),
     [
-        (128, "fp32", False, 1),
-        (4096, "bf16", True, 1),
-        (4096, "bf16", True, 8),
-        (5120, "fp16", True, 1),
-        (16384, "bf16", True, 8),
+        ("_tap_kernel", 128, "fp32", False, 1),
+        ("_tap_kernel", 4096, "bf16", True, 1),
+        ("_tap_kernel", 4096, "bf16", True, 8),
+        ("_tap_kernel", 5120, "fp16", True, 1),
+        ("_tap_kernel", 16384, "bf16", True, 8),
+        ("_tap_norm_kernel", 4096, "bf16", True, 1),
+        ("_tap_norm_kernel", 5120, "fp16", True, 1),
     ],
 )
 @pytest.mark.slow
-def test_the_tap_compiles_for_hopper(width, dtype, deferred, together) -> None:
+def test_the_tap_compiles_for_hopper(kernel, width, dtype, deferred, together) -> None:
     """Rows are read and written 16 bytes at a time; the row that joined entries read is carried through the loop by itself."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps([width, dtype, deferred, together])],
+        [sys.executable, "-c", COMPILE, json.dumps([kernel, width, dtype, deferred, together])],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

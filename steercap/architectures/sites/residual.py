@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from steercap.architectures.families.base import located
@@ -19,6 +20,7 @@ from steercap.architectures.sites.base import (
     Tap,
     Terms,
     Visit,
+    by_itself,
     first_terms,
     output_tap,
     stream_tap,
@@ -27,6 +29,7 @@ from steercap.architectures.sites.base import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
@@ -118,6 +121,31 @@ class ResidPost(Site):
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
         return visit_output(layer, visit)
+
+
+def norm_tap(norm: Any, tap: Tap) -> None:
+    """Have the norm that takes what a layer returns tap `resid_post` too, in one kernel with its sum and norm on CUDA.
+
+    Called without a residual it taps nothing, so that the pass fails as one whose tap did not fire.
+
+    Args:
+        norm: one of vLLM's `RMSNorm`, whose `_forward_method` computes its output.
+        tap: parameters of the tap.
+    """
+    from steercap.kernels.tap import tap_norm
+
+    norm.register_buffer("steercap_resid_post", tap.point, persistent=False)
+    plain, kind = norm._forward_method, tap.kind  # noqa: SLF001 -- the one place that vLLM leaves to replace it
+
+    def forward(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return plain(x)
+        x, residual = by_itself(x), by_itself(residual)
+        point, epsilon = module.steercap_resid_post, module.variance_epsilon
+        tap_norm(x, residual, module.weight.data, point, epsilon, kind)
+        return x, residual
+
+    norm._forward_method = MethodType(forward, norm)  # noqa: SLF001
 
 
 class FinalNorm(Site):

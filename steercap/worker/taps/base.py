@@ -19,6 +19,7 @@ from steercap.core.messages import TableBytes
 from steercap.core.program import Configuration
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
+from steercap.kernels.reference import add_norm
 from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layouts, RecordLayout
@@ -226,3 +227,16 @@ class Taps(ABC):
             hidden, residual, point: as for `kernels.tap.tap`.
             kind: index in `installed.kinds` of the kind of the point's rows.
         """
+
+    def on_tap_norm(  # noqa: PLR0917 -- as the operator
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"],
+        weight: Float[torch.Tensor, " width"],
+        point: Int[torch.Tensor, " 1"],
+        epsilon: float,
+        kind: int,
+    ) -> None:
+        """Call `on_tap`, then add and norm all rows; see `kernels.tap.tap_norm`."""
+        self.on_tap(hidden, residual, point, kind)
+        add_norm(hidden, residual, weight, epsilon)

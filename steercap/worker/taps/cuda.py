@@ -355,12 +355,34 @@ class CudaTaps(Taps):
         point: Int[torch.Tensor, " 1"],
         kind: int,
     ) -> None:
+        self._check(hidden, residual, kind)
+        self._launchers[kind].launch(hidden, residual, point, idle=self.open_step is None)
+
+    def on_tap_norm(  # noqa: PLR0917 -- as the operator
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"],
+        weight: Float[torch.Tensor, " width"],
+        point: Int[torch.Tensor, " 1"],
+        epsilon: float,
+        kind: int,
+    ) -> None:
+        self._check(hidden, residual, kind)
+        if residual.stride(-1) != 1 or weight.stride(-1) != 1 or len(weight) != hidden.shape[-1]:
+            raise ValueError(f"a tap saw a residual of strides {residual.stride()}, weights of {weight.stride()}")
+        self._launchers[kind].launch_norm(hidden, residual, weight, point, epsilon)
+
+    def _check(self, hidden: torch.Tensor, residual: torch.Tensor | None, kind: int) -> None:
+        """Check that the rows of a tap are those of its kind.
+
+        Raises:
+            ValueError: they have another width, are too many, or do not lie as the kernels read them.
+        """
         width = self._kinds[kind].width
         if hidden.shape[-1] != width or hidden.stride(-1) != 1 or len(hidden) > len(self._tokens):
             raise ValueError(f"a tap saw {tuple(hidden.shape)}, rows are {width} wide, {len(self._tokens)} at most")
         if residual is not None and residual.shape != hidden.shape:
             raise ValueError(f"a tap saw {tuple(hidden.shape)} and a residual of {tuple(residual.shape)}")
-        self._launchers[kind].launch(hidden, residual, point, idle=self.open_step is None)
 
     def _too_many(self, lines: int) -> str:
         """Return the error message for a pass whose rows do not fit the ring."""
