@@ -87,17 +87,31 @@ def _tap_norm_kernel(
     hidden, residual, weight, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, checksums,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens, epsilon,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
-    EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr,
+    EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr, IDLE: tl.constexpr,
 ):  # fmt: skip
     """Edit and copy the row of one token at one point, then add and norm it, as the kernel after a tap would.
 
-    Each token has a program of its own, idle or not: unlike a tap, it has work to do in every pass.
+    Each token has a program of its own, idle or not: unlike a tap, it has work to do in every pass. With `IDLE` that is
+    the norm alone, and no table is read.
     """
-    _tap_token(
-        tl.program_id(0), hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena,
-        layouts, checksums, hidden_stride, residual_stride, num_points, num_entries, num_tokens, weight, epsilon,
-        WIDTH, BLOCK, LINE, BANK, True, EARLY, MOST, LOOK, True,
-    )  # fmt: skip
+    token = tl.program_id(0)
+    if IDLE:
+        columns = tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        stream = hidden + token.to(tl.int64) * hidden_stride + columns
+        deferred = residual + token.to(tl.int64) * residual_stride + columns
+        scale = tl.load(weight + columns, mask=inside, other=0.0, eviction_policy=_STAY)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        row = tl.load(stream, mask=inside, other=0.0).to(tl.float32)
+        row += tl.load(deferred, mask=inside, other=0.0).to(tl.float32)
+        _store_norm(row, scale, stream, deferred, inside, epsilon, WIDTH)
+    else:
+        _tap_token(
+            token, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena,
+            layouts, checksums, hidden_stride, residual_stride, num_points, num_entries, num_tokens, weight, epsilon,
+            WIDTH, BLOCK, LINE, BANK, True, EARLY, MOST, LOOK, True,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -189,9 +203,15 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
         if (offset >= 0) & (before <= 0):
             _copy(row, target, inside, checksum + 1, at)
     if NORMS:
-        tl.store(deferred, row.to(residual.dtype.element_ty), mask=inside)
-        unit = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + epsilon)
-        tl.store(stream, (unit * scale.to(tl.float32)).to(hidden.dtype.element_ty), mask=inside)
+        _store_norm(row, scale, stream, deferred, inside, epsilon, WIDTH)
+
+
+@triton.jit
+def _store_norm(row, scale, stream, deferred, inside, epsilon, WIDTH: tl.constexpr):
+    """Leave a row in the residual, and its norm in the stream: see `kernels.reference.add_norm`."""
+    tl.store(deferred, row.to(deferred.dtype.element_ty), mask=inside)
+    unit = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + epsilon)
+    tl.store(stream, (unit * scale.to(tl.float32)).to(stream.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -354,7 +374,7 @@ class TapLauncher:
         self._sizes = layouts.shape[1], entries.shape[2]
         self._lines = arena.shape[1], bank.stride(0)
         self._early = _can_be_early()
-        self._compiled: dict[tuple[object, ...], Any] = {}
+        self._compiled: dict[tuple[object, ...], Any] = {}  # None in Triton's interpreter
 
     def launch(
         self,
@@ -379,7 +399,7 @@ class TapLauncher:
         has_residual = residual is not None
         addresses = (values.data_ptr() % _ALIGNED for values in (hidden, other, point))
         key = hidden.dtype, other.dtype, width, strides, together, has_residual, *addresses
-        if idle and key in self._compiled and not torch.cuda.is_current_stream_capturing():
+        if idle and key in self._compiled and not _captures(hidden):
             return
         block = triton.next_power_of_2(width)
         arguments = (
@@ -395,18 +415,25 @@ class TapLauncher:
         weight: Float[torch.Tensor, " width"],
         point: Int[torch.Tensor, " 1"],
         epsilon: float,
+        *,
+        idle: bool,
     ) -> None:
-        """Edit and copy the rows of one point, and add and norm all rows; see `kernels.tap.tap_norm`."""
+        """Edit and copy the rows of one point, and add and norm all rows; see `kernels.tap.tap_norm`.
+
+        Args:
+            idle: as for `launch`. The kernel that reads the tables is compiled first, so that graphs find it compiled.
+        """
         num_tokens, width = hidden.shape
         strides = hidden.stride(0), residual.stride(0)
         given = hidden, residual, weight, point
         key = ("norm", width, strides, *((values.dtype, values.data_ptr() % _ALIGNED) for values in given))
+        only_norms = idle and key in self._compiled and not _captures(hidden)
         block = triton.next_power_of_2(width)
         arguments = (
             *given, *self._tables, *strides, *self._sizes, num_tokens, epsilon, width, block, *self._lines,
-            self._early, edited_most(hidden.dtype), overflows_later(hidden.dtype),
+            self._early, edited_most(hidden.dtype), overflows_later(hidden.dtype), only_norms,
         )  # fmt: skip
-        self._run(_tap_norm_kernel, key, num_tokens, block, arguments)
+        self._run(_tap_norm_kernel, ("idle", *key) if only_norms else key, num_tokens, block, arguments)
 
     def _run(self, kernel: Any, key: tuple[object, ...], programs: int, block: int, arguments: tuple[Any, ...]) -> None:
         """Launch a kernel, compiled at the first launch of its key."""
@@ -415,9 +442,7 @@ class TapLauncher:
             compiled[grid](*arguments)
             return
         early = {"launch_pdl": True} if self._early else {}
-        compiled = kernel[grid](*arguments, num_warps=_warps(block), **early)
-        if compiled is not None:  # None in Triton's interpreter
-            self._compiled[key] = compiled
+        self._compiled[key] = kernel[grid](*arguments, num_warps=_warps(block), **early)
 
 
 #: Elements of a row that one warp of 32 threads holds in registers.
@@ -425,6 +450,11 @@ WARP_ELEMENTS: Final = 512
 #: Maximum tokens of a CUDA graph by vLLM's default; and tokens of one program in passes of more.
 MANY_TOKENS: Final = 512
 TOGETHER: Final = 8
+
+
+def _captures(values: torch.Tensor) -> bool:
+    """Return whether a CUDA graph is being captured, if the tensor is on CUDA."""
+    return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _warps(block: int) -> int:

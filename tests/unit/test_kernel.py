@@ -51,7 +51,7 @@ strides = ("hidden_stride", "residual_stride", "num_points", "num_entries", "num
 block = 1 << (width - 1).bit_length()
 most = 65504.0 if dtype == "fp16" else 2.0**40
 line = 64 // (4 if dtype == "fp32" else 2)
-constants = dict(WIDTH=width, BLOCK=block, LINE=line, BANK=width, HAS_RESIDUAL=deferred, TOKENS=together, EARLY=True, MOST=most, LOOK=dtype == "fp16")
+constants = dict(WIDTH=width, BLOCK=block, LINE=line, BANK=width, HAS_RESIDUAL=deferred, TOKENS=together, EARLY=True, MOST=most, LOOK=dtype == "fp16", IDLE=False)
 constants = {name: value for name, value in constants.items() if name in names}
 kinds = {name: "*" + pointers.get(name, "i32") for name in names}
 numbers = {"epsilon": "fp32"} if "epsilon" in names else {}

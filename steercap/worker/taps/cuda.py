@@ -370,7 +370,7 @@ class CudaTaps(Taps):
         self._check(hidden, residual, kind)
         if residual.stride(-1) != 1 or weight.stride(-1) != 1 or len(weight) != hidden.shape[-1]:
             raise ValueError(f"a tap saw a residual of strides {residual.stride()}, weights of {weight.stride()}")
-        self._launchers[kind].launch_norm(hidden, residual, weight, point, epsilon)
+        self._launchers[kind].launch_norm(hidden, residual, weight, point, epsilon, idle=self.open_step is None)
 
     def _check(self, hidden: torch.Tensor, residual: torch.Tensor | None, kind: int) -> None:
         """Check that the rows of a tap are those of its kind.
