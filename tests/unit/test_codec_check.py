@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from cli_calls import call
 
 from steercap.captures.site_codecs import SiteCodecs, encoded
+from steercap.cli.capture import RowOptions
+from steercap.cli.codecs import labels_in
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
@@ -273,3 +278,56 @@ def test_too_few_rows_are_refused() -> None:
         check(["abcd"])
     with pytest.raises(InvalidSpec, match="give several in a list"):
         check("abcd")
+
+
+LINE = {"text": "How are you?", "labels": {"calm": 1}}
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "expected"),
+    [
+        ([LINE], "--out codecs.txt", (2, "codecs.txt: give a name that ends in .json")),
+        (
+            [LINE, {"text": "a"}],
+            "--out c.json",
+            (1, "line 2: labels=None; give each text a number by the same names: calm"),
+        ),
+        ([LINE, {**LINE, "labels": {"x": 1}}], "--out c.json", (1, "line 2: labels={'x': 1}; give each")),
+        ([{**LINE, "labels": {"calm": "x"}}], "--out c.json", (1, "line 1: labels={'calm': 'x'}; give each")),
+        ([{**LINE, "labels": 3}], "--out c.json", (1, "line 1: labels=3; give each")),
+        ([{"words": "a"}], "--out c.json", (1, "line 1")),
+        ([LINE], "--out c.json --codec rp9", (1, "unknown codec 'rp9'")),
+        ([LINE], "--out c.json --sites nowhere", (1, "nowhere")),
+        ([LINE], "--out c.json --layers x", (2, "'x'")),
+        ([LINE], "--out /proc/no/c.json", (2, "cannot be written to")),
+    ],
+)
+def test_the_command_checks_what_it_is_given_before_an_engine_starts(
+    lines, options, expected, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = call("codecs", "check", "smollm2", "texts.jsonl", *options.split())
+    assert result.exit_code == expected[0], result.output
+    assert expected[1] in re.sub(r"[\s│]+", " ", result.output)
+
+
+def test_labels_are_read_beside_their_texts(tmp_path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "a", "labels": {"x": 1, "y": 0.5}}\n\n{"text": "b", "labels": {"y": -2, "x": true}}\n')
+    assert labels_in(path) == {"x": [1.0, 1.0], "y": [0.5, -2.0]}
+    path.write_text('"a"\n{"text": "b"}\n')
+    assert labels_in(path) is None
+
+
+def test_the_file_is_the_codec_of_a_capture(tmp_path) -> None:
+    path = SiteCodecs.parse(["resid_post=rp8,k=64", "neurons=topk8,k=32", "mlp_out=rp8,k=64"]).save(tmp_path / "c.json")
+    assert RowOptions(f"@{path}").coding(["resid_post", "mlp_out"]) == {"codec": "rp8", "k": 64, "seed": 0}
+    assert RowOptions(f"@{path}").coding(["neurons"]) == {"codec": "topk8", "k": 32}
+    assert RowOptions("rp8", 16, 2).coding(["neurons"]) == {"codec": "rp8", "k": 16, "seed": 2}
+    (tmp_path / "a.txt").write_text("a")
+    for command in (("capture", "a", "--out", "o"), ("collect", str(tmp_path / "a.txt"), "o")):
+        result = call(*command, "--codec", f"@{path}", "--sites", "resid_post,neurons")
+        assert (result.exit_code, "sites of different codecs" in result.output) == (1, True), result.output
+        result = call(*command, "--codec", f"@{path}", "--codec-k", "3")
+        assert (result.exit_code, "leave them out" in re.sub(r"[\s│]+", " ", result.output)) == (2, True), result.output

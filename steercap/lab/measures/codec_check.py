@@ -73,7 +73,7 @@ class CodecCheck:
         for one in self.measures:
             groups.setdefault((one.site, one.codec), []).append(one)
         sites = list(dict.fromkeys(site for site, _ in groups))
-        found = []
+        found: list[dict[str, Any]] = []
         for (site, codec), own in sorted(groups.items(), key=lambda item: (sites.index(item[0][0]), item[1][0].bytes)):
             failed = sorted({one.measure for one in own if not one.passes})
             found.append({"site": site, "codec": codec, "bytes": own[0].bytes, **_worst(own), "failed": failed})
@@ -134,7 +134,7 @@ def _layers_of(
     return tuple(sorted(quarters | (set() if sae is None else {sae.input.layer})))
 
 
-def _codings_of(candidates: Sequence[str]) -> dict[str, Coding]:
+def codings_of(candidates: Sequence[str]) -> dict[str, Coding]:
     """Return candidates by their texts, raw rows first.
 
     Raises:
@@ -195,8 +195,8 @@ async def check_codecs(
     check_texts(texts)
     asked = CheckAsked(
         layers=_layers_of(model, layers, directions, sae),
-        sites=CaptureSpec(sites=sites).sites,
-        codings=_codings_of(candidates),
+        sites=tuple(CaptureSpec(sites=sites).sites),
+        codings=codings_of(candidates),
         labels=_labels_of(labels, len(texts)),
         directions=directions,
         sae=sae,

@@ -23,6 +23,8 @@ from steercap.steering.directions import DirectionSet
 #: Least correlation with raw rows; least cosine of projections with those before rounding.
 BAR: Final = 0.95
 ROUNDING_BAR: Final = 0.99
+#: Measures that have a bar, some of them for projections alone; others are told.
+BARRED: Final = ("neuron_ranks", "concept", "direction", "cosine_error", "rounding")
 #: Rows of neurons, whose elements are ranked.
 NEURONS: Final = "neurons"
 #: Rows to judge by; fewer than the second say little, fewer than the third nothing.

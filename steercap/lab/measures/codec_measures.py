@@ -87,7 +87,7 @@ def ranks(values: Floats) -> Floats:
     """Return the ranks of numbers, [n], from 0; equal numbers share the mean of their ranks."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = counts.cumsum()
-    return cast("Floats", (ends - (counts + 1) / 2)[which])
+    return (ends - (counts + 1) / 2)[which]
 
 
 def neuron_ranks(raw: CheckedRows, kept: CheckedRows) -> float | None:
@@ -142,7 +142,7 @@ def text_means(rows: Floats, texts: npt.NDArray[np.int64]) -> Floats:
     """Return the mean row of each text, [texts, width], by the number of each row's text, ascending from 0."""
     starts = np.searchsorted(texts, np.arange(texts[-1] + 1))
     sums = np.add.reduceat(rows, starts, axis=0)
-    return cast("Floats", sums / np.bincount(texts)[:, None])
+    return sums / np.bincount(texts)[:, None]
 
 
 def concept_scores(
