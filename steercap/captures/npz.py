@@ -28,11 +28,10 @@ from steercap.core.chat import types_at
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.values import choices
 from steercap.errors import InvalidFile
-from steercap.files.base import blame, check_extension, require_file, write_whole
+from steercap.files.base import DAMAGED, array_shape, blame, check_extension, require_file, write_whole
 from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows, coding_of, parts_of
 from steercap.kernels.codecs.random_projection import FAMILY
-from steercap.saes.tensors import DAMAGED, array_header
 
 #: Version 1 had `zero + scale * q` under the names of version 2.
 VERSION: Final = 2
@@ -90,7 +89,7 @@ def write(saved: Saved, path: Path) -> Path:
 
 
 class _AboutPoint(msgspec.Struct, frozen=True):
-    """What `about` says of one point; see `_about`."""
+    """Part of `about` for one point; see `_about`."""
 
     codec: str
     parameters: dict[str, int]
@@ -101,7 +100,7 @@ class _AboutPoint(msgspec.Struct, frozen=True):
 
 
 class _About(msgspec.Struct, frozen=True):
-    """What is read of `about`."""
+    """Parts of `about` that are read."""
 
     version: int
     points: dict[str, _AboutPoint]
@@ -151,10 +150,10 @@ def _read_point(
     found = []
     for number, end in enumerate(ends):
         parts = {name: _kept(arrays, end, name, facts, version) for name in _part_names(codec, schema, coding)}
-        rows = CodedRows(coding, schema, parts, number if facts.shards else None, constants)
-        if damage := rows.damage(len(parts["q"])):
+        coded = CodedRows(coding, schema, parts, number if facts.shards else None, constants)
+        if damage := coded.damage(len(parts["q"])):
             raise ValueError(f"{end}: {damage}")
-        found.append(rows.decoded())
+        found.append(coded.decoded())
     return codec.joined(found)
 
 
@@ -196,9 +195,7 @@ def arrays_in(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     try:
         with zipfile.ZipFile(path) as archive:
             for one in archive.infolist():
-                _, dtype = array_header(archive, one)
-                if dtype.kind not in "fiubU":
-                    raise ValueError(f"{one.filename} is of {dtype}, and must be numbers or text")
+                array_shape(archive, one, "fiubU", "numbers or text")
         with np.load(path, allow_pickle=False) as arrays:
             return {name: np.array(arrays[name]) for name in arrays}
     except (*DAMAGED, TypeError, zlib.error, MemoryError) as error:

@@ -168,7 +168,7 @@ def published_files(folder: str | Path) -> list[PublishedFile]:
     """
     there = sorted(Path(folder).glob("*.npz"))
     matched = [(one, _NAME.fullmatch(one.name)) for one in there]
-    found = sorted(PublishedFile(*map(int, name.groups()), path) for path, name in matched if name)
+    found = sorted(PublishedFile(int(name[1]), int(name[2]), int(name[3]), path) for path, name in matched if name)
     if not found:
         raise InvalidFile(f"{folder} has no file seqS_layerL_rankR.npz, such as seq0_layer12_rank0.npz")
     if others := [one.name for one, name in matched if not name]:

@@ -82,8 +82,7 @@ def _check(app: typer.Typer) -> None:
         examples=[
             "steercap codecs check smollm2 texts.jsonl --out codecs.json",
             "steercap codecs check Qwen/Qwen3-8B texts.jsonl --directions calm.safetensors --layers 9,18 --out c.json",
-            "steercap serve Qwen/Qwen3-8B --record ROWS --record-site @codecs.json",
-            "steercap collect corpus.jsonl out/rows --codec @codecs.json",
+            "steercap codecs check smollm2 texts.jsonl --sites neurons --codec int4 --codec topk8,k=256 --out c.json",
         ],
     )
     async def check(
@@ -102,10 +101,8 @@ def _check(app: typer.Typer) -> None:
             list[str] | None, typer.Option(metavar="CODEC,k=N", help="Codec to judge; repeatable (default: ten).")
         ] = None,
         rows: Annotated[int, typer.Option(min=1, help="Maximum rows of each point.")] = 2000,
-        directions: Annotated[
-            Path | None, typer.Option(exists=True, help="File of directions whose cosines must be kept.")
-        ] = None,
-        sae: Annotated[Path | None, typer.Option(exists=True, help="Folder of an SAE to give decoded rows to.")] = None,
+        directions: Annotated[Path | None, typer.Option(help="File of directions whose cosines must be kept.")] = None,
+        sae: Annotated[Path | None, typer.Option(help="Folder of an SAE to give decoded rows to.")] = None,
         train_sae: Annotated[bool, typer.Option("--train-sae", help="Also train SAEs on raw and top-k rows.")] = False,
         seed: Annotated[int, typer.Option(min=0, help="Seed of pairs of rows, and of training.")] = 0,
         engine_arg: Annotated[

@@ -208,7 +208,7 @@ META = np.array('{"mode": "full8", "dim": 5}')
         ({**ROWS, "meta": np.array("[")}, "holds something that does not fit"),
         ({**ROWS, "meta": np.array('{"mode": "full8"}')}, "missing required field `dim`"),
         ({**ROWS, "meta": np.array(3)}, "meta is .* of int64; it must be a JSON text"),
-        ({**ROWS, "meta": np.array({"mode": 1}, dtype=object)}, "cannot be read as an .npz of plain arrays"),
+        ({**ROWS, "meta": np.array({"mode": 1}, dtype=object)}, "is of object, and must be numbers or text"),
         ({**ROWS, "meta": META, "q": np.zeros((3, 5), np.int8)}, r"q is \(3, 5\) of int8; it must be uint8"),
         (
             {**ROWS, "meta": META, "scale": np.ones(4, np.float32)},

@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.core.schema import RAW, Coding, PointSchema
+from steercap.core.schema import RAW, Coding
 from steercap.core.spec import Point
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidSpec
-from steercap.kernels.codecs import ENCODINGS
 from steercap.lab.measures import codec_measures as measured
 from steercap.saes.sae import SAE
 from steercap.steering.directions import DirectionSet
@@ -131,16 +130,14 @@ class CodecJudge:
         """Judge every candidate; those that are left out go to `notes`."""
         raw = measured.CheckedRows.of(self.rows, RAW)
         directions = self._directions(raw.rows)
-        schema = PointSchema(tuple(self.rows.shape[1:]), str(self.rows.dtype).removeprefix("torch."))
-        whole = ENCODINGS[RAW.encoding].row_bytes(schema, RAW)
         first: dict[tuple[str, str], float | None] = {}
         found: list[CodecMeasure] = []
         for codec, coding in self.asked.codings.items():
-            size = ENCODINGS[coding.encoding].row_bytes(schema, coding)
-            if coding != RAW and size >= whole:
-                notes[f"{codec} at {self.point.site}"] = f"left out: {size:,} bytes a row, raw rows have {whole:,}"
-                continue
             kept = raw if coding == RAW else measured.CheckedRows.of(self.rows, coding)
+            if coding != RAW and kept.bytes >= raw.bytes:
+                reason = f"left out: {kept.bytes:,} bytes a row, raw rows have {raw.bytes:,}"
+                notes[f"{codec} at {self.point.site}"] = reason
+                continue
             values = [*self._judged(raw, kept, directions, coding), *self._told(raw, kept, coding)]
             for measure, name, value, bar in values:
                 if coding == RAW:
@@ -150,7 +147,7 @@ class CodecJudge:
                         site=self.point.site,
                         layer=self.point.layer,
                         codec=codec,
-                        bytes=size,
+                        bytes=kept.bytes,
                         measure=measure,
                         name=name,
                         value=_less(value, first.get((measure, name)) if measure.endswith("_delta") else 0.0),

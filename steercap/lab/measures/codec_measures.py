@@ -18,7 +18,6 @@ import torch
 from steercap.captures.site_codecs import encoded
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
-from steercap.kernels.codecs.coded import CodedRows
 from steercap.saes.encoder import Encoder
 from steercap.saes.sae import SAE
 
@@ -46,24 +45,22 @@ class CheckedRows:
 
     Args:
         rows: decoded rows, [rows, width], or [rows, k] if they are projected.
-        matrix: matrix of the projection, [k, width] over the square root of k; None if elements are kept.
+        bytes: bytes of a row in the codec.
+        matrix: matrix of the projection, [k, width]; None if elements are kept.
     """
 
     rows: Floats
+    bytes: int = 0
     matrix: Floats | None = None
 
     @staticmethod
     def of(raw: torch.Tensor, coding: Coding) -> CheckedRows:
         """Encode and decode raw rows, [rows, *shape of the point]."""
         found = encoded(raw, coding)
-        if not isinstance(found, CodedRows):
-            return CheckedRows(_floats(found.flatten(1)))
-        rows = _floats(found.decoded().flatten(1))
-        if not found.is_projected:
-            return CheckedRows(rows)
-        from steercap.kernels.codecs.random_projection import signs
-
-        return CheckedRows(rows, _floats(signs(coding.k, found.schema.width, coding.seed)) * coding.k**-0.5)
+        if isinstance(found, torch.Tensor):
+            return CheckedRows(_floats(found.flatten(1)), found.nbytes // len(found))
+        matrix = None if found.matrix is None else _floats(found.matrix)
+        return CheckedRows(_floats(found.decoded().flatten(1)), found.nbytes // len(found), matrix)
 
     def into(self, vectors: Floats) -> Floats:
         """Return vectors, [n, width], in the space of the rows."""
