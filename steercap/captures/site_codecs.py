@@ -22,6 +22,7 @@ from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point, name_of_site
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import choices, shown
+from steercap.engine.compiler import MOST_INDEXED
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import require_file, write_whole
 from steercap.kernels.codecs import ENCODINGS, Codec, codec_of
@@ -281,11 +282,17 @@ def _said(coding: Coding) -> list[str]:
 
 
 def encoded(rows: torch.Tensor, coding: Coding) -> torch.Tensor | CodedRows:
-    """Encode whole rows, [rows, *shape of the point], on the host, as workers of one rank do; raw rows stay."""
+    """Encode whole rows, [rows, *shape of the point], on the host, as workers of one rank do; raw rows stay.
+
+    Raises:
+        InvalidSpec: more elements than the codec's indices can name.
+    """
     if coding == RAW:
         return rows
     codec = ENCODINGS[coding.encoding]
     assert isinstance(codec, Codec)
     schema = PointSchema(tuple(rows.shape[1:]), str(rows.dtype).removeprefix("torch."))
+    if codec.indexed and schema.width > MOST_INDEXED:
+        raise InvalidSpec(f"{coding} takes rows of at most {MOST_INDEXED:,} elements, and these are {schema}")
     stored = codec.encode(rows.flatten(1), schema, coding, codec.matrix(schema.width, coding))
     return CodedRows(coding, schema, codec.parts(stored, schema, coding))

@@ -57,13 +57,13 @@ def tables_of_codecs(records: list[dict[str, Any]]) -> list[Table]:
     known = list(dict.fromkeys(name for record in records for name in record))
     told = [name for name in known if name not in {*BARRED, "site", "codec", "bytes", "failed", "chosen"}]
     found = []
-    for title, names in (("worst over layers", [name for name in known if name in BARRED]), ("told", told)):
+    for title, names in (("worst over layers", [name for name in BARRED if name in known]), ("told", told)):
         table = titled(title, ("", "site", "codec", "bytes", *names), words=("", "site", "codec"))
-        for record in records if names else ():
-            cells = (_measure(record, name) for name in names)
-            table.add_row(
-                "✓" if record["chosen"] else "", record["site"], record["codec"], f"{record['bytes']:,}", *cells
-            )
+        for column in table.columns[:4]:
+            column.no_wrap = True
+        for record in records:
+            head = ("✓" if record["chosen"] else "", record["site"], record["codec"], f"{record['bytes']:,}")
+            table.add_row(*head, *(_measure(record, name) for name in names))
         found += [table] if names else []
     return found
 

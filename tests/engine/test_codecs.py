@@ -13,6 +13,7 @@ from support.specs import spec
 
 from steercap import Add, Calibration, CaptureHandle, CaptureSpec, Point, errors
 from steercap.lab.directions import calibrate
+from steercap.lab.measures.codec_check import check_codecs
 from steercap.testing import tiny_checkpoint
 
 SIX = {"max_tokens": 6, **GREEDY}
@@ -190,3 +191,24 @@ async def test_a_calibration_that_does_not_fit_is_said_before_anything_runs(tiny
         with pytest.raises(errors.InvalidRequest, match=says):
             await calibrate(tiny, texts, layers=[0])
     assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_a_check_judges_the_codes_of_the_workers(tiny) -> None:
+    """Spearman's correlation of neurons, by scipy of rows that the workers coded, is the check's own."""
+    stats = pytest.importorskip("scipy.stats")
+    texts = [random_prompt(40, seed) for seed in range(8)]
+    found = await check_codecs(tiny, texts, sites="neurons", layers=[1], candidates=["topk8,k=16", "int4"])
+    magnitudes = {}
+    for codec, k in (("raw", None), ("topk8", 16), ("int4", None)):
+        spec = CaptureSpec(layers=1, sites="neurons", codec=codec, k=k, tokens=slice(1, None))
+        handles = await tiny.read([{"prompt_token_ids": text} for text in texts], capture=spec)
+        await tiny.fetch_captures_batch(handles)
+        rows = torch.cat([handle.captures[1, "neurons"] for handle in handles])
+        magnitudes[codec] = rows.float().abs().mean(0).numpy()
+    for codec in ("topk8", "int4"):
+        known = stats.spearmanr(magnitudes["raw"], magnitudes[codec]).statistic
+        (measure,) = [
+            one for one in found.measures if one.measure == "neuron_ranks" and one.codec.partition(",")[0] == codec
+        ]
+        assert measure.value == pytest.approx(known, abs=1e-3)
+    assert (found.rows, found.texts) == (8 * 39, 8)

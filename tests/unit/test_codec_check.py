@@ -209,10 +209,11 @@ def test_neuron_ranks_of_the_check_are_those_of_rows_encoded_apart() -> None:
 
 def test_what_makes_a_check_doubtful_is_said() -> None:
     texts, _ = texts_of(8, 12)
-    found = check(["", *texts, "x"], sites="resid_post", layers=[0], candidates=["rp16,k=256", "rp8,k=512", "full8"])
+    found = check(["", *texts, "x"], sites="resid_post", layers=[0], candidates=["rp8,k=512", "full8"])
+    assert found.notes["rp8,k=512 at resid_post"] == "left out: k is above the 96 elements of a row"
     assert found.notes["rows"].startswith("97; with fewer than 1,000")
     assert found.notes["texts"] == "1 left out: 0 after the last row, 1 without rows"
-    assert {one for one in found.notes if " at " in one} == {"rp16,k=256 at resid_post", "rp8,k=512 at resid_post"}
+    assert {one for one in found.notes if " at " in one} == {"rp8,k=512 at resid_post"}
     assert {one.name for one in found.measures if one.measure == "direction"} == {
         f"pc{number}" for number in range(1, 9)
     }
@@ -246,6 +247,7 @@ def test_saes_are_given_what_codecs_keep() -> None:
 
 
 TEXTS, LABELS = texts_of()
+WIDE = LayerVectors({0: torch.ones(5)}, name="a", model="m", site="resid_post")
 FAR = LayerVectors({0: torch.ones(WIDTH)}, name="a", model="m", site="resid_post")
 
 
@@ -255,6 +257,9 @@ FAR = LayerVectors({0: torch.ones(WIDTH)}, name="a", model="m", site="resid_post
         ({"candidates": ["rp9"]}, "unknown codec 'rp9'"),
         ({"candidates": "rp8"}, "candidates='rp8'; give codecs in a list"),
         ({"candidates": ["attention=8"]}, "unknown codec"),
+        ({"candidates": None}, "candidates=None; give codecs in a list"),
+        ({"labels": {"a": 3}}, r"labels\['a'\]=3; give a finite number"),
+        ({"labels": [3]}, r"labels=\[3\]; give numbers by the name of a concept"),
         ({"labels": {"a": [1, 2]}}, r"labels\['a'\]=\[1, 2\]; give a finite number for each of the 40 texts"),
         ({"labels": {"a": [float("nan")] * 40}}, "give a finite number for each"),
         ({"labels": {"a": "b" * 40}}, "give a finite number for each"),
@@ -265,6 +270,8 @@ FAR = LayerVectors({0: torch.ones(WIDTH)}, name="a", model="m", site="resid_post
         ({"seed": -1}, "seed=-1; give a whole number from 0"),
         ({"directions": DirectionSet({"a": FAR}), "layers": [1]}, "layer"),
         ({"directions": DirectionSet({"a": FAR}), "sites": "neurons", "layers": [0]}, "directions at 'resid_post'"),
+        ({"directions": DirectionSet({"a": WIDE})}, "directions of width 5; rows at .* have 96 elements"),
+        ({"directions": DirectionSet({"a": LayerVectors({0: torch.zeros(WIDTH)}, name="a", site="resid_post")})}, "zero"),
         ({"layers": [9]}, "layer"),
     ],
 )  # fmt: skip

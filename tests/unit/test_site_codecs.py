@@ -17,7 +17,7 @@ from steercap.captures.attention import RecordedAttention
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
 from steercap.captures.rows import Captures, Found
-from steercap.captures.site_codecs import SiteCodecs
+from steercap.captures.site_codecs import SiteCodecs, encoded
 from steercap.core.attention import AttentionRule
 from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding
@@ -302,3 +302,12 @@ def test_a_file_of_other_settings_is_refused(text, says, tmp_path) -> None:
         assert says in str(told.value)
     with pytest.raises(InvalidFile, match=r"did you mean 'codecs\.json'"):
         SiteCodecs.load(tmp_path / "codec.json")
+
+
+def test_rows_that_indices_cannot_name_are_refused() -> None:
+    """Indices are of 16 bits, and would begin again at 0."""
+    with pytest.raises(
+        InvalidSpec, match=r"topk8\(k=4\) takes rows of at most 65,536 elements, and these are 65537 of"
+    ):
+        encoded(torch.ones(1, 65_537), Coding("topk8", 4))
+    assert encoded(torch.ones(1, 65_536), Coding("topk8", 4)).decoded().sum() == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -114,9 +114,11 @@ def _labels_of(labels: Mapping[str, Sequence[float]] | None, texts: int) -> dict
     Raises:
         InvalidSpec: they are not a finite number for each text, by name.
     """
+    if not isinstance(labels or {}, Mapping):
+        raise InvalidSpec(f"labels={shown(labels)}; give numbers by the name of a concept, {{'praise': [1, 0, ...]}}")
     found = {}
     for name, numbers in (labels or {}).items():
-        known = [number_of(one) for one in numbers]
+        known = [number_of(one) for one in numbers] if isinstance(numbers, Iterable) else []
         if len(known) != texts or not all(one is not None and math.isfinite(one) for one in known):
             raise InvalidSpec(f"labels[{name!r}]={shown(numbers)}; give a finite number for each of the {texts} texts")
         found[name] = np.array(known, dtype=np.float64)
@@ -140,8 +142,8 @@ def codings_of(candidates: Sequence[str]) -> dict[str, Coding]:
     Raises:
         InvalidSpec, UnknownName: one is no codec.
     """
-    if isinstance(candidates, str):
-        raise InvalidSpec(f"candidates={candidates!r}; give codecs in a list, such as ['topk8,k=64']")
+    if isinstance(candidates, str) or not isinstance(candidates, Sequence):
+        raise InvalidSpec(f"candidates={shown(candidates)}; give codecs in a list, such as ['topk8,k=64']")
     parsed = [SiteCodecs.parse([f"resid_post={text}"]) for text in ("raw", *candidates)]
     return {one.texts[0].partition("=")[2]: one.codings["resid_post"] for one in parsed}
 

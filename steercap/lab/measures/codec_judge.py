@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -133,34 +133,44 @@ class CodecJudge:
         first: dict[tuple[str, str], float | None] = {}
         found: list[CodecMeasure] = []
         for codec, coding in self.asked.codings.items():
-            kept = raw if coding == RAW else measured.CheckedRows.of(self.rows, coding)
-            if coding != RAW and kept.bytes >= raw.bytes:
-                reason = f"left out: {kept.bytes:,} bytes a row, raw rows have {raw.bytes:,}"
-                notes[f"{codec} at {self.point.site}"] = reason
+            kept = raw if coding == RAW else self._kept(coding, raw)
+            if isinstance(kept, str):
+                notes[f"{codec} at {self.point.site}"] = f"left out: {kept}"
                 continue
-            values = [*self._judged(raw, kept, directions, coding), *self._told(raw, kept, coding)]
-            for measure, name, value, bar in values:
-                if coding == RAW:
-                    first[measure, name] = value
+            own: dict[str, Any] = {
+                "site": self.point.site,
+                "layer": self.point.layer,
+                "codec": codec,
+                "bytes": kept.bytes,
+            }
+            for measure, name, value, bar in (
+                *self._judged(raw, kept, directions, coding),
+                *self._told(raw, kept, coding),
+            ):
+                known = first.setdefault((measure, name), value)
+                shown_value = _less(value, known) if measure.endswith("_delta") else value
                 found.append(
                     CodecMeasure(
-                        site=self.point.site,
-                        layer=self.point.layer,
-                        codec=codec,
-                        bytes=kept.bytes,
-                        measure=measure,
-                        name=name,
-                        value=_less(value, first.get((measure, name)) if measure.endswith("_delta") else 0.0),
-                        bar=bar,
-                        at_most=measure == "cosine_error",
+                        **own, measure=measure, name=name, value=shown_value, bar=bar, at_most=measure == "cosine_error"
                     )
                 )
         return found
 
+    def _kept(self, coding: Coding, raw: measured.CheckedRows) -> measured.CheckedRows | str:
+        """Return the rows as a codec gives them back; or the reason why captures refuse it there."""
+        if coding.k > raw.rows.shape[1]:
+            return f"k is above the {raw.rows.shape[1]:,} elements of a row"
+        kept = measured.CheckedRows.of(self.rows, coding)
+        return f"{kept.bytes:,} bytes a row; raw rows have {raw.bytes:,}" if kept.bytes >= raw.bytes else kept
+
     def _directions(self, rows: measured.Floats) -> Mapping[str, measured.Floats]:
         given = self.asked.directions
         if given is not None and given.site == self.point.site:
-            return dict(zip(given, given.at(self.point.layer).double().numpy(), strict=True))
+            if given.width != rows.shape[1]:
+                raise InvalidSpec(
+                    f"directions of width {given.width}; rows at {self.point} have {rows.shape[1]} elements"
+                )
+            return dict(zip(given, given.units(self.point.layer).double().numpy(), strict=True))
         asked = bool(self.labels) or self.point.site == NEURONS
         return {} if asked else measured.principal(rows, PRINCIPAL)
 
