@@ -104,14 +104,20 @@ class PublishedRows:
         """Convert rows, [tokens, ...] of floats, or codes of full8 on one rank.
 
         Raises:
-            InvalidSpec: codes of another codec, or of several ranks.
+            InvalidSpec: something else, codes of another codec or of several ranks, or rows with NaN or infinity.
         """
+        if not isinstance(rows, CodedRows) and not (
+            isinstance(rows, torch.Tensor) and rows.dim() > 1 and rows.is_floating_point()
+        ):
+            raise InvalidSpec(f"rows={shown(rows)}; give floats, [tokens, ...], or CodedRows")
         kept = rows if isinstance(rows, CodedRows) else encoded(rows, Coding(MODE))
         assert isinstance(kept, CodedRows)
         codec, _ = coding_of(kept)
         if codec != MODE or kept.parts["q"].dim() != 2:
             raise InvalidSpec(f"{kept!r}; give rows as they are, or in codec={MODE!r}: the published form has no other")
         scale, zero = (kept.parts[name].double()[:, None] for name in ("scale", "zero"))
+        if not bool(scale.isfinite().all()):
+            raise InvalidSpec("these rows hold NaN or infinity, which no codes do")
         scale = torch.where(scale == 0, 1.0, scale)
         q = kept.parts["q"]
         return PublishedRows(q, scale.float(), (-zero / scale).float(), MODE, q.shape[1])
@@ -200,9 +206,6 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
         raise InvalidSpec(f"{handle.request_id} has rows of {sorted(sites)}; names in this form have no site: give one")
     parts = {point.layer: _by_rank(rows) for point, rows in handle.as_saved().rows.items()}
     published = {(layer, rank): PublishedRows.of(rows) for layer, ranks in parts.items() for rank, rows in ranks}
-    for (layer, rank), rows in published.items():
-        if not bool(rows.scale.isfinite().all()):
-            raise InvalidSpec(f"rows of layer {layer}, rank {rank} hold NaN or infinity, which codes cannot")
     return [
         rows.save(Path(folder) / f"seq{number}_layer{layer}_rank{rank}.npz")
         for (layer, rank), rows in published.items()

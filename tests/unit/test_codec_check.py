@@ -268,6 +268,8 @@ FAR = LayerVectors({0: torch.ones(WIDTH)}, name="a", model="m", site="resid_post
         ({"most_rows": 3}, "most_rows=3; give a whole number from 64"),
         ({"most_rows": True}, "most_rows=True"),
         ({"seed": -1}, "seed=-1; give a whole number from 0"),
+        ({"directions": FAR}, "directions=.*; give a DirectionSet, or None"),
+        ({"sae": "x"}, "sae='x'; give a SAE, or None"),
         ({"directions": DirectionSet({"a": FAR}), "layers": [1]}, "layer"),
         ({"directions": DirectionSet({"a": FAR}), "sites": "neurons", "layers": [0]}, "directions at 'resid_post'"),
         ({"directions": DirectionSet({"a": WIDE})}, "directions of width 5; rows at .* have 96 elements"),
@@ -278,6 +280,13 @@ FAR = LayerVectors({0: torch.ones(WIDTH)}, name="a", model="m", site="resid_post
 def test_what_does_not_fit_is_told(named, says) -> None:
     with pytest.raises(SteercapError, match=says):
         check(TEXTS, **named)
+
+
+def test_rows_that_are_all_equal_choose_nothing(monkeypatch) -> None:
+    """Any codec would keep them, and pass."""
+    monkeypatch.setitem(globals(), "rows_of", lambda ids, *_: torch.ones(len(ids), WIDTH))
+    with pytest.raises(InvalidRequest, match=r"all 1,600 rows at .* are equal"):
+        check(TEXTS)
 
 
 def test_too_few_rows_are_refused() -> None:

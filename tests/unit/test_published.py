@@ -246,6 +246,14 @@ def test_rows_that_have_no_such_form_are_refused(tmp_path) -> None:
     for coding in (Coding("int4"), Coding("rp8", 64), Coding("topk8", 8)):
         with pytest.raises(InvalidSpec, match="give rows as they are, or in codec='full8'"):
             PublishedRows.of(encoded(rows, coding))
+    for given in ([1.0], torch.zeros(5), torch.zeros(2, 5, dtype=torch.int64)):
+        with pytest.raises(InvalidSpec, match="give floats"):
+            PublishedRows.of(given)
+    with pytest.raises(InvalidSpec, match="these rows hold NaN or infinity"):
+        PublishedRows.of(torch.full((2, 5), torch.nan))
+    handle = a_handle(sites=("resid_post", "z"))
+    with pytest.raises(InvalidSpec, match=r"has rows of \['resid_post', 'z'\]; names in this form have no site"):
+        save_published(handle, tmp_path)
     handle = a_handle()
     with pytest.raises(InvalidSpec, match="seq=-1; give a whole number from 0"):
         save_published(handle, tmp_path, seq=-1)

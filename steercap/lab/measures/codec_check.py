@@ -128,7 +128,15 @@ def _labels_of(labels: Mapping[str, Sequence[float]] | None, texts: int) -> dict
 def _layers_of(
     model: ReadingModel, layers: Layers | None, directions: DirectionSet | None, sae: SAE | None
 ) -> tuple[int, ...]:
-    """Return the layers to judge: by default three, at the quarters of those that there are, and the SAE's."""
+    """Return the layers to judge: by default three, at the quarters of those that there are, and the SAE's.
+
+    Raises:
+        InvalidSpec: directions or an SAE of another type.
+        LayerOutOfRange: a layer that the model does not have.
+    """
+    for name, given, kind in (("directions", directions, DirectionSet), ("sae", sae, SAE)):
+        if given is not None and not isinstance(given, kind):
+            raise InvalidSpec(f"{name}={shown(given)}; give a {kind.__name__}, or None")
     if layers is not None:
         return resolve_layers(layers, model.num_layers)
     known = tuple(range(model.num_layers)) if directions is None else directions.layers
@@ -202,7 +210,7 @@ async def check_codecs(
         labels=_labels_of(labels, len(texts)),
         directions=directions,
         sae=sae,
-        train_sae=train_sae,
+        train_sae=bool(train_sae),
         most_rows=most_rows,
         seed=seed,
     )

@@ -14,7 +14,7 @@ import torch
 from steercap.core.schema import RAW, Coding
 from steercap.core.spec import Point
 from steercap.core.values import choices, index_of, shown
-from steercap.errors import InvalidSpec
+from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.lab.measures import codec_measures as measured
 from steercap.saes.sae import SAE
 from steercap.steering.directions import DirectionSet
@@ -127,8 +127,15 @@ class CodecJudge:
     asked: CheckAsked
 
     def measures(self, notes: dict[str, str]) -> list[CodecMeasure]:
-        """Judge every candidate; those that are left out go to `notes`."""
+        """Judge every candidate; those that are left out go to `notes`.
+
+        Raises:
+            InvalidRequest: all rows are equal, so that any codec would pass.
+            InvalidSpec: directions of another width.
+        """
         raw = measured.CheckedRows.of(self.rows, RAW)
+        if not np.ptp(raw.rows, axis=0).any():
+            raise InvalidRequest(f"all {len(raw.rows):,} rows at {self.point} are equal; give texts that differ")
         directions = self._directions(raw.rows)
         first: dict[tuple[str, str], float | None] = {}
         found: list[CodecMeasure] = []
