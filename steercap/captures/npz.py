@@ -165,18 +165,13 @@ def _kept(
     arrays: Mapping[str, np.ndarray[Any, Any]], end: str, name: str, facts: _AboutPoint, version: int
 ) -> torch.Tensor:
     """Return a part of a codec as the codec keeps it: `zero` is the value of code 0."""
-    own = f"{end}.{name}" if version == 1 or facts.codec == "full8" else f"{end}.{_named(arrays, end, name)}"
-    found = torch.from_numpy(_part(arrays, own))
+    own = _NAMES.get(name, name) if f"{end}.least" in arrays else name  # of a codec with a least value, version 2
+    found = torch.from_numpy(_part(arrays, f"{end}.{own}"))
     if facts.codec == "full8" and version > 1 and name == "zero":
         found = -found * torch.from_numpy(_part(arrays, f"{end}.scale"))
     if facts.codec == "fp8" and name == "q":
         return found.to(torch.float8_e4m3fn)
     return found.float() if found.dtype == torch.float64 else found
-
-
-def _named(arrays: Mapping[str, Any], end: str, name: str) -> str:
-    """Return the name of a part in a file of version 2: codecs with a least value have others."""
-    return _NAMES.get(name, name) if f"{end}.least" in arrays else name
 
 
 def _part(arrays: Mapping[str, np.ndarray[Any, Any]], name: str) -> np.ndarray[Any, Any]:

@@ -22,10 +22,9 @@ from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point, name_of_site
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import choices, shown
-from steercap.engine.compiler import MOST_INDEXED
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import require_file, write_whole
-from steercap.kernels.codecs import ENCODINGS, Codec, codec_of
+from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, Codec, codec_of
 from steercap.kernels.codecs.coded import CodedRows
 
 #: Name that stands for the targets of attention in place of a site, and the sites that they are computed of.

@@ -21,6 +21,7 @@ from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.kernels.codecs.random_projection import signs
 from steercap.lab.measures import codec_measures as measured
 from steercap.lab.measures.codec_check import CodecCheck, check_codecs
+from steercap.lab.measures.codec_judge import CodecMeasure
 from steercap.steering import DirectionSet, LayerVectors
 
 stats = pytest.importorskip("scipy.stats")
@@ -171,7 +172,9 @@ def test_the_cheapest_that_passes_at_every_layer_is_chosen(tmp_path) -> None:
     texts, labels = texts_of()
     vectors = {one: torch.randn(WIDTH, generator=torch.Generator().manual_seed(one)) for one in range(4)}
     directions = DirectionSet({"way": LayerVectors(vectors, name="way", model="m", site="resid_post")})
-    found = check(texts, labels={"alphabet": labels}, directions=directions, candidates=["full8", "int4", "topk8,k=4"])
+    found = check(
+        texts, labels={"alphabet": labels}, directions=directions, candidates=["full8", "int4", "topk8,k=4", "rp8,k=64"]
+    )
     table = found.table()
     for site in ("resid_post", "neurons"):
         own = [one for one in table if one["site"] == site]
@@ -189,7 +192,28 @@ def test_the_cheapest_that_passes_at_every_layer_is_chosen(tmp_path) -> None:
     raw = [one for one in found.measures if one.codec == "raw"]
     assert {one.value for one in raw if one.measure in {"neuron_ranks", "concept", "direction"}} == {1.0}
     assert {one.value for one in raw if one.measure == "cosine_error"} == {0.0}
+    error = [one for one in found.measures if (one.codec, one.measure) == ("rp8,k=64", "cosine_error")]
+    assert {(one.bar, one.at_most) for one in error} == {(0.125, True)}
     assert min(one.value for one in raw if one.measure == "concept_fit") > 0.8
+
+
+@pytest.mark.parametrize(
+    ("value", "bar", "at_most", "passes"),
+    [
+        (0.95, 0.95, False, True),
+        (0.94, 0.95, False, False),
+        (0.1, 0.125, True, True),
+        (0.126, 0.125, True, False),
+        (None, 0.95, False, False),
+        (None, None, False, True),
+        (-3.0, None, False, True),
+        (float("nan"), 0.95, False, False),
+        (float("nan"), 0.95, True, False),
+    ],
+)
+def test_a_measure_passes_its_bar(value, bar, at_most, passes) -> None:
+    known = {"site": "z", "layer": 0, "codec": "int4", "bytes": 1, "measure": "m"}
+    assert CodecMeasure(**known, value=value, bar=bar, at_most=at_most).passes is passes
 
 
 def test_neuron_ranks_of_the_check_are_those_of_rows_encoded_apart() -> None:
