@@ -95,10 +95,9 @@ class RowOptions:
         if self.codec_k is not None or self.codec_seed is not None:
             raise typer.BadParameter("a file of codecs says k and seed; leave them out", param_hint="--codec")
         from steercap.captures.site_codecs import SiteCodecs
-        from steercap.kernels.codecs.coded import named_parameters
 
-        name, parameters = named_parameters(SiteCodecs.load(self.codec[1:]).coding_of(sites))
-        return {"codec": name, **parameters}
+        coding = SiteCodecs.load(self.codec[1:]).coding_of(sites)
+        return {"codec": coding.encoding, "k": coding.k or None, "seed": coding.seed or None}
 
 
 def table_of(found: list[Captured]) -> Table:
