@@ -7,11 +7,15 @@ the formula and the dtypes of the rows.
 
 Rows of full8 are written as others publish them: `row = (q - zero) * scale`. Codecs of another form have `step` and
 `least` in place of `scale` and `zero`, so that a reader of that formula cannot take them for it.
+
+Files that others publish, `q`, `scale`, `zero` and `meta` alone, are read and written by `captures.published`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,12 +25,18 @@ import torch
 
 from steercap.captures.files import Saved, constants_of, named, shape_of
 from steercap.core.chat import types_at
-from steercap.files.base import check_extension, write_whole
+from steercap.core.schema import Coding, PointSchema
+from steercap.core.values import choices
+from steercap.errors import InvalidFile
+from steercap.files.base import DAMAGED, array_shape, blame, check_extension, require_file, write_whole
+from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows, coding_of, parts_of
 from steercap.kernels.codecs.random_projection import FAMILY
 
 #: Version 1 had `zero + scale * q` under the names of version 2.
 VERSION: Final = 2
+#: Names in a file as others publish it.
+PUBLISHED: Final = ("q", "scale", "zero", "meta")
 #: Formula of a row from the parts of each codec, computed in float64 and rounded once to float32.
 FORMULAS: Final = {
     "raw": "row",
@@ -41,6 +51,8 @@ FORMULAS: Final = {
     "rp8": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
     "rp16": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
 }
+#: Names of a codec's parts in files of version 2, where they are not those of the codec.
+_NAMES: Final = {"scale": "step", "zero": "least"}
 #: dtypes that NumPy lacks, and float32 holds exactly.
 _WIDENED: Final = frozenset({torch.bfloat16, torch.float8_e4m3fn})
 
@@ -74,6 +86,115 @@ def write(saved: Saved, path: Path) -> Path:
     with write_whole(path) as scratch, scratch.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     return path
+
+
+class _AboutPoint(msgspec.Struct, frozen=True):
+    """Part of `about` for one point; see `_about`."""
+
+    codec: str
+    parameters: dict[str, int]
+    dtypes: dict[str, str]
+    shards: int
+    row: tuple[int, ...]
+    ranks: int
+
+
+class _About(msgspec.Struct, frozen=True):
+    """Parts of `about` that are read."""
+
+    version: int
+    points: dict[str, _AboutPoint]
+
+
+def read(path: str | Path) -> dict[str, torch.Tensor]:
+    """Read the rows of a file of `write`, of version 1 or 2, each by its own formula.
+
+    Returns:
+        Rows by the name of their point, "resid_post.8": as they were, of codecs decoded to float32; projections and
+        features as `CodedRows.decoded` gives them. Shards are joined.
+
+    Raises:
+        InvalidFile: it is missing, damaged, of a newer version, or none of `write`.
+    """
+    arrays = arrays_in(Path(path))
+    if "about" not in arrays:
+        raise InvalidFile(
+            f"{path} has no 'about', and is no file of save_npz; one of {', '.join(map(repr, PUBLISHED))} is read by "
+            "steercap.captures.published.PublishedRows.load"
+        )
+    with blame(Path(path)):
+        about = msgspec.json.decode(str(arrays["about"]), type=_About)
+        if not 1 <= about.version <= VERSION:
+            raise InvalidFile(f"{path} is of version {about.version}; this reads versions 1 to {VERSION}")
+        return {point: _read_point(arrays, point, facts, about.version) for point, facts in about.points.items()}
+
+
+def _read_point(
+    arrays: Mapping[str, np.ndarray[Any, Any]], point: str, facts: _AboutPoint, version: int
+) -> torch.Tensor:
+    """Return whole rows of one point.
+
+    Raises:
+        ValueError: parts are missing or do not fit.
+    """
+    ends = [f"{point}.shard{number}" for number in range(facts.shards)] or [point]
+    if facts.codec == "raw":
+        rows = torch.cat([torch.from_numpy(_part(arrays, end)) for end in ends], dim=1)
+        return rows.to(getattr(torch, facts.dtypes["rows"]))
+    codec = ENCODINGS.get(facts.codec)
+    if not isinstance(codec, Codec):
+        raise ValueError(f"{point} is in {facts.codec!r}; {choices(facts.codec, FORMULAS)}")  # noqa: TRY004 -- of a file
+    coding = Coding(facts.codec, facts.parameters.get("k", 0), facts.parameters.get("seed", 0))
+    schema = PointSchema(facts.row, "float32", shards=max(facts.shards, facts.ranks))
+    constants = {name: torch.from_numpy(_part(arrays, f"{point}.{name}")) for name in codec.constants}
+    found = []
+    for number, end in enumerate(ends):
+        parts = {name: _kept(arrays, end, name, facts, version) for name in _part_names(codec, schema, coding)}
+        coded = CodedRows(coding, schema, parts, number if facts.shards else None, constants)
+        if damage := coded.damage(len(parts["q"])):
+            raise ValueError(f"{end}: {damage}")
+        found.append(coded.decoded())
+    return codec.joined(found)
+
+
+def _part_names(codec: Codec, schema: PointSchema, coding: Coding) -> Iterable[str]:
+    return codec.parts(torch.empty((0, codec.row_bytes(schema, coding)), dtype=torch.uint8), schema, coding)
+
+
+def _kept(
+    arrays: Mapping[str, np.ndarray[Any, Any]], end: str, name: str, facts: _AboutPoint, version: int
+) -> torch.Tensor:
+    """Return a part of a codec as the codec keeps it: `zero` is the value of code 0."""
+    own = _NAMES.get(name, name) if f"{end}.least" in arrays else name  # of a codec with a least value, version 2
+    found = torch.from_numpy(_part(arrays, f"{end}.{own}"))
+    if facts.codec == "full8" and version > 1 and name == "zero":
+        found = -found * torch.from_numpy(_part(arrays, f"{end}.scale"))
+    if facts.codec == "fp8" and name == "q":
+        return found.to(torch.float8_e4m3fn)
+    return found.float() if found.dtype == torch.float64 else found
+
+
+def _part(arrays: Mapping[str, np.ndarray[Any, Any]], name: str) -> np.ndarray[Any, Any]:
+    if name not in arrays:
+        raise ValueError(f"there is no {name!r}; {choices(name, arrays)}")
+    return arrays[name]
+
+
+def arrays_in(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Read the arrays of an `.npz`, by name; nothing is unpickled, and sizes are checked before anything is read.
+
+    Raises:
+        InvalidFile: it is missing, damaged, or holds something other than numbers and text.
+    """
+    require_file(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for one in archive.infolist():
+                array_shape(archive, one, "fiubU", "numbers or text")
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: np.array(arrays[name]) for name in arrays}
+    except (*DAMAGED, TypeError, zlib.error, MemoryError) as error:
+        raise InvalidFile(f"{path} cannot be read as an .npz of plain arrays: {error}; fetch it again") from error
 
 
 def _about(rows: Any) -> dict[str, Any]:
@@ -112,9 +233,8 @@ def _published(codec: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, tor
         return {name: _of_full8(name, tensor, tensors) for name, tensor in tensors.items()}
     if not any(name.partition(".")[0] == "zero" for name in tensors):
         return dict(tensors)
-    names = {"scale": "step", "zero": "least"}
     split = {name: name.partition(".") for name in tensors}
-    return {"".join((names.get(part, part), *rest)): tensors[name] for name, (part, *rest) in split.items()}
+    return {"".join((_NAMES.get(part, part), *rest)): tensors[name] for name, (part, *rest) in split.items()}
 
 
 def _of_full8(name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

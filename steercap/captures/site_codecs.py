@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from steercap.captures.attention import RecordedAttention
@@ -20,8 +22,9 @@ from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point, name_of_site
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import choices, shown
-from steercap.errors import InvalidSpec
-from steercap.kernels.codecs import ENCODINGS, Codec, codec_of
+from steercap.errors import InvalidFile, InvalidSpec, UnknownName
+from steercap.files.base import require_file, write_whole
+from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, Codec, codec_of
 from steercap.kernels.codecs.coded import CodedRows
 
 #: Name that stands for the targets of attention in place of a site, and the sites that they are computed of.
@@ -30,6 +33,24 @@ QUERIES_AND_KEYS: Final = ("q", "k")
 #: Maximum number of targets of a head and token.
 MOST_TARGETS: Final = 128
 _PARAMETERS: Final = ("k", "seed")
+#: Start of a text that names a file of `SiteCodecs.save` in place of a site.
+FROM_FILE: Final = "@"
+
+
+class SiteCodecsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of a file of settings, as JSON.
+
+    Args:
+        sites: texts that `SiteCodecs.parse` reads.
+        about: facts about the file: the model, and the measurements by which the codecs were chosen.
+        kind: kind of the file.
+        version: version of its form.
+    """
+
+    sites: tuple[str, ...]
+    about: dict[str, Any] = {}
+    kind: str = "site codecs"
+    version: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,13 +69,17 @@ class SiteCodecs:
     @staticmethod
     def parse(texts: Sequence[str]) -> SiteCodecs:
         """Parse texts "SITE" or "SITE=CODEC,k=N,seed=N", and "attention=N"; a site without a codec is kept as it is.
+        "@FILE" stands for all texts in a file of `save`.
 
         Raises:
             InvalidSpec: a text of another form, parameters that the codec does not have, or a site that comes twice.
             UnknownName: an unknown codec.
+            InvalidFile: see `load`.
         """
         found: dict[str, Coding] = {}
         attention = 0
+        if any(text.startswith(FROM_FILE) for text in texts):
+            texts = [one for text in texts for one in _from_file(text)]
         for text in texts:
             site, _, codec = text.partition("=")
             if site == ATTENTION:
@@ -67,6 +92,51 @@ class SiteCodecs:
         if not found:
             raise InvalidSpec("no site is given; give one, such as 'resid_post=rp8,k=512'")
         return SiteCodecs(found, attention)
+
+    @staticmethod
+    def load(path: str | Path) -> SiteCodecs:
+        """Read a file of `save`.
+
+        Raises:
+            InvalidFile: it is missing, of another kind or version, or holds settings that do not fit.
+        """
+        try:
+            return SiteCodecs.parse(read_settings(path).sites)
+        except (InvalidSpec, UnknownName) as error:
+            raise InvalidFile(f"{path} holds settings that do not fit: {error}") from error
+
+    def save(self, path: str | Path, **about: Any) -> Path:
+        """Write the codecs to a JSON file, which appears whole or not at all; `about` is kept in it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        content = msgspec.json.encode(SiteCodecsFile(self.texts, about))
+        with write_whole(Path(path)) as scratch:
+            scratch.write_bytes(msgspec.json.format(content, indent=2) + b"\n")
+        return Path(path)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Texts that `parse` reads."""
+        own = (",".join([f"{site}={one.encoding}", *_said(one)]) for site, one in self.codings.items())
+        return (*own, *([f"{ATTENTION}={self.attention}"] if self.attention else ()))
+
+    def coding_of(self, sites: Sequence[str]) -> Coding:
+        """Return the one codec of these sites.
+
+        Raises:
+            UnknownName: a site without a codec.
+            InvalidSpec: sites of different codecs.
+        """
+        names = [name_of_site(site) for site in sites]
+        for name in names:
+            if name not in self.codings:
+                raise UnknownName(f"no codec is settled for {name!r}; {choices(name, self.codings)}")
+        if len({self.codings[name] for name in names}) > 1:
+            known = "; ".join(f"{name}: {self.codings[name]}" for name in names)
+            raise InvalidSpec(f"sites of different codecs, {known}: a capture has one; give the sites of each alone")
+        return self.codings[names[0]]
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -118,7 +188,7 @@ class SiteCodecs:
         found = []
         for coding in dict.fromkeys(self.codings.values()):
             points = [point for point in handle.points if self.codings.get(point.site) == coding]
-            rows: dict[Point, Rows] = {point: _encoded(handle.captures[point], coding) for point in points}
+            rows: dict[Point, Rows] = {point: encoded(handle.captures[point], coding) for point in points}
             found.append(_derived(handle, rows, prompts=prompts))
         if self.attention:
             layers = sorted({point.layer for point in handle.points if point.site == QUERIES_AND_KEYS[0]})
@@ -179,12 +249,49 @@ def _derived(handle: CaptureHandle, rows: Mapping[Point, Rows], *, prompts: bool
     )
 
 
-def _encoded(rows: torch.Tensor, coding: Coding) -> torch.Tensor | CodedRows:
-    """Encode whole rows, [rows, *shape]."""
+def read_settings(path: str | Path) -> SiteCodecsFile:
+    """Read the content of a file of `SiteCodecs.save`, with what it says about the choice.
+
+    Raises:
+        InvalidFile: it is missing, or of another kind or version.
+    """
+    require_file(Path(path))
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=SiteCodecsFile)
+    except (msgspec.MsgspecError, OSError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidFile(f"{path} cannot be read as settings of codecs, a JSON object: {error}") from error
+    if nested := [text for text in found.sites if text.startswith(FROM_FILE)]:
+        raise InvalidFile(f"{path} names another file, {shown(nested[0])}; give its sites themselves")
+    own = SiteCodecsFile(())
+    if (found.kind, found.version) != (own.kind, own.version):
+        raise InvalidFile(
+            f"{path} is of kind {found.kind!r}, version {found.version}; this reads {own.kind!r}, version {own.version}"
+        )
+    return found
+
+
+def _from_file(text: str) -> Sequence[str]:
+    if not text.startswith(FROM_FILE):
+        return [text]
+    return SiteCodecs.load(text.removeprefix(FROM_FILE)).texts
+
+
+def _said(coding: Coding) -> list[str]:
+    return [f"{name}={number}" for name in _PARAMETERS if (number := getattr(coding, name))]
+
+
+def encoded(rows: torch.Tensor, coding: Coding) -> torch.Tensor | CodedRows:
+    """Encode whole rows, [rows, *shape of the point], on the host, as workers of one rank do; raw rows stay.
+
+    Raises:
+        InvalidSpec: more elements than the codec's indices can name.
+    """
     if coding == RAW:
         return rows
     codec = ENCODINGS[coding.encoding]
     assert isinstance(codec, Codec)
     schema = PointSchema(tuple(rows.shape[1:]), str(rows.dtype).removeprefix("torch."))
+    if codec.indexed and schema.width > MOST_INDEXED:
+        raise InvalidSpec(f"{coding} takes rows of at most {MOST_INDEXED:,} elements, and these are {schema}")
     stored = codec.encode(rows.flatten(1), schema, coding, codec.matrix(schema.width, coding))
     return CodedRows(coding, schema, codec.parts(stored, schema, coding))

@@ -9,6 +9,7 @@ import typer
 from steercap.cli import (
     analyse,
     capture,
+    codecs,
     collect,
     demo,
     doctor,
@@ -33,6 +34,7 @@ for part in (
     demo,
     generate,
     capture,
+    codecs,
     collect,
     serve,
     vectors,

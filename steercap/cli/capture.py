@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -40,7 +41,11 @@ class RowOptions:
     """Options for the storage of rows and its size limits; options left out come from the environment."""
 
     codec: Annotated[
-        str | None, typer.Option(help="Codec of stored rows: raw (default), full8, ...", rich_help_panel=PANEL)
+        str | None,
+        typer.Option(
+            help="Codec of stored rows: raw (default), full8, ..., or @FILE: those that steercap codecs check chose.",
+            rich_help_panel=PANEL,
+        ),
     ] = None
     codec_k: Annotated[
         int | None, typer.Option(help="Values stored per row, for topk8, rp8 and rp16.", rich_help_panel=PANEL)
@@ -77,6 +82,22 @@ class RowOptions:
         """Return the settings of SteerModel that were given, without those of the codec, which belong to the spec."""
         given = asdict(self).items()
         return {name: value for name, value in given if not name.startswith("codec") and value is not None}
+
+    def coding(self, sites: Sequence[str]) -> dict[str, Any]:
+        """Return the codec of these sites, as fields of CaptureSpec.
+
+        Raises:
+            typer.BadParameter: --codec-k or --codec-seed beside a file of codecs.
+            InvalidFile, UnknownName, InvalidSpec: the file cannot be read, or has no one codec for the sites.
+        """
+        if self.codec is None or not self.codec.startswith("@"):
+            return {"codec": self.codec, "k": self.codec_k, "seed": self.codec_seed}
+        if self.codec_k is not None or self.codec_seed is not None:
+            raise typer.BadParameter("a file of codecs says k and seed; leave them out", param_hint="--codec")
+        from steercap.captures.site_codecs import SiteCodecs
+
+        coding = SiteCodecs.load(self.codec[1:]).coding_of(sites)
+        return {"codec": coding.encoding, "k": coding.k or None, "seed": coding.seed or None}
 
 
 def table_of(found: list[Captured]) -> Table:
@@ -192,9 +213,7 @@ def register(app: typer.Typer) -> None:
             tokens=tokens_of(tokens),
             reduce=reduce,
             project=directions,
-            codec=stored.codec,
-            k=stored.codec_k,
-            seed=stored.codec_seed,
+            **stored.coding(names_of(sites)),
         )
         kept = names_of(sites) if directions is None else (directions.site,)
         armed = tuple(dict.fromkeys((*kept, *sites_of(spec))))

@@ -317,9 +317,7 @@ def register(app: typer.Typer) -> None:
         wanted = CaptureSpec(
             layers=layers_of(layers),
             sites=names_of(sites),
-            codec=stored.codec,
-            k=stored.codec_k,
-            seed=stored.codec_seed,
+            **stored.coding(names_of(sites)),
         )
         armed = tuple(dict.fromkeys((*names_of(sites), *sites_of(spec))))
         planned = preflight(model, sites=armed, **stored.settings())

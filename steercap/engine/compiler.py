@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from steercap.architectures.sites import SITES, placed
@@ -18,7 +18,7 @@ from steercap.core.spec import CaptureSpec, Point, check_armed, existing
 from steercap.engine.ranks import Rank
 from steercap.errors import InvalidSpec
 from steercap.files.fingerprint import warn_of_other_model
-from steercap.kernels.codecs import ENCODINGS, codec_of, record_of
+from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, codec_of, record_of
 from steercap.kernels.codecs.calibrated8 import CALIBRATED
 from steercap.saes import compiling
 from steercap.saes.compiling import Readers, compile_readers
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from steercap.steering.calibration import Calibration
     from steercap.steering.edits import Edit
     from steercap.steering.logit_bias import LogitBias
-
-#: Maximum number of elements that 16-bit indices can address.
-MOST_INDEXED: Final = 1 << 16
 
 
 class Compiler:

@@ -10,12 +10,14 @@ import re
 import shutil
 import struct
 import uuid
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
@@ -43,6 +45,8 @@ _NO_PICKLE: Final = (
 )
 
 
+#: Errors that damaged archives raise.
+DAMAGED: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, KeyError, NotImplementedError)
 #: Maximum number of file names that an error message lists.
 SHOWN: Final = 6
 #: Temporary name of a file that is still being written, with the id of the writing process.
@@ -259,3 +263,27 @@ def read_pt(path: Path, *, mapped: bool = False) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def array_shape(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, kinds: str = "f", said: str = "floating-point numbers"
+) -> tuple[int, ...]:
+    """Return the shape of an array of an `.npz`, from its header.
+
+    Args:
+        archive, member: the file, and the array in it.
+        kinds, said: kinds of dtype that are accepted, by NumPy's letters and in words.
+
+    Raises:
+        ValueError: it is of another dtype, or has another size than it says.
+    """
+    with archive.open(member) as file:
+        lib: Any = np.lib.format
+        version = lib.read_magic(file)
+        shape, _, dtype = (lib.read_array_header_1_0 if version == (1, 0) else lib.read_array_header_2_0)(file)
+        size, header = int(np.prod(shape, dtype=object)) * dtype.itemsize, file.tell()
+    if dtype.kind not in kinds:
+        raise ValueError(f"{member.filename} is of {dtype}, and must be {said}")
+    if header + size != member.file_size:
+        raise ValueError(f"{member.filename} says {size:,} bytes and has {member.file_size - header:,}")
+    return tuple(shape)

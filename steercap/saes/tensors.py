@@ -6,7 +6,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from steercap.errors import InvalidFile
-from steercap.files.base import read_pt
+from steercap.files.base import DAMAGED, array_shape, read_pt
 
 #: Maximum bytes of a configuration: they have one or two thousand.
 MOST_CONFIGURATION: Final = 1 << 20
@@ -22,8 +22,6 @@ MOST_CONFIGURATION: Final = 1 << 20
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 #: Tensors that dictionary_learning saves for training and that change nothing in use.
 OF_TRAINING: Final = frozenset({"k", "group_sizes", "group_indices", "active_groups"})
-#: Errors that damaged archives raise.
-_DAMAGED: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, KeyError, NotImplementedError)
 
 
 class Tensors(NamedTuple):
@@ -90,15 +88,15 @@ def read_npz(path: Path) -> Tensors:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            shapes = {one.filename.removesuffix(".npy"): _shape_in(archive, one) for one in archive.infolist()}
-    except _DAMAGED as error:
+            shapes = {one.filename.removesuffix(".npy"): array_shape(archive, one) for one in archive.infolist()}
+    except DAMAGED as error:
         raise InvalidFile(f"{path} cannot be read as an .npz of plain arrays: {error}; fetch it again") from error
 
     def read(name: str) -> torch.Tensor:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return _finite(path, name, torch.from_numpy(np.array(arrays[name])))
-        except (*_DAMAGED, TypeError, zlib.error) as error:
+        except (*DAMAGED, TypeError, zlib.error) as error:
             raise InvalidFile(f"{path}: {name} cannot be read: {error}") from error
 
     return Tensors(path, shapes, read)
@@ -122,24 +120,6 @@ def read_pt_tensors(path: Path) -> Tensors:
         raise InvalidFile(f"{path}: {', '.join(others)} must be floating-point numbers")
     shapes = {name: tuple(one.shape) for name, one in kept.items()}
     return Tensors(path, shapes, lambda name: _finite(path, name, kept[name]))
-
-
-def _shape_in(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[int, ...]:
-    """Return the shape of an array, from its header.
-
-    Raises:
-        ValueError: it is of another dtype than floats, or has another size than it says.
-    """
-    with archive.open(member) as file:
-        lib: Any = np.lib.format
-        version = lib.read_magic(file)
-        shape, _, dtype = (lib.read_array_header_1_0 if version == (1, 0) else lib.read_array_header_2_0)(file)
-        size, header = int(np.prod(shape, dtype=object)) * dtype.itemsize, file.tell()
-    if dtype.kind != "f":
-        raise ValueError(f"{member.filename} is of {dtype}, and must be floating-point numbers")
-    if header + size != member.file_size:
-        raise ValueError(f"{member.filename} says {size:,} bytes and has {member.file_size - header:,}")
-    return tuple(shape)
 
 
 def _finite(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:

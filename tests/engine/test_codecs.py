@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 from conftest import opened
@@ -13,6 +14,8 @@ from support.specs import spec
 
 from steercap import Add, Calibration, CaptureHandle, CaptureSpec, Point, errors
 from steercap.lab.directions import calibrate
+from steercap.lab.measures.codec_check import check_codecs
+from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
 
 SIX = {"max_tokens": 6, **GREEDY}
@@ -190,3 +193,24 @@ async def test_a_calibration_that_does_not_fit_is_said_before_anything_runs(tiny
         with pytest.raises(errors.InvalidRequest, match=says):
             await calibrate(tiny, texts, layers=[0])
     assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_a_check_judges_the_codes_of_the_workers(tiny) -> None:
+    """Cosines with a direction, of rows that the workers coded, correlate with those of raw rows as the check says."""
+    texts = [random_prompt(40, seed) for seed in range(8)]
+    way = torch.randn(128, generator=torch.Generator().manual_seed(0))
+    directions = DirectionSet({"way": LayerVectors({1: way}, name="way", site="mlp_out")})
+    codecs = {"topk8,k=16": 16, "int4": None}
+    found = await check_codecs(tiny, texts, sites="mlp_out", candidates=list(codecs), directions=directions)
+    cosines = {}
+    for codec, k in {"raw": None, **codecs}.items():
+        wanted = CaptureSpec(layers=1, sites="mlp_out", codec=codec.partition(",")[0], k=k, tokens=slice(1, None))
+        handles = await tiny.read([{"prompt_token_ids": text} for text in texts], capture=wanted)
+        await tiny.fetch_captures_batch(handles)
+        rows = torch.cat([handle.captures[1, "mlp_out"] for handle in handles])
+        cosines[codec] = torch.nn.functional.cosine_similarity(rows.double(), way.double()[None]).numpy()
+    measures = {one.codec: one.value for one in found.measures if one.measure == "direction"}
+    for codec in codecs:
+        assert measures[codec] == pytest.approx(np.corrcoef(cosines["raw"], cosines[codec])[0, 1], abs=1e-3)
+    assert measures["topk8,k=16"] < measures["int4"] < measures["raw"] == 1
+    assert (found.rows, found.texts) == (8 * 39, 8)

@@ -50,6 +50,8 @@ COMMANDS = [
     ["demo"],
     ["generate"],
     ["capture"],
+    ["codecs"],
+    ["codecs", "check"],
     ["vectors"],
     ["vectors", "extract"],
     ["vectors", "show"],
@@ -69,7 +71,7 @@ COMMANDS = [
     ["inspect"],
     ["doctor"],
 ]
-LEAVES = [command for command in COMMANDS if command and command not in (["vectors"], ["persona"])]
+LEAVES = [command for command in COMMANDS if command and command not in (["vectors"], ["persona"], ["codecs"])]
 
 
 # The shell

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import steercap.sync
 from steercap import CaptureHandle, CaptureRun, Manifest, save_run, stack
+from steercap.captures import npz
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.manifest import JOURNAL, TensorLayout, versions
 from steercap.captures.npz import FORMULAS
@@ -277,6 +278,62 @@ def test_an_npz_of_codes_is_decoded_by_what_it_says_alone(name, ranks, tmp_path)
     assert about["family"] == ("rademacher-philox4x64" if name.startswith("rp") else "")
     # full8's published formula rounds in another order: ties of the last rounding may fall to the other side
     np.testing.assert_array_max_ulp(whole, handle.captures[1].numpy(), maxulp=int(name == "full8"))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, ranks) for name in CODECS for ranks in (1, 2) if (name, ranks) != ("features", 2)]
+)  # SAEs read whole rows
+def test_an_npz_of_either_version_is_read_by_its_own_formula(name, ranks, version, tmp_path) -> None:
+    """Bit for bit what the handle decodes to: version 1 had the codec's own names, `zero + scale * q`, in full8 too."""
+    handle = coded(name, ranks, seed=7)
+    path = handle.save_npz(tmp_path / "a.npz")
+    if version == 1:
+        with np.load(path) as found:
+            arrays = {one: found[one] for one in found}
+        (rows,) = handle.coded.values()
+        arrays = {one: array for one, array in arrays.items() if not one.startswith("neurons.")}
+        parts = {**rows.parts, **rows.constants}
+        arrays |= {f"neurons.1.{one}": (part.float() if name == "fp8" else part).numpy() for one, part in parts.items()}
+        about = json.loads(str(arrays["about"]))
+        about["version"] = 1
+        about["points"]["neurons.1"]["dtypes"] = {one: str(part.dtype)[6:] for one, part in parts.items()}
+        np.savez(path, **(arrays | {"about": np.array(json.dumps(about))}))
+    assert set(npz.read(path)) == {"neurons.1"}
+    assert torch.equal(npz.read(path)["neurons.1"], handle.captures[1])
+
+
+def test_an_npz_of_rows_is_read_as_they_were(tmp_path) -> None:
+    for handle in (a_handle(dtype=torch.bfloat16), a_handle(dtype=torch.float16), sharded()):
+        found = npz.read(handle.save_npz(tmp_path / "a.npz"))
+        assert set(found) == {f"{point.site}.{point.layer}" for point in handle.points}
+        for point in handle.points:
+            known = torch.cat(list(handle.captures.shards(*point)), dim=1)
+            assert torch.equal(found[f"{point.site}.{point.layer}"], known)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 3}, "is of version 3; this reads versions 1 to 2"),
+        ({"points": {"neurons.1": {"codec": "rp9"}}}, "holds something that does not fit"),
+        ({"points": 3}, "holds something that does not fit"),
+    ],
+)
+def test_an_npz_of_another_version_or_form_is_refused(change, says, tmp_path) -> None:
+    path = coded("full8").save_npz(tmp_path / "a.npz")
+    with np.load(path) as found:
+        arrays = {one: found[one] for one in found}
+    about = json.loads(str(arrays["about"])) | change
+    np.savez(path, **(arrays | {"about": np.array(json.dumps(about))}))
+    with pytest.raises(InvalidFile, match=says):
+        npz.read(path)
+    np.savez(path, **{one: array for one, array in arrays.items() if one != "neurons.1.scale"})
+    with pytest.raises(InvalidFile, match=r"there is no 'neurons\.1\.scale'"):
+        npz.read(path)
+    np.savez(path, **{one: array for one, array in arrays.items() if one != "about"})
+    with pytest.raises(InvalidFile, match="has no 'about', and is no file of save_npz"):
+        npz.read(path)
 
 
 def decoded_by_hand(name: str, parts: dict[str, np.ndarray], width: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import replace
@@ -16,12 +17,12 @@ from steercap.captures.attention import RecordedAttention
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
 from steercap.captures.rows import Captures, Found
-from steercap.captures.site_codecs import SiteCodecs
+from steercap.captures.site_codecs import SiteCodecs, encoded
 from steercap.core.attention import AttentionRule
 from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
-from steercap.errors import InvalidSelection, InvalidSetting, InvalidSpec, SteercapError
+from steercap.errors import InvalidFile, InvalidSelection, InvalidSetting, InvalidSpec, SteercapError
 from steercap.server.recording import RecordSettings
 
 WIDTH, NEURONS = 96, 320
@@ -255,3 +256,58 @@ def test_options_of_the_command_are_checked_before_an_engine_starts(
     result = call("serve", "/no/such/model", "--port", "0", *line.split())
     assert result.exit_code == expected[0], result.output
     assert expected[1] in re.sub(r"[\s│]+", " ", result.output)
+
+
+def test_settings_come_back_from_their_file(tmp_path) -> None:
+    """With seeds, raw sites and attention; and stand for themselves among other sites."""
+    codecs = SiteCodecs.parse(["resid_post=rp8,k=64,seed=3", "z", "neurons=topk8", "attention=8"])
+    path = codecs.save(tmp_path / "codecs.json", model="m")
+    assert SiteCodecs.load(path) == codecs
+    assert json.loads(path.read_text())["sites"] == [
+        "resid_post=rp8,k=64,seed=3",
+        "z=raw",
+        "neurons=topk8,k=64",
+        "attention=8",
+    ]
+    assert SiteCodecs.parse([f"@{path}", "attn_out=int4"]).sites == ("resid_post", "z", "neurons", "attn_out", "q", "k")
+    with pytest.raises(InvalidSpec, match="the codec of 'z' is given already"):
+        SiteCodecs.parse([f"@{path}", "z=full8"])
+    assert codecs.coding_of(["neurons"]) == Coding("topk8", 64)
+    with pytest.raises(InvalidSpec, match=r"sites of different codecs, z: raw; neurons: topk8\(k=64\)"):
+        codecs.coding_of(["z", "neurons"])
+    with pytest.raises(SteercapError, match="no codec is settled for 'neuron'; did you mean 'neurons'"):
+        codecs.coding_of(["neuron"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "missing required field `sites`"),
+        ("[1", "cannot be read as settings of codecs, a JSON object"),
+        ('{"sites": ["z"], "kind": "other"}', "is of kind 'other', version 1; this reads 'site codecs', version 1"),
+        ('{"sites": ["z"], "version": 2}', "is of kind 'site codecs', version 2"),
+        ('{"sites": ["z"], "more": 2}', "unknown field `more`"),
+        ('{"sites": ["z=rp9"]}', "holds settings that do not fit: unknown codec 'rp9'"),
+        ('{"sites": []}', "no site is given"),
+        ('{"sites": ["@codecs.json"]}', "names another file, '@codecs.json'"),
+        ("", "it is empty"),
+    ],
+)
+def test_a_file_of_other_settings_is_refused(text, says, tmp_path) -> None:
+    path = tmp_path / "codecs.json"
+    path.write_text(text)
+    for read in (SiteCodecs.load, lambda path: SiteCodecs.parse([f"@{path}"])):
+        with pytest.raises(InvalidFile, match=r"codecs\.json") as told:
+            read(path)
+        assert says in str(told.value)
+    with pytest.raises(InvalidFile, match=r"did you mean 'codecs\.json'"):
+        SiteCodecs.load(tmp_path / "codec.json")
+
+
+def test_rows_that_indices_cannot_name_are_refused() -> None:
+    """Indices are of 16 bits, and would begin again at 0."""
+    with pytest.raises(
+        InvalidSpec, match=r"topk8\(k=4\) takes rows of at most 65,536 elements, and these are 65537 of"
+    ):
+        encoded(torch.ones(1, 65_537), Coding("topk8", 4))
+    assert encoded(torch.ones(1, 65_536), Coding("topk8", 4)).decoded().sum() == 4

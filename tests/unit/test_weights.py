@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from steercap.core.spec import Point
+from steercap.errors import InvalidSpec
+from steercap.kernels.codecs.random_projection import signs
 from steercap.lab.mechanism.weights.layouts import LAYOUTS
 from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.testing import Reference, tiny_checkpoint
@@ -91,6 +93,38 @@ class Seen:
 
     def input(self, name):
         return self.inputs[name].flatten(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("family", TINY.values())
+def test_contributions_of_heads_are_projections_of_what_each_writes(family) -> None:
+    """Of each head by a product of its own; together, with the bias, the projection of the module's output."""
+    path = tiny_checkpoint(family)
+    seen, block = Seen(path), ModelWeights.open(path).attention_block(LAYER)
+    z = seen.input(seen.family.attn_proj).unflatten(1, (block.heads, -1))
+    found = block.contributions(z, k=16, seed=3)
+    matrix = signs(16, len(block.output[0]), 3).double() / 4
+    for head in range(block.heads):
+        own = slice(head * z.shape[2], (head + 1) * z.shape[2])
+        near(found[:, head].double(), z[:, head].double() @ block.output[0][:, own].double().T @ matrix.T)
+    bias = 0 if block.output[1] is None else block.output[1]
+    written = seen.output(seen.family.attn_proj) - bias
+    near(found.sum(1), (written.double() @ matrix.T).float())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"z": torch.ones(2, 3, 5)}, r"z=\(2, 3, 5\); give rows at the site z, \[rows, \d+, \d+\] of floats"),
+        ({"z": [1.0]}, r"z=\[1.0\]; give rows"),
+        ({"k": 0}, "k=0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_contributions_of_other_rows_are_refused(given, says) -> None:
+    block = ModelWeights.open(tiny_checkpoint("llama")).attention_block(LAYER)
+    z = torch.ones(2, block.heads, block.output[0].shape[1] // block.heads)
+    with pytest.raises(InvalidSpec, match=says):
+        block.contributions(**({"z": z} | given))
 
 
 @pytest.mark.parametrize("family", TINY.values())

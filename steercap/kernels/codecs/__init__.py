@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from steercap.core.registry import Registry
 from steercap.core.schema import LINE_BYTES, RAW, Coding, PointSchema, RecordShape, record_shape
@@ -19,6 +19,9 @@ from steercap.errors import InvalidSpec, UnknownName
 
 if TYPE_CHECKING:
     import torch
+
+#: Maximum number of elements that 16-bit indices can address.
+MOST_INDEXED: Final = 1 << 16
 
 
 class Reading(Protocol):

@@ -53,6 +53,12 @@ class CodedRows:
         return self._codec.seeded
 
     @property
+    def matrix(self) -> torch.Tensor | None:
+        """Matrix that rows of elements were multiplied with, float32 [k, width]; None if elements are kept."""
+        signs = self._codec.matrix(self.schema.width, self.coding)
+        return None if signs is None else signs * self.coding.k**-0.5
+
+    @property
     def is_read(self) -> bool:
         """True if SAE features are kept instead of elements of the model's rows."""
         return self.codec == FEATURES

@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
+from steercap.core.spec import CaptureSpec
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec
+from steercap.kernels.codecs import codec_of
+from steercap.kernels.codecs.random_projection import signs
 from steercap.lab.mechanism.weights.blocks import AttentionWeights, FrozenNorm, Linear, reading, writing
 from steercap.lab.mechanism.weights.files import TensorFiles
 
@@ -84,6 +89,34 @@ class AttentionBlock:
         """
         values = self._shared(self._headed(rows, self.value, None)).flatten(1)
         return self.factor * _normed(self.post, _projected(values, self.output))
+
+    def contributions(
+        self, z: Float[torch.Tensor, "rows heads head_dim"], k: int = 128, seed: int = 0
+    ) -> Float[torch.Tensor, "rows heads k"]:
+        """Project each head's contribution to the block's output, its z through its part of the last projection, to k
+        numbers; without the bias, and before the norm behind the block and the factor.
+
+        They are projections as `rp8` keeps them of rows of the stream with the same k and seed, unrounded: their sum
+        over heads is that of the whole contribution, and products with a projected direction estimate how far a head
+        writes it.
+
+        Args:
+            z: rows at the site `z`, of any floating dtype.
+            k: numbers of each head.
+            seed: seed of the random signs.
+
+        Raises:
+            InvalidSpec: rows of another shape, or k or seed that are no such numbers.
+        """
+        wanted = (self.heads, self.output[0].shape[1] // self.heads)
+        if not isinstance(z, torch.Tensor) or tuple(z.shape[1:]) != wanted or not z.is_floating_point():
+            had = tuple(z.shape) if isinstance(z, torch.Tensor) else shown(z)
+            raise InvalidSpec(f"z={had}; give rows at the site z, [rows, {wanted[0]}, {wanted[1]}] of floats")
+        coding = codec_of("rp8", CaptureSpec(codec="rp8", k=k).k, CaptureSpec(codec="rp8", seed=seed).seed)
+        drawn = signs(coding.k, len(self.output[0]), coding.seed) * coding.k**-0.5
+        through = (drawn @ self.output[0]).unflatten(1, wanted)
+        found: torch.Tensor = torch.einsum("rnd,knd->rnk", z.float(), through)
+        return found
 
     def folded(self) -> AttentionWeights:
         """Return the block as linear maps of directions, norms folded in."""

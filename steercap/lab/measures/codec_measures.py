@@ -1,0 +1,229 @@
+"""Measures of rows that a codec kept against the raw rows: ranks of neurons, probes, directions, cosines, SAEs.
+
+Everything is float64 on the host. Rows that are projected are compared in the space of the projection: directions and
+probes are projected too. A measure that a codec's rows do not allow is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from steercap.captures.site_codecs import encoded
+from steercap.core.schema import Coding
+from steercap.core.spec import Point
+from steercap.saes.encoder import Encoder
+from steercap.saes.sae import SAE
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+#: Rows whose pairs give the error of a cosine, and the folds of texts of a probe.
+PAIRED: Final = 256
+FOLDS: Final = 4
+#: Ridge of a probe, as a share of the mean square of its centred texts.
+RIDGE: Final = 0.1
+#: Share of the greatest variance below which a principal direction is rounding alone.
+MINOR: Final = 1e-9
+#: Greatest code of 8 bits with a sign.
+CODES: Final = 127
+#: Features, active features, steps and rows of a step of an SAE that is trained for a check.
+FEATURES: Final = 512
+ACTIVE: Final = 16
+STEPS: Final = 300
+BATCH: Final = 256
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedRows:
+    """Rows of one point as a codec gives them back.
+
+    Args:
+        rows: decoded rows, [rows, width], or [rows, k] if they are projected.
+        bytes: bytes of a row in the codec.
+        matrix: matrix of the projection, [k, width]; None if elements are kept.
+    """
+
+    rows: Floats
+    bytes: int = 0
+    matrix: Floats | None = None
+
+    @staticmethod
+    def of(raw: torch.Tensor, coding: Coding) -> CheckedRows:
+        """Encode and decode raw rows, [rows, *shape of the point]."""
+        found = encoded(raw, coding)
+        if isinstance(found, torch.Tensor):
+            return CheckedRows(_floats(found.flatten(1)), found.nbytes // len(found))
+        matrix = None if found.matrix is None else _floats(found.matrix)
+        return CheckedRows(_floats(found.decoded().flatten(1)), found.nbytes // len(found), matrix)
+
+    def into(self, vectors: Floats) -> Floats:
+        """Return vectors, [n, width], in the space of the rows."""
+        return vectors if self.matrix is None else vectors @ self.matrix.T
+
+
+def _floats(tensor: torch.Tensor) -> Floats:
+    return cast("Floats", tensor.double().numpy())
+
+
+def correlation(ours: Floats, theirs: Floats) -> float:
+    """Return Pearson's correlation; of numbers that are all equal, 1 if the others are the same numbers, else 0."""
+    if np.array_equal(ours, theirs):
+        return 1.0
+    mine, other = ours - ours.mean(), theirs - theirs.mean()
+    lengths = float(np.linalg.norm(mine) * np.linalg.norm(other))
+    return float(mine @ other) / lengths if lengths > 0 else 0.0
+
+
+def ranks(values: Floats) -> Floats:
+    """Return the ranks of numbers, [n], from 0; equal numbers share the mean of their ranks."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = counts.cumsum()
+    return (ends - (counts + 1) / 2)[which]
+
+
+def neuron_ranks(raw: CheckedRows, kept: CheckedRows) -> float | None:
+    """Return Spearman's correlation of the mean absolute elements; None if elements are not kept."""
+    if kept.matrix is not None:
+        return None
+    return correlation(ranks(np.abs(raw.rows).mean(axis=0)), ranks(np.abs(kept.rows).mean(axis=0)))
+
+
+def cosines_with(rows: CheckedRows, directions: Floats) -> Floats:
+    """Return the cosine of each row with each direction, [directions, width]: [rows, directions]; 0 for a row of 0."""
+    return _unit(rows.rows) @ _unit(rows.into(directions)).T
+
+
+def _unit(rows: Floats) -> Floats:
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return cast("Floats", rows / np.where(norms > 0, norms, 1))
+
+
+def cosine_error(raw: CheckedRows, kept: CheckedRows, seed: int) -> float:
+    """Return the root mean square error of the cosines of all pairs of at most `PAIRED` rows."""
+    count = len(raw.rows)
+    drawn = np.random.default_rng(seed).permutation(count)[:PAIRED]
+    ours, theirs = _unit(raw.rows[drawn]), _unit(kept.rows[drawn])
+    apart = (ours @ ours.T - theirs @ theirs.T)[np.triu_indices(len(drawn), 1)]
+    return float(np.sqrt(np.square(apart).mean()))
+
+
+def rounding(raw: CheckedRows, kept: CheckedRows) -> tuple[float, float]:
+    """Compare projections with those before rounding, and with a step of each number in place of one of each group.
+
+    Steps of each number are frozen from the first half of the rows; both codes are compared on the second half, where
+    numbers beyond the steps are clipped. The first number is of all rows.
+
+    Returns:
+        The least cosine of a row, as it is kept and with a step for each number.
+    """
+    assert kept.matrix is not None, "rows are projected"
+    exact = raw.rows @ kept.matrix.T
+    known, rest = np.array_split(exact, 2)
+    step = np.abs(known).max(axis=0) / CODES
+    step = np.where(step > 0, step, 1)
+    frozen = np.rint(rest / step).clip(-CODES, CODES) * step
+    return _least_cosine(exact, kept.rows), _least_cosine(rest, frozen)
+
+
+def _least_cosine(ours: Floats, theirs: Floats) -> float:
+    return float((_unit(ours) * _unit(theirs)).sum(axis=1).min())
+
+
+def text_means(rows: Floats, texts: npt.NDArray[np.int64]) -> Floats:
+    """Return the mean row of each text, [texts, width], by the number of each row's text, ascending from 0."""
+    starts = np.searchsorted(texts, np.arange(texts[-1] + 1))
+    sums = np.add.reduceat(rows, starts, axis=0)
+    return sums / np.bincount(texts)[:, None]
+
+
+def concept_scores(
+    rows: Floats, texts: npt.NDArray[np.int64], labels: Floats, *, means: bool = False
+) -> tuple[Floats, Floats]:
+    """Score rows by a probe of texts that it was not fitted to: ridge regression of labels on the texts' mean rows.
+
+    Args:
+        rows: [rows, width].
+        texts: number of each row's text, ascending from 0.
+        labels: one number for each text.
+        means: True to score the mean row of each text in place of all rows.
+
+    Returns:
+        Scores, [rows] or [texts], and those of the texts' means, [texts].
+    """
+    centres = text_means(rows, texts)
+    fold = np.empty(len(labels), dtype=np.int64)
+    fold[np.argsort(labels, kind="stable")] = np.arange(len(labels)) % FOLDS
+    scored, of_texts = np.empty(len(labels) if means else len(rows)), np.empty(len(labels))
+    for number in range(FOLDS):
+        held = fold == number
+        centre, offset, weight = _ridge(centres[~held], labels[~held])
+        of_texts[held] = (centres[held] - centre) @ weight + offset
+        if not means:
+            own = held[texts]
+            scored[own] = (rows[own] - centre) @ weight + offset
+    return (of_texts if means else scored), of_texts
+
+
+def _ridge(rows: Floats, labels: Floats) -> tuple[Floats, float, Floats]:
+    """Fit a ridge regression; return centre, offset and weights."""
+    centre, offset = rows.mean(axis=0), float(labels.mean())
+    gram = (rows - centre) @ (rows - centre).T
+    penalty = RIDGE * np.trace(gram) / len(gram)
+    solved = np.linalg.solve(gram + max(penalty, 1e-30) * np.eye(len(gram)), labels - offset)
+    return centre, offset, (rows - centre).T @ solved
+
+
+def explained(sae: SAE, raw: Floats, kept: Floats) -> float:
+    """Return the share of the raw rows' variance that an SAE explains from the kept rows; 0 if they do not vary."""
+    given = torch.from_numpy(kept).float()
+    found = _floats(sae.decode(sae.encode(given), given))
+    spread = float(np.square(raw - raw.mean(axis=0)).sum())
+    return 1 - float(np.square(raw - found).sum()) / spread if spread > 0 else 0.0
+
+
+def features_of(sae: SAE, rows: Floats, texts: npt.NDArray[np.int64]) -> Floats:
+    """Return the mean activations of each text, [texts, d_sae], a text at a time."""
+    starts = [*np.searchsorted(texts, np.arange(texts[-1] + 1)), len(texts)]
+    parts = (torch.from_numpy(rows[first:last]).float() for first, last in pairwise(starts))
+    return np.stack([_floats(sae.encode(part)).mean(axis=0) for part in parts])
+
+
+def trained_sae(rows: Floats, point: Point, seed: int) -> SAE:
+    """Train a small top-k SAE on rows, [rows, width], deterministically for a seed on one machine."""
+    width, generator = rows.shape[1], torch.Generator().manual_seed(seed)
+    whole = torch.from_numpy(rows).float()
+    centre = whole.mean(dim=0)
+    scale = float((whole - centre).square().mean().sqrt()) or 1.0
+    whole = (whole - centre) / scale
+    decoder = torch.nn.functional.normalize(torch.randn(FEATURES, width, generator=generator), dim=1)
+    weight, bias, shift = decoder.T.clone(), torch.zeros(FEATURES), torch.zeros(width)
+    trainable = [tensor.requires_grad_() for tensor in (decoder, weight, bias, shift)]
+    optimiser = torch.optim.Adam(trainable, lr=1e-3)
+    for _ in range(STEPS):
+        batch = whole[torch.randint(len(whole), (min(BATCH, len(whole)),), generator=generator)]
+        kept = (batch @ weight + bias).topk(ACTIVE, dim=1)
+        active = torch.zeros(len(batch), FEATURES).scatter(1, kept.indices, kept.values.relu())
+        loss = (active @ decoder + shift - batch).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    decoder, weight, bias, shift = (tensor.detach() for tensor in trainable)
+    encoder = Encoder(weight / scale, bias, shift=centre, k=ACTIVE)
+    return SAE(encoder, decoder * scale, centre + scale * shift, point, point, "topk")
+
+
+def principal(rows: Floats, count: int) -> Mapping[str, Floats]:
+    """Return the first principal directions of rows by name, pc1 first: unit vectors, [width]."""
+    centred = rows - rows.mean(axis=0)
+    gram = centred @ centred.T if len(rows) < rows.shape[1] else centred.T @ centred
+    values, vectors = np.linalg.eigh(gram)
+    order = np.argsort(-values)[:count]
+    best = vectors[:, order[values[order] > MINOR * values.max()]]
+    along = best.T @ centred if len(rows) < rows.shape[1] else best.T
+    return {f"pc{number}": one for number, one in enumerate(_unit(along), 1)}
