@@ -182,6 +182,7 @@ class _Rollouts:
                 concurrent=self.concurrent,
                 progress=partial(self.tell, one.name),
             )
+            self.tell(one.name, "answers", len(results.answers), len(results.answers))  # those of a call before, too
             values = zip(results.values["minilm"], results.values["refusal"], strict=True)
             verdicts = [Verdict(None if math.isnan(score) else score, bool(refused)) for score, refused in values]
             minilm = save_tables(folder, "minilm", results, one.conditions, verdicts)
@@ -211,6 +212,7 @@ class _Rollouts:
         finally:
             kept.flush()
         kept.join()
+        self.tell(one.name, "judge", len(results.answers), len(results.answers))
         return [kept.rows[answer.number] for answer in results.answers]
 
 
