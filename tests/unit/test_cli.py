@@ -64,6 +64,7 @@ COMMANDS = [
     ["persona", "cap"],
     ["sweep"],
     ["evaluate"],
+    ["rollouts"],
     ["analyse"],
     ["compare"],
     ["inspect"],

