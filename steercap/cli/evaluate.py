@@ -178,6 +178,8 @@ def check_rollouts(settings: RolloutFile, out: Path, model: ModelOptions) -> tup
     from steercap.lab.measures.scores.minilm import encoder_folder
     from steercap.lab.studies.rollouts import checked_sets
 
+    model.require_there()
+    check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
     require("evaluation")
     encoder_folder()
     sites = dict[str, None]()
@@ -274,22 +276,19 @@ def register(app: typer.Typer) -> None:
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for a folder of each data set.")],
         config: Annotated[
-            Path, typer.Argument(exists=True, dir_okay=False, metavar="YAML", help="Data sets, vectors and settings.")
+            Path, typer.Argument(exists=True, dir_okay=False, metavar="YAML", help="Data sets, vectors.")
         ],
         max_tokens: MaxTokens = None,
         temperature: Temperature = None,
         samples: Samples = None,
         seed: Seed = None,
     ) -> None:
-        """Ask the questions of many data sets under vectors at unit length times each scale and at the learned length,
-        and score the answers with a classifier of each data set and a judge. Tables of each data set go to its folder
-        in --out. Finished work is kept; the same call resumes interrupted rollouts.
+        """Ask the questions of many data sets under vectors at fixed lengths and at the learned one, scored by a
+        classifier of each data set and a judge. Tables go to a folder of each data set; the same call resumes.
         """
-        flags = {"max_tokens": max_tokens, "temperature": temperature, "samples": samples, "seed": seed}
-        model.require_there()
         folder_ready(out)
+        flags = {"max_tokens": max_tokens, "temperature": temperature, "samples": samples, "seed": seed}
         settings = read_rollouts(config, flags)
-        check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
         sites = check_rollouts(settings, out, model)
         async with opened(model, terminal, sites=sites) as open_model:
             found = await rolled(open_model, settings, out, terminal)

@@ -30,7 +30,14 @@ from steercap.lab.measures.trait import PLACES
 from steercap.lab.studies.evaluation import Evaluation, evaluate
 from steercap.lab.studies.evaluation.methods import rollout_methods, scaled_name
 from steercap.lab.studies.evaluation.results import EvaluationResults
-from steercap.lab.studies.rollout_tables import JudgeRow, RolloutSummary, Verdict, save_judge_scores, save_tables
+from steercap.lab.studies.rollout_tables import (
+    ConditionScore,
+    JudgeRow,
+    RolloutSummary,
+    Verdict,
+    save_judge_scores,
+    save_tables,
+)
 from steercap.lab.studies.store import Table, folder_of
 
 if TYPE_CHECKING:
@@ -186,13 +193,15 @@ class _Rollouts:
             values = zip(results.values["minilm"], results.values["refusal"], strict=True)
             verdicts = [Verdict(None if math.isnan(score) else score, bool(refused)) for score, refused in values]
             minilm = save_tables(folder, "minilm", results, one.conditions, verdicts)
-            if self.judge is None:
-                return RolloutSummary(one.name, minilm, None)
-            rows = await self._judged(self.judge, one, results)
-            save_judge_scores(folder, results, one.conditions, rows)
-            verdicts = [Verdict(row.score, row.refused) for row in rows]
-            judged = save_tables(folder, "judge", results, one.conditions, verdicts)
-            return RolloutSummary(one.name, minilm, judged)
+            judged = None if self.judge is None else await self._judge(self.judge, one, results)
+        return RolloutSummary(one.name, minilm, judged)
+
+    async def _judge(self, judge: Judge, one: RolloutSet, results: EvaluationResults) -> dict[str, ConditionScore]:
+        """Have the answers of a data set judged, and write the judge's tables."""
+        rows = await self._judged(judge, one, results)
+        save_judge_scores(self.out / one.name, results, one.conditions, rows)
+        verdicts = [Verdict(row.score, row.refused) for row in rows]
+        return save_tables(self.out / one.name, "judge", results, one.conditions, verdicts)
 
     async def _judged(self, judge: Judge, one: RolloutSet, results: EvaluationResults) -> list[JudgeRow]:
         """Return the judgement of each answer, asking for those that are missing, of one data set at a time."""

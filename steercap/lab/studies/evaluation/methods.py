@@ -218,8 +218,7 @@ def rollout_methods(
     Args:
         trained: trained vector at one or more layers, to which it is added at once.
         averaged: difference of means, at the same site and layers.
-        scales: lengths of what is added, in the units of the stream; negative ones are of the opposite direction. An
-            empty list leaves the learned length alone.
+        scales: lengths of what is added, in the units of the stream; negative for the opposite direction. May be empty.
         layers: some of the layers; all by default.
         tokens: tokens to steer.
 
