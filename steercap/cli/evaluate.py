@@ -170,10 +170,8 @@ def check_rollouts(settings: RolloutFile, out: Path, model: ModelOptions) -> tup
     """Check that rollouts can be run, and return the sites that they edit.
 
     Raises:
-        MissingExtra, ModelNotLoaded: the extra "evaluation" or the sentence encoder is not installed.
-        InvalidSpec: no data set, one twice, or one without what it needs.
-        RunDiffers, InvalidFile: a folder holds another evaluation.
-        The errors of `SteeringSpec` against a model.
+        ModelNotLoaded: the model or the sentence encoder is not there.
+        InvalidSpec: no data set, one twice, or one without what it needs; and the errors of `check_conditions`.
     """
     from steercap.lab.measures.scores.minilm import encoder_folder
     from steercap.lab.studies.rollouts import checked_sets

@@ -31,7 +31,15 @@ from steercap.cli.evaluation_file import read_rollouts
 from steercap.cli.tables import rollouts_table
 from steercap.cli.terminal import Output, Terminal
 from steercap.core.tokens import TokenSelection
-from steercap.errors import InvalidRequest, InvalidSetting, InvalidSpec, InvalidVector, LayerOutOfRange, RunDiffers
+from steercap.errors import (
+    InvalidFile,
+    InvalidRequest,
+    InvalidSetting,
+    InvalidSpec,
+    InvalidVector,
+    LayerOutOfRange,
+    RunDiffers,
+)
 from steercap.files.folder import locked
 from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.studies.evaluation import Evaluation, Method
@@ -435,6 +443,7 @@ async def test_wrong_calls_ask_nothing(tmp_path) -> None:
         ([data_set(), "warm"], None, "sets hold 'warm'"),
         ([data_set(), data_set("b", rubric="")], judge(), "'b' has no rubric"),
         ([], None, "no data set"),
+        (data_set(), None, "give a list or a generator"),
         ([data_set()], "gpt", "judge='gpt'"),
     ]:
         with pytest.raises(InvalidSpec, match=says):
@@ -532,3 +541,19 @@ def test_a_file_that_does_not_fit_is_an_error_before_an_engine_starts(old: str, 
     assert done.exit_code == 1, done.output
     assert re.search(says, " ".join(done.stderr.split())), done.stderr
     assert not (here / "x").exists()
+
+
+async def test_files_of_something_else_are_errors_that_name_them(tmp_path) -> None:
+    """Of another version, or another program: a definition, answers, judgements; none is overwritten."""
+    asking = judge()
+    await run_rollouts(FakeModel(), [data_set()], out=tmp_path, judge=asking)
+    (replies,) = (tmp_path / "warm" / "judgements").glob("*/*.parquet")
+    for path in (replies, *(tmp_path / "warm" / "answers").iterdir(), tmp_path / "warm" / "evaluation.json"):
+        kept = path.read_bytes()
+        for other in (b"", b"{}", b"PAR1", kept[: len(kept) // 2]):
+            path.write_bytes(other)
+            with pytest.raises(InvalidFile, match=re.escape(path.name)):
+                await run_rollouts(FakeModel(), [data_set()], out=tmp_path, judge=asking)
+            assert path.read_bytes() == other
+        path.write_bytes(kept)
+    await run_rollouts(FakeModel(calls=0), [data_set()], out=tmp_path, judge=asking)

@@ -231,6 +231,8 @@ def checked_sets(sets: Iterable[RolloutSet], judge: Judge | None) -> Iterator[Ro
     Raises:
         InvalidSpec: as for `run_rollouts`.
     """
+    if not isinstance(sets, Iterable):
+        raise InvalidSpec(f"run_rollouts: sets={shown(sets)}; give a list or a generator of RolloutSets")
     known = set[str]()
     for one in sets:
         if not isinstance(one, RolloutSet):
