@@ -10,7 +10,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from steercap.core.spec import Point
-    from steercap.lab.studies.rollout_tables import ConditionScore, RolloutSummary
+    from steercap.lab.studies.rollout_tables import RolloutSummary, VariantScore
     from steercap.steering.directions import DirectionSet
 
 #: Bar segments of 0 to 8 eighths of a character cell.
@@ -186,17 +186,17 @@ def _strength(cosine: float) -> str:
 
 
 def rollouts_table(found: Sequence[RolloutSummary]) -> Table:
-    """Return a table with a row per condition: means over the data sets that have a score, and all refusals."""
+    """Return a table with a row per variant: means over the data sets that have a score, and all refusals."""
     scorers = ["minilm", *(["judge"] if any(one.judge for one in found) else [])]
-    heads = [f"{scorer}{what}" for scorer in scorers for what in ("", " refused")]
-    table = titled(f"mean over {len(found):,} data sets", ["condition", *heads], words=["condition"])
-    for condition in dict.fromkeys(name for one in found for name in one.minilm):
+    heads = [f"{scorer}{what}" for scorer in scorers for what in ("", " refusals")]
+    table = titled(f"mean over {len(found):,} data sets", ["variant", *heads], words=["variant"])
+    for variant in dict.fromkeys(name for one in found for name in one.minilm):
         cells = list[str]()
         for scorer in scorers:
-            means: list[dict[str, ConditionScore]] = [getattr(one, scorer) for one in found]
-            scores = [own[condition] for own in means if condition in own]
-            known = [one.score for one in scores if one.score is not None]
-            cells.append(f"{sum(known) / len(known):.1f}" if known else "")
-            cells.append(f"{sum(one.refused for one in scores):,} of {sum(one.answers for one in scores):,}")
-        table.add_row(condition, *cells)
+            means: list[dict[str, VariantScore]] = [getattr(one, scorer) for one in found]
+            scores = [own[variant] for own in means if variant in own]
+            known = [one.mean for one in scores if one.mean is not None]
+            cells.append(f"{sum(known) / len(known):.3g}" if known else "")
+            cells.append(f"{sum(one.refusals for one in scores):,}")
+        table.add_row(variant, *cells)
     return table

@@ -230,7 +230,7 @@ async def test_rollouts_write_what_transformers_writes_with_these_vectors(smol, 
     sets, rows = [], {}
     for at, name in enumerate(("one", "two")):
         trained, averaged = (LayerVectors({LAYER: 47.4758 * vector(576, seed=at + more)}) for more in (10, 20))
-        rows[name] = {"trained": trained[LAYER].numpy(), "averaged": averaged[LAYER].numpy() / 3}
+        rows[name] = {"trained": trained[LAYER].numpy(), "activation": averaged[LAYER].numpy() / 3}
         methods = rollout_methods(trained, LayerVectors({LAYER: averaged[LAYER] / 3}), scales=[100, -100])
         sampling = {"max_tokens": 8, **GREEDY}
         evaluation = Evaluation(methods=methods, questions=["Name a colour.", f"What is {name}?"], sampling=sampling)

@@ -9,7 +9,6 @@ import math
 import random
 import re
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,7 +140,7 @@ def test_doses_are_unit_vectors_at_each_length_and_at_the_one_learned() -> None:
     methods = rollout_methods(trained, averaged)
     assert tuple(sorted(SCALES)) == tuple(at for at in range(-1000, 1001, 100) if at)
     wanted = {}
-    for name, own in (("trained", trained), ("averaged", averaged)):
+    for name, own in (("trained", trained), ("activation", averaged)):
         rows = {layer: own[layer].double().numpy() for layer in own}
         for scale in SCALES:
             wanted[f"{name}_scale_{scale}"] = {at: scale * row / np.linalg.norm(row) for at, row in rows.items()}
@@ -216,34 +215,46 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return parquet.read_table(path).to_pylist()
 
 
-def check_tables(folder: Path, scorer: str, rows: Sequence[dict[str, Any]], conditions: int) -> None:
-    """Compare the table by question and the summary with means and counts of the rows of answers."""
+def stats(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a table says of some answers: numbers in NumPy, counts by hand."""
+    scores = np.array([row["score"] for row in rows if row["score"] is not None])
+    found: dict[str, Any] = dict.fromkeys(("mean", "std", "min", "max"))
+    if len(scores):
+        found = {"mean": np.mean(scores), "std": np.std(scores), "min": np.min(scores), "max": np.max(scores)}
+    refusals = sum(row["refused"] for row in rows)
+    silent = sum(row["score"] is None for row in rows if not row["refused"])
+    return {**found, "count": len(scores), "refusals": refusals, "missing": silent}
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return all(
+        found[key] is None if value is None else found[key] == pytest.approx(value, abs=1e-5)
+        for key, value in wanted.items()
+    )
+
+
+def check_tables(folder: Path, scorer: str, rows: Sequence[dict[str, Any]], variants: int) -> None:
+    """Compare the table by question and the summary with numbers and counts of the rows of answers."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["condition"], row["question_index"]), []).append(row)
-    table = {
-        (row["condition"], row["question_index"]): row for row in rows_of(folder / f"{scorer}_per_question.parquet")
-    }
-    assert table.keys() == groups.keys()
-    means: dict[str, list[float]] = {condition: [] for condition, _ in groups}
-    counts = {condition: Counter[str]() for condition in means}
-    for (condition, at), own in groups.items():
-        scores, row = [one["score"] for one in own if one["score"] is not None], table[condition, at]
-        found = {"answers": len(own), "scored": len(scores), "refused": sum(one["refused"] for one in own)}
-        assert {name: row[name] for name in found} == found
-        counts[condition].update(found)
-        if scores:
-            assert row["score"] == pytest.approx(np.mean(scores), abs=1e-4)
-            means[condition].append(float(np.mean(scores)))
-        else:
-            assert row["score"] is None
+        groups.setdefault((row["variant"], row["question_index"]), []).append(row)
+    table = rows_of(folder / f"{scorer}_per_question.parquet")
+    assert [(row["variant"], row["question_index"]) for row in table] == list(groups)
+    for row, own in zip(table, groups.values(), strict=True):
+        assert row["dataset"] == folder.name
+        assert same(row, stats(own)), (row, stats(own))
     summary = json.loads((folder / f"{scorer}_summary.json").read_text())
-    assert (summary["data_set"], summary["scorer"], len(summary["conditions"])) == (folder.name, scorer, conditions)
-    for condition, one in summary["conditions"].items():
-        assert {name: one[name] for name in counts[condition]} == counts[condition]
-        assert one["questions"] == len(means[condition])
-        expected = pytest.approx(np.mean(means[condition]), abs=1e-4) if means[condition] else None
-        assert one["score"] == expected
+    assert (summary["dataset"], len(summary["variant_summary"])) == (folder.name, variants)
+    for variant, one in summary["variant_summary"].items():
+        own = [row for row in rows if row["variant"] == variant]
+        assert same(one, stats(own)), (one, stats(own))
+        assert len(own) == one["count"] + one["missing"] + (one["refusals"] if scorer == "judge" else 0)
+
+
+def judged_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a judge, with the names that `stats` reads."""
+    found = rows_of(folder / "judge_scores.parquet")
+    return [{**row, "score": row["judge_score"], "refused": row["judge_refusal"]} for row in found]
 
 
 async def test_tables_of_a_data_set_are_those_of_the_oracle(tmp_path) -> None:
@@ -255,32 +266,40 @@ async def test_tables_of_a_data_set_are_those_of_the_oracle(tmp_path) -> None:
     assert len(answers) == 7 * 3 * 2  # without steering, and two vectors at two lengths and the learned one
     rows = [
         {
-            "condition": row["method"],
+            "variant": row["method"],
             "question_index": row["question"],
-            "score": None if chance is None else 100 * chance,
+            "score": chance,
             "refused": REFUSED in row["text"],
         }
         for row, chance in zip(answers, probabilities([row["text"] for row in answers]), strict=True)
     ]
     assert any(row["score"] is None for row in rows)
     check_tables(folder, "minilm", rows, 7)
-    judged = rows_of(folder / "judge_scores.parquet")
+    judged = judged_rows(folder)
+    scales = {
+        "none": None,
+        "trained_scale_100": 100,
+        "activation_scale_-100": -100,
+        "activation_scale_learned": 47.4758,
+    }
     for row, answer in zip(judged, answers, strict=True):
-        assert (row["condition"], row["question"], row["answer"]) == (
+        assert (row["variant"], row["question"], row["response"]) == (
             answer["method"],
             answer["prompt"],
             answer["text"],
         )
-        assert row["reply"] == replied(row["answer"])
-        assert row["refused"] == (REFUSED in row["answer"])
-        scored = row["answer"] and not row["refused"]
-        assert row["score"] == (len(row["answer"]) % 101 if scored else None)
+        assert (row["dataset"], row["rollout_index"]) == ("warm", answer["sample"])
+        assert row["judge_response"] == replied(row["response"])
+        assert row["refused"] == (REFUSED in row["response"])
+        scored = row["response"] and not row["refused"]
+        assert row["score"] == (len(row["response"]) % 101 if scored else None)
+        assert same(row, {"steering_scale": scales.get(row["variant"], row["steering_scale"])})
     check_tables(folder, "judge", judged, 7)
     norms = {name: one.norms for name, one in found.judge.items()}
     assert norms["none"] == {}
     assert norms["trained_scale_-100"]["3"] == pytest.approx(100)
-    assert norms["averaged_scale_learned"]["3"] == pytest.approx(47.4758)
-    assert sum(one.refused for one in found.judge.values()) == sum(row["refused"] for row in judged) > 0
+    assert norms["activation_scale_learned"]["3"] == pytest.approx(47.4758)
+    assert sum(one.refusals for one in found.judge.values()) == sum(row["refused"] for row in judged) > 0
 
 
 async def test_any_data_sets_add_up(tmp_path) -> None:
@@ -300,9 +319,7 @@ async def test_any_data_sets_add_up(tmp_path) -> None:
     assert model.most <= 3 * 2
     assert [one.name for one in found] == [one.name for one in sets]
     for one in sets:
-        check_tables(
-            tmp_path / one.name, "judge", rows_of(tmp_path / one.name / "judge_scores.parquet"), len(one.conditions)
-        )
+        check_tables(tmp_path / one.name, "judge", judged_rows(tmp_path / one.name), len(one.conditions))
     doses = [float(f"{dose:g}") for dose in sets[1].evaluation.methods[1].doses]
     assert list(found[1].minilm) == ["none", *(f"mean_scale_{dose:g}" for dose in doses)]
     assert list(found[0].minilm) == ["none", "mean"]
@@ -319,11 +336,11 @@ async def test_scores_that_are_all_missing_are_a_column_of_numbers(tmp_path) -> 
 
     always.run = refuse
     (found,) = await run_rollouts(always, [data_set(evaluation=talks)], out=tmp_path, judge=judge())
-    for name in ("judge_scores", "judge_per_question"):
-        column = parquet.read_table(tmp_path / "warm" / f"{name}.parquet").column("score")
+    for name, label in (("judge_scores", "judge_score"), ("judge_per_question", "mean")):
+        column = parquet.read_table(tmp_path / "warm" / f"{name}.parquet").column(label)
         assert (str(column.type), column.to_pylist()) == ("double", [None])
     one = found.judge["none"]
-    assert (one.score, one.low, one.questions, one.answers, one.scored, one.refused) == (None, None, 0, 1, 0, 1)
+    assert (one.mean, one.low, one.count, one.refusals, one.missing) == (None, None, 0, 1, 0)
 
 
 # Resumption, memory
@@ -368,7 +385,7 @@ async def test_more_doses_texts_and_judges_ask_for_what_is_missing(tmp_path) -> 
     turned = data_set(evaluation=evaluation, positive=COLD, negative=WARM)
     (other,) = await run_rollouts(FakeModel(calls=0), [turned], out=tmp_path)
     for name, one in other.minilm.items():
-        assert one.score == pytest.approx(100 - more.minilm[name].score, abs=1e-3)
+        assert one.mean == pytest.approx(1 - more.minilm[name].mean, abs=1e-5)
     _ = judge()
     (again,) = await run_rollouts(
         FakeModel(calls=0), [data_set(rubric=RUBRIC + "!", evaluation=evaluation)], out=tmp_path, judge=judge()
@@ -512,8 +529,8 @@ async def test_a_file_of_rollouts_is_what_the_call_is(here) -> None:
     assert {path.name for path in (here / "out" / "two").iterdir()} >= set(FILES[:2])
     table = rollouts_table(found)
     assert table.columns[0]._cells == list(found[0].minilm)
-    refused = sum(summary.minilm["none"].refused for summary in found)
-    assert table.columns[2]._cells[0] == f"{refused} of 4"
+    refused = sum(summary.minilm["none"].refusals for summary in found)
+    assert table.columns[2]._cells[0] == f"{refused}"
     assert check_rollouts(settings, here / "out", ModelOptions(model="model")) == ("resid_post",)
 
 

@@ -31,9 +31,9 @@ from steercap.lab.studies.evaluation import Evaluation, evaluate
 from steercap.lab.studies.evaluation.methods import rollout_methods, scaled_name
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.rollout_tables import (
-    ConditionScore,
     JudgeRow,
     RolloutSummary,
+    VariantScore,
     Verdict,
     save_judge_scores,
     save_tables,
@@ -191,12 +191,12 @@ class _Rollouts:
             )
             self.tell(one.name, "answers", len(results.answers), len(results.answers))  # those of a call before, too
             values = zip(results.values["minilm"], results.values["refusal"], strict=True)
-            verdicts = [Verdict(None if math.isnan(score) else score, bool(refused)) for score, refused in values]
+            verdicts = [Verdict(None if math.isnan(score) else score / 100, bool(refused)) for score, refused in values]
             minilm = save_tables(folder, "minilm", results, one.conditions, verdicts)
             judged = None if self.judge is None else await self._judge(self.judge, one, results)
         return RolloutSummary(one.name, minilm, judged)
 
-    async def _judge(self, judge: Judge, one: RolloutSet, results: EvaluationResults) -> dict[str, ConditionScore]:
+    async def _judge(self, judge: Judge, one: RolloutSet, results: EvaluationResults) -> dict[str, VariantScore]:
         """Have the answers of a data set judged, and write the judge's tables."""
         rows = await self._judged(judge, one, results)
         save_judge_scores(self.out / one.name, results, one.conditions, rows)

@@ -212,8 +212,8 @@ def rollout_methods(
     """Return vectors at unit length times each scale, and at the length that was learned.
 
     The methods are named `trained_scale_100`, `trained_scale_-100`, ..., and `trained_scale_learned` for the trained
-    vector as it is; `averaged_scale_100`, ..., and `averaged_scale_learned` for the averaged one at the trained one's
-    length, layer by layer.
+    vector as it is; `activation_scale_100`, ..., and `activation_scale_learned` for the averaged one, at the length of
+    the trained one, layer by layer.
 
     Args:
         trained: trained vector at one or more layers, to which it is added at once.
@@ -228,12 +228,12 @@ def rollout_methods(
         InvalidVector: a vector is zero.
     """
     lengths = _lengths(scales)
-    vectors = {"trained": trained} | ({} if averaged is None else {"averaged": averaged})
-    if wrong := [name for name, own in vectors.items() if not isinstance(own, LayerVectors)]:
-        raise InvalidSpec(f"rollout_methods: {wrong[0]}={shown(vectors[wrong[0]])}; give LayerVectors")
+    vectors = {"trained": trained} | ({} if averaged is None else {"activation": averaged})
+    if not all(isinstance(own, LayerVectors) for own in vectors.values()):
+        raise InvalidSpec(f"rollout_methods: trained={shown(trained)}, averaged={shown(averaged)}; give LayerVectors")
     chosen = {name: own if layers is None else own.at_layers(layers) for name, own in vectors.items()}
     shapes = {name: (own.site, list(own), own.width) for name, own in chosen.items()}
-    if shapes.get("averaged", shapes["trained"]) != shapes["trained"]:
+    if shapes.get("activation", shapes["trained"]) != shapes["trained"]:
         raise InvalidSpec(f"rollout_methods: site, layers and width are {shapes}; give vectors of the same")
     learned, found = chosen["trained"].norms(), list[Method]()
     for name, own in chosen.items():
