@@ -73,6 +73,7 @@ FUNCTIONS: Final = {
     "read_answers": "steercap.lab.personas.read_answers",
     "run_persona": "steercap.lab.personas.run",
     "run_roles": "steercap.lab.personas.roles.run",
+    "run_rollouts": "steercap.lab.studies.rollouts.run_rollouts",
     "run_share": "steercap.lab.personas.roles.run_share",
     "run_sweep": "steercap.lab.studies.sweeps.run_sweep",
     "save_run": "steercap.captures.saving.save_run",

@@ -1,4 +1,4 @@
-"""`steercap evaluate`: comparison of steering methods on the same questions, described by a YAML file."""
+"""Commands `evaluate`, methods beside each other on the same questions, and `rollouts`, many data sets of questions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 import typer
@@ -16,18 +16,27 @@ from rich.text import Text
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
-from steercap.cli.evaluation_file import EvaluationFile, read_evaluation
+from steercap.cli.evaluation_file import EvaluationFile, RolloutFile, read_evaluation, read_rollouts
 from steercap.cli.parsing import names_of, sites_of
 from steercap.cli.preflight import Preflight, check_sampling, preflight
 from steercap.cli.sweep_file import measures_in
-from steercap.cli.tables import titled
+from steercap.cli.tables import rollouts_table, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
     from steercap.lab.studies.evaluation import Evaluation, EvaluationResults, Matched
+    from steercap.lab.studies.rollout_tables import RolloutSummary
     from steercap.model import SteerModel
+
+#: Options of both commands, which come before the file.
+MaxTokens: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Maximum tokens to generate (default 64).")]
+Temperature: TypeAlias = Annotated[
+    float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default).")
+]
+Samples: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Conversations per question (default 1).")]
+Seed: TypeAlias = Annotated[int | None, typer.Option(help="Sampling seed.")]
 
 
 async def evaluated(
@@ -62,13 +71,24 @@ def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: 
         RunDiffers, InvalidFile: the folder holds another evaluation.
         The errors of `SteeringSpec` against a model.
     """
-    from steercap.lab.studies.evaluation.definition import FOLDER
     from steercap.lab.studies.evaluation.running import COLUMNS, tasks_of
     from steercap.lab.studies.running import measures_of
 
     require("evaluation")
     measures_of(settings.all_measures(), COLUMNS)
     tasks_of(settings.tasks)
+    check_conditions(evaluation, out, planned)
+
+
+def check_conditions(evaluation: Evaluation, out: Path, planned: Preflight) -> None:
+    """Check that a folder holds no other evaluation, and that all edits fit the model.
+
+    Raises:
+        RunDiffers, InvalidFile: the folder holds another evaluation.
+        The errors of `SteeringSpec` against a model.
+    """
+    from steercap.lab.studies.evaluation.definition import FOLDER
+
     FOLDER.check_same(out, lambda found: evaluation.definition(found.model))
     for condition in evaluation.conditions():
         planned.check_steering(evaluation.spec(condition))
@@ -127,6 +147,49 @@ def matched_table(results: EvaluationResults, matched: Sequence[Matched], where:
     return table
 
 
+async def rolled(model: SteerModel, settings: RolloutFile, out: Path, terminal: Terminal) -> list[RolloutSummary]:
+    """Run rollouts with a progress bar for each kind of work, resuming earlier work.
+
+    Raises:
+        The errors of `steercap.lab.studies.rollouts.run_rollouts`.
+    """
+    from steercap.lab.studies.rollouts import run_rollouts
+
+    whole = dict[str, set[str]]()
+    with terminal.stages() as progress:
+
+        def report(name: str, kind: str, done: int, total: int) -> None:
+            if done == total:
+                whole.setdefault(kind, set()).add(name)
+                progress(f"data sets, {kind}", len(whole[kind]), len(settings.data_sets))
+
+        return await run_rollouts(model, settings.sets(), out=out, judge=settings.make_judge(), progress=report)
+
+
+def check_rollouts(settings: RolloutFile, out: Path, model: ModelOptions) -> tuple[str, ...]:
+    """Check that rollouts can be run, and return the sites that they edit.
+
+    Raises:
+        ModelNotLoaded: the model or the sentence encoder is not there.
+        InvalidSpec: no data set, one twice, or one without what it needs; and the errors of `check_conditions`.
+    """
+    from steercap.lab.measures.scores.minilm import encoder_folder
+    from steercap.lab.studies.rollouts import checked_sets
+
+    model.require_there()
+    check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
+    require("evaluation")
+    encoder_folder()
+    sites = dict[str, None]()
+    for one in checked_sets(settings.sets(), settings.make_judge()):
+        own = sites_in(one.evaluation)
+        check_conditions(one.evaluation, out / one.name, preflight(model, sites=own))
+        sites |= dict.fromkeys(own)
+    if not sites:
+        raise InvalidSpec("data_sets names no data set; give one at least")
+    return tuple(sites)
+
+
 def _cells(line: Any, columns: Sequence[str]) -> list[str]:
     from steercap.lab.studies.evaluation.tables import interval
 
@@ -173,12 +236,10 @@ def register(app: typer.Typer) -> None:
         tasks: Annotated[
             str | None, typer.Option(help="Tasks of fixed texts: passages, choices (default both).")
         ] = None,
-        max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens to generate (default 64).")] = None,
-        temperature: Annotated[
-            float | None, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy (default).")
-        ] = None,
-        samples: Annotated[int | None, typer.Option(min=1, help="Conversations per question (default 1).")] = None,
-        seed: Annotated[int | None, typer.Option(help="Sampling seed.")] = None,
+        max_tokens: MaxTokens = None,
+        temperature: Temperature = None,
+        samples: Samples = None,
+        seed: Seed = None,
         by: Annotated[str | None, typer.Option(help="Column to match methods by (default neutral).")] = None,
         at: Annotated[
             float | None, typer.Option(help="Value of --by to match at (default: one that all methods reach).")
@@ -206,3 +267,27 @@ def register(app: typer.Typer) -> None:
         async with opened(model, terminal, sites=sites) as open_model:
             results = await evaluated(open_model, evaluation, settings, out, terminal)
             report(results, settings, out, terminal, plot=plot)
+
+    @command(app, "rollouts", examples=["steercap rollouts rollouts.yaml --out out/rollouts"])
+    async def rollouts(
+        model: ModelOptions,
+        terminal: Terminal,
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for a folder of each data set.")],
+        config: Annotated[
+            Path, typer.Argument(exists=True, dir_okay=False, metavar="YAML", help="Data sets, vectors.")
+        ],
+        max_tokens: MaxTokens = None,
+        temperature: Temperature = None,
+        samples: Samples = None,
+        seed: Seed = None,
+    ) -> None:
+        """Ask the questions of many data sets under vectors at fixed lengths and at the learned one, scored by a
+        classifier of each data set and a judge. Tables go to a folder of each data set; the same call resumes.
+        """
+        folder_ready(out)
+        flags = {"max_tokens": max_tokens, "temperature": temperature, "samples": samples, "seed": seed}
+        settings = read_rollouts(config, flags)
+        sites = check_rollouts(settings, out, model)
+        async with opened(model, terminal, sites=sites) as open_model:
+            found = await rolled(open_model, settings, out, terminal)
+        terminal.show(_plain({"out": str(out), "data_sets": found}), rollouts_table(found), f"{out}")

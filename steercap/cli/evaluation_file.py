@@ -1,23 +1,25 @@
-"""YAML file and flags of an evaluation, and their conversion to methods, measures and tasks."""
+"""YAML files and flags of an evaluation and of rollouts, and their conversion to methods, measures and data sets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from steercap.cli.contents import directions_in, load, only
+from steercap.cli.contents import directions_in, load, only, vectors_at
 from steercap.cli.parsing import base_of, tokens_of
-from steercap.cli.prompts import PromptOptions
+from steercap.cli.prompts import questions_of
 from steercap.cli.sweep_file import measure_from, measure_of
 from steercap.core.extras import extra
 from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec
 
 if TYPE_CHECKING:
+    from steercap.lab.measures.scores.judge import Judge
     from steercap.lab.studies.evaluation import Evaluation, Method
+    from steercap.lab.studies.rollouts import RolloutSet
     from steercap.lab.studies.sweeps import Measure
 
 
@@ -116,7 +118,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 methods += found[one.random].random(one.count, seed=one.seed)
         return Evaluation(
             methods=methods,
-            questions=self._questions(),
+            questions=questions_of(self.questions),
             sampling={"max_tokens": self.max_tokens, "temperature": self.temperature},
             samples=self.samples,
             chat=self.chat,
@@ -134,11 +136,92 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         named = [measure_of(measure) for measure in self.measures]
         return [*named, *(Matches(name, pattern) for name, pattern in self.expressions.items())]
 
-    def _questions(self) -> list[Any]:
-        if not isinstance(self.questions, str):
-            return list(self.questions)
-        read = PromptOptions(file=self.questions).read()
-        return [one.content if isinstance(one.content, str) else _said(self.questions, one.content) for one in read]
+
+#: Keys of a file of rollouts that are paths.
+PATHS: Final = ("trained", "averaged", "questions", "positive", "negative")
+
+
+class RolloutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Rollouts in a YAML file; see `steercap.lab.studies.rollouts`. Flags override it.
+
+    In paths, relative to the folder of the YAML file, and in the rubric, `{name}` is the name of the data set.
+
+    Args:
+        data_sets: names of the data sets.
+        trained: trained vector: a folder with `steering_vector.pt`, or a file of vectors.
+        averaged: difference of means, in a file of vectors or of levels, such as `vectors/{name}.pt`; "" for none.
+        level: level of the averaged vector in a `.pt` file.
+        questions: a file with a question per line, or a list.
+        positive, negative: files with a text per line, for the classifier.
+        rubric: prompt of the judge, with {question} and {answer}.
+        judge: arguments of `steercap.lab.measures.scores.judge.Judge`; no judge if left out.
+        scales, layers: as for `rollout_methods`; `layers` are those of the trained vector if left out.
+        tokens: tokens to steer, as in the shell.
+        chat, samples, seed, max_tokens, temperature: as for an evaluation.
+    """
+
+    data_sets: tuple[str, ...]
+    trained: str
+    questions: str | tuple[str | tuple[str, ...], ...]
+    positive: str
+    negative: str
+    averaged: str = ""
+    level: str = "pos_neg_50"
+    rubric: str = ""
+    judge: dict[str, Any] = {}
+    scales: tuple[float, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    tokens: str = "generated"
+    chat: bool = True
+    samples: int = 1
+    seed: int = 0
+    max_tokens: int = 64
+    temperature: float = 0.0
+
+    def make_judge(self) -> Judge | None:
+        """Return the judge, None without one.
+
+        Raises:
+            InvalidSetting: an argument is unknown, missing or not valid.
+        """
+        from steercap.lab.measures.scores import make_scorer
+
+        return cast("Judge", make_scorer("judge", self.judge)) if self.judge else None
+
+    def sets(self) -> Iterator[RolloutSet]:
+        """Yield the data sets; the files of each are read when it is taken.
+
+        Raises:
+            InvalidFile, InvalidSpec: a file cannot be read, or does not fit.
+        """
+        from steercap.lab.studies.evaluation import Evaluation
+        from steercap.lab.studies.evaluation.methods import SCALES
+        from steercap.lab.studies.rollouts import RolloutSet, rollout_methods
+
+        for name in self.data_sets:
+            told = {key: value.replace("{name}", name) for key, value in self._paths().items()}
+            trained = vectors_at(Path(told["trained"]), self.level)
+            averaged = vectors_at(Path(told["averaged"]), self.level) if self.averaged else None
+            methods = rollout_methods(
+                trained,
+                averaged,
+                scales=SCALES if self.scales is None else self.scales,
+                layers=list(trained) if self.layers is None else self.layers,
+                tokens=tokens_of(self.tokens),
+            )
+            evaluation = Evaluation(
+                methods=methods,
+                questions=questions_of(told.get("questions") or self.questions),
+                sampling={"max_tokens": self.max_tokens, "temperature": self.temperature},
+                samples=self.samples,
+                chat=self.chat,
+                seed=self.seed,
+            )
+            kinds = {kind: questions_of(told[kind]) for kind in ("positive", "negative")}
+            yield RolloutSet(name=name, evaluation=evaluation, rubric=self.rubric.replace("{name}", name), **kinds)
+
+    def _paths(self) -> dict[str, str]:
+        return {key: value for key in PATHS if isinstance(value := getattr(self, key), str)}
 
 
 def read_evaluation(path: Path, flags: Mapping[str, Any]) -> EvaluationFile:
@@ -147,15 +230,7 @@ def read_evaluation(path: Path, flags: Mapping[str, Any]) -> EvaluationFile:
     Raises:
         InvalidFile: no valid YAML, or a key that is unknown, missing or of the wrong type.
     """
-    with extra("evaluation"):
-        import yaml
-
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidFile(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidFile(f"{path} holds {type(found).__name__}; give keys and values: methods: and questions:")
+    found = _keys_of(path, "methods: and questions:")
     if isinstance(found.get("methods"), dict):
         found["methods"] = {name: _located(path.parent, one) for name, one in found["methods"].items()}
     if isinstance(found.get("questions"), str):
@@ -170,6 +245,37 @@ def read_evaluation(path: Path, flags: Mapping[str, Any]) -> EvaluationFile:
         raise InvalidFile(f"{path}: {error}; known: {known}; of a method: {_METHOD}") from error
 
 
+def read_rollouts(path: Path, flags: Mapping[str, Any]) -> RolloutFile:
+    """Read the settings of a YAML file of rollouts; flags override them.
+
+    Raises:
+        InvalidFile: no valid YAML, or a key that is unknown, missing or of the wrong type.
+    """
+    found = _keys_of(path, "data_sets:, trained: and others")
+    for name in PATHS:
+        if isinstance(found.get(name), str) and found[name]:
+            found[name] = str(path.parent / found[name])
+    found |= {name: value for name, value in flags.items() if value is not None}
+    try:
+        return msgspec.convert(found, RolloutFile)
+    except msgspec.ValidationError as error:
+        raise InvalidFile(f"{path}: {error}; known: {', '.join(RolloutFile.__struct_fields__)}") from error
+
+
+def _keys_of(path: Path, needed: str) -> dict[str, Any]:
+    """Read the keys of a YAML file."""
+    with extra("evaluation"):
+        import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidFile(f"{path} holds {type(found).__name__}; give keys and values: {needed}")
+    return found
+
+
 _METHOD = ", ".join(MethodFile.__struct_fields__)
 
 
@@ -178,14 +284,3 @@ def _located(folder: Path, method: Any) -> Any:
     if isinstance(method, dict) and isinstance(method.get("file"), str):
         return {**method, "file": str(folder / method["file"])}
     return {} if method is None else method
-
-
-def _said(path: str, messages: list[dict[str, str]]) -> list[str]:
-    """Return the user's messages of a conversation in a file.
-
-    Raises:
-        InvalidFile: the conversation has messages that are not the user's.
-    """
-    if any(message.get("role") != "user" for message in messages):
-        raise InvalidFile(f"{path}: a question of several turns holds what the user says alone; the model answers each")
-    return [message["content"] for message in messages]

@@ -107,6 +107,18 @@ class Prompt:
         return self.content if isinstance(self.content, str) else self.content[-1]["content"]
 
 
+def questions_of(given: str | tuple[Any, ...]) -> list[Any]:
+    """Return questions of a file, one a line, or of a list.
+
+    Raises:
+        InvalidFile: the file cannot be read, or a conversation in it has messages that are not the user's.
+    """
+    if not isinstance(given, str):
+        return list(given)
+    read = PromptOptions(file=given).read()
+    return [one.content if isinstance(one.content, str) else _said(given, one.content) for one in read]
+
+
 def _prompt(name: str, number: int, value: Any) -> Prompt:
     match value:
         case str() if value:
@@ -200,3 +212,14 @@ async def run_each(
             take(number, found, handle)
 
     await each_of(enumerate(prompts), run, UNDER_WAY if capture is None else CAPTURING)
+
+
+def _said(path: str, messages: list[dict[str, str]]) -> list[str]:
+    """Return the user's messages of a conversation in a file.
+
+    Raises:
+        InvalidFile: the conversation has messages that are not the user's.
+    """
+    if any(message.get("role") != "user" for message in messages):
+        raise InvalidFile(f"{path}: a question of several turns holds what the user says alone; the model answers each")
+    return [message["content"] for message in messages]

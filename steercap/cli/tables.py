@@ -10,6 +10,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from steercap.core.spec import Point
+    from steercap.lab.studies.rollout_tables import RolloutSummary, VariantScore
     from steercap.steering.directions import DirectionSet
 
 #: Bar segments of 0 to 8 eighths of a character cell.
@@ -182,3 +183,20 @@ def cosines(directions: DirectionSet, layer: int) -> Table:
 
 def _strength(cosine: float) -> str:
     return "bold" if abs(cosine) >= 0.5 else "" if abs(cosine) >= 0.2 else "dim"
+
+
+def rollouts_table(found: Sequence[RolloutSummary]) -> Table:
+    """Return a table with a row per variant: means over the data sets that have a score, and all refusals."""
+    scorers = ["minilm", *(["judge"] if any(one.judge for one in found) else [])]
+    heads = [f"{scorer}{what}" for scorer in scorers for what in ("", " refusals")]
+    table = titled(f"mean over {len(found):,} data sets", ["variant", *heads], words=["variant"])
+    for variant in dict.fromkeys(name for one in found for name in one.minilm):
+        cells = list[str]()
+        for scorer in scorers:
+            means: list[dict[str, VariantScore]] = [getattr(one, scorer) for one in found]
+            scores = [own[variant] for own in means if variant in own]
+            known = [one.mean for one in scores if one.mean is not None]
+            cells.append(f"{sum(known) / len(known):.3g}" if known else "")
+            cells.append(f"{sum(one.refusals for one in scores):,}")
+        table.add_row(variant, *cells)
+    return table

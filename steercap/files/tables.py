@@ -46,7 +46,13 @@ def table_of(records: Sequence[msgspec.Struct], columns: Mapping[str, Sequence[f
     for name, values in (columns or {}).items():
         for row, value in zip(rows, values, strict=True):
             row[name] = value
-    return pa.Table.from_pylist(rows)
+    found = pa.Table.from_pylist(rows)
+    for field in msgspec.structs.fields(records[0]) if records else ():
+        # A column of nothing but None has no type, and cannot be joined with that of another file.
+        if field.type == float | None and pa.types.is_null(found.schema.field(field.encode_name).type):
+            at = found.column_names.index(field.encode_name)
+            found = found.set_column(at, field.encode_name, pa.nulls(len(found), pa.float64()))
+    return found
 
 
 def save_table(path: str | Path, table: pa.Table) -> Path:

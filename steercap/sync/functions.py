@@ -14,7 +14,7 @@ from steercap.sync.objects import ActivationStream
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import Any, Literal
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from steercap.lab.directions import Exchange
     from steercap.lab.directions.extraction import Rows, Text
     from steercap.lab.measures import Measure
+    from steercap.lab.measures.scores.judge import Judge
     from steercap.lab.mechanism.analysis.given import Vectors
     from steercap.lab.mechanism.patching.activation import Ablation
     from steercap.lab.mechanism.patching.metrics import Metric
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from steercap.lab.studies.evaluation.definition import Evaluation
     from steercap.lab.studies.evaluation.results import EvaluationResults
     from steercap.lab.studies.evaluation.tasks import Task
+    from steercap.lab.studies.rollout_tables import RolloutSummary
+    from steercap.lab.studies.rollouts import RolloutSet
     from steercap.lab.studies.sweeps.grid import Sweep
     from steercap.lab.studies.sweeps.running import SweepResults
     from steercap.requests.context import FromContext
@@ -940,6 +943,50 @@ def run_roles(model: SteerModel, settings: RoleSettings, out: str | Path, *, pro
     from steercap.lab.personas.roles import run as there
 
     return forward(there, model, settings, out, progress=progress)
+
+
+def run_rollouts(
+    model: SteerModel,
+    sets: Iterable[RolloutSet],
+    *,
+    out: str | Path,
+    judge: Judge | None = None,
+    at_once: int = 4,
+    concurrent: int = 128,
+    progress: Callable[[str, str, int, int], None] | None = None,
+) -> list[RolloutSummary]:
+    """Have the questions of all data sets answered in one engine, and write the tables of each into its folder.
+
+    Requests of several data sets share the engine's batches, each with its own steering. A data set is taken from
+    `sets` when another is finished, so that no more than `at_once` of them are in memory if `sets` is a generator. An
+    interrupted call resumes: call it again, and only missing answers and judgements are made, also after methods, a
+    judge or other texts of the classifier were given. Processes may share `out`, each with other data sets.
+
+    Args:
+        model: an open model.
+        sets: data sets, in any number, each of another name.
+        out: folder of the data sets' folders, created if needed.
+        judge: judge of all answers; then every data set needs a rubric.
+        at_once: maximum number of data sets in progress.
+        concurrent: maximum number of concurrent requests of each.
+        progress: function called with the data set, the kind of work ("answers" or "judge"), and the numbers of
+            answers done and in all.
+
+    Returns:
+        Summaries, in the order of the data sets, as written to `minilm_summary.json` and `judge_summary.json`.
+
+    Raises:
+        MissingExtra, ModelNotLoaded: the extra "evaluation" or the sentence encoder is not installed.
+        InvalidSpec: there is no data set, or one is of another type, has the name of another, or lacks a rubric that a
+            judge needs.
+        InvalidRequest: another call writes to a data set's folder.
+        RunDiffers: a folder holds answers to other questions, of another model, or sampled otherwise.
+        JudgeFailed: the judge cannot be reached; what was judged until then is kept.
+        The errors of `SteerModel.generate`; what was answered until then is kept.
+    """
+    from steercap.lab.studies.rollouts import run_rollouts as there
+
+    return forward(there, model, sets, out=out, judge=judge, at_once=at_once, concurrent=concurrent, progress=progress)
 
 
 def run_share(

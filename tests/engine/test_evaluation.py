@@ -16,6 +16,7 @@ from steercap.errors import InvalidFile, PointNotArmed
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.studies.evaluation import Choices, Evaluation, Method, Passages, evaluate, read_results, shuffled
 from steercap.lab.studies.evaluation.tasks import PromptAndText, logprobs_of, tokenized
+from steercap.lab.studies.rollouts import RolloutSet, rollout_methods, run_rollouts
 from steercap.steering import LayerVectors
 from steercap.testing import Reference
 
@@ -201,3 +202,51 @@ async def test_a_direction_of_shuffled_labels_has_little_of_the_real_one(smol) -
     drawn = await shuffled(smol, positive, negative, like=real)
     assert drawn.norms()[LAYER] == pytest.approx(real.norms()[LAYER], rel=1e-5)
     assert abs(drawn.cosine(real)[LAYER]) < 0.5 < half.cosine(other)[LAYER]
+
+
+def written(reference: Reference, ids: Sequence[int], added: np.ndarray | None, tokens: Sequence[int]) -> list[float]:
+    """By how much a greedy choice of transformers beats each token, 0 where it is that token, in logits.
+
+    What is added is added to the output of the layer at generated tokens, by a hook written here.
+    """
+
+    def steer(_module: Any, _given: Any, output: Any) -> Any:
+        rows = output[0] if isinstance(output, tuple) else output
+        rows[:, len(ids) :] += torch.from_numpy(added)
+        return output
+
+    hook = None if added is None else reference.model.model.layers[LAYER].register_forward_hook(steer)
+    try:
+        with torch.inference_mode():
+            logits = reference.model(torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0, len(ids) - 1 : -1]
+    finally:
+        if hook is not None:
+            hook.remove()
+    return (logits.max(-1).values - logits[range(len(tokens)), list(tokens)]).tolist()
+
+
+async def test_rollouts_write_what_transformers_writes_with_these_vectors(smol, smol_reference, tmp_path) -> None:
+    """Two data sets under way at once: every answer is the greedy one under a unit vector times its scale, in NumPy."""
+    sets, rows = [], {}
+    for at, name in enumerate(("one", "two")):
+        trained, averaged = (LayerVectors({LAYER: 47.4758 * vector(576, seed=at + more)}) for more in (10, 20))
+        rows[name] = {"trained": trained[LAYER].numpy(), "activation": averaged[LAYER].numpy() / 3}
+        methods = rollout_methods(trained, LayerVectors({LAYER: averaged[LAYER] / 3}), scales=[100, -100])
+        sampling = {"max_tokens": 8, **GREEDY}
+        evaluation = Evaluation(methods=methods, questions=["Name a colour.", f"What is {name}?"], sampling=sampling)
+        sets.append(RolloutSet(name=name, evaluation=evaluation, positive=["A b.", "C d."], negative=["E f.", "G h."]))
+    found = await run_rollouts(smol, sets, out=tmp_path)
+    assert list(found[0].minilm) == ["none", *(method.name for method in sets[0].evaluation.methods[1:])]
+    for one in sets:
+        learned = np.linalg.norm(rows[one.name]["trained"])
+        answers = read_results(one.evaluation, out=tmp_path / one.name, tasks=[]).answers
+        texts = {method: [answer.text for answer in answers if answer.method == method] for method in found[0].minilm}
+        assert len(set(map(tuple, texts.values()))) > 3  # steering shows
+        assert len(answers) == 7 * 2
+        for answer in answers:
+            name, _, scale = answer.method.partition("_scale_")
+            row, added = rows[one.name].get(name), None
+            if row is not None:
+                added = (learned if scale == "learned" else float(scale)) * row / np.linalg.norm(row)
+            behind = written(smol_reference, answer.prompt_token_ids, added, answer.output_token_ids)
+            assert max(behind) < 1e-2, (one.name, answer.method)

@@ -66,6 +66,7 @@ COMMANDS = [
     ["persona", "cap"],
     ["sweep"],
     ["evaluate"],
+    ["rollouts"],
     ["analyse"],
     ["compare"],
     ["inspect"],

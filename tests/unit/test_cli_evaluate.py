@@ -12,6 +12,7 @@ from cli_calls import call, vectors
 from steercap import Add, SteeringSpec
 from steercap.cli.evaluate import report, sites_in
 from steercap.cli.evaluation_file import EvaluationFile, read_evaluation
+from steercap.cli.prompts import questions_of
 from steercap.cli.terminal import Output, Terminal
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.lab.measures.texts import Length, Matches
@@ -76,10 +77,10 @@ def test_questions_may_be_lines_of_a_file(here) -> None:
     settings = EvaluationFile(methods={}, questions=str(here / "q.jsonl"))
     with pytest.raises(InvalidSpec, match="at least one"):
         settings.evaluation()
-    assert settings._questions() == ["one", ["two", "three"]]
+    assert questions_of(settings.questions) == ["one", ["two", "three"]]
     (here / "q.jsonl").write_text('{"messages": [{"role": "assistant", "content": "two"}]}\n')
     with pytest.raises(InvalidFile, match="the user says alone"):
-        settings._questions()
+        questions_of(settings.questions)
 
 
 @pytest.mark.parametrize(

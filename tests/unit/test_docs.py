@@ -26,7 +26,7 @@ import steercap
 from steercap import errors
 from steercap.architectures.sites import SITES
 from steercap.cli.app import app
-from steercap.cli.evaluation_file import EvaluationFile
+from steercap.cli.evaluation_file import EvaluationFile, RolloutFile
 from steercap.cli.sweep_file import SweepFile
 from steercap.lab.measures.scores import SCORERS
 from steercap.lab.personas import load_trait
@@ -245,6 +245,8 @@ def test_files_shown_are_what_they_say(tmp_path) -> None:
             msgspec.yaml.decode(block.text, type=SweepFile)
         elif block.title == "evaluation.yaml":
             msgspec.yaml.decode(block.text, type=EvaluationFile)
+        elif block.title == "rollouts.yaml":
+            msgspec.yaml.decode(block.text, type=RolloutFile)
         elif path.parent == tmp_path:
             load_trait(path)
     assert load_roles(tmp_path / "mine").names == ("baker", "sailor")

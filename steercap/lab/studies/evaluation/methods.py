@@ -7,6 +7,7 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Final
 
 from steercap.core.protocols import ReadingModel
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
@@ -21,6 +22,8 @@ from steercap.steering.spec import SteeringSpec, spec_of
 
 #: Default name of the method without steering and prompt.
 PLAIN = "none"
+#: Lengths of what is added, in the units of the stream: 100 to 1,000 by hundreds, in both directions.
+SCALES: Final = tuple(sign * length for sign in (1, -1) for length in range(100, 1001, 100))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -198,8 +201,72 @@ async def shuffled(
     )
 
 
+def rollout_methods(
+    trained: LayerVectors,
+    averaged: LayerVectors | None = None,
+    *,
+    scales: Sequence[float] = SCALES,
+    layers: Sequence[int] | None = None,
+    tokens: Tokens | TokenSelection = "generated",
+) -> list[Method]:
+    """Return vectors at unit length times each scale, and at the length that was learned.
+
+    The methods are named `trained_scale_100`, `trained_scale_-100`, ..., and `trained_scale_learned` for the trained
+    vector as it is; `activation_scale_100`, ..., and `activation_scale_learned` for the averaged one, at the length of
+    the trained one, layer by layer.
+
+    Args:
+        trained: trained vector at one or more layers, to which it is added at once.
+        averaged: difference of means, at the same site and layers.
+        scales: lengths of what is added, in the units of the stream; negative for the opposite direction. May be empty.
+        layers: some of the layers; all by default.
+        tokens: tokens to steer.
+
+    Raises:
+        InvalidSpec: a scale is 0, not finite, or there twice; or the two are not of the same site, layers and width.
+        LayerOutOfRange: a layer without a vector.
+        InvalidVector: a vector is zero.
+    """
+    lengths = _lengths(scales)
+    vectors = {"trained": trained} | ({} if averaged is None else {"activation": averaged})
+    if not all(isinstance(own, LayerVectors) for own in vectors.values()):
+        raise InvalidSpec(f"rollout_methods: trained={shown(trained)}, averaged={shown(averaged)}; give LayerVectors")
+    chosen = {name: own if layers is None else own.at_layers(layers) for name, own in vectors.items()}
+    shapes = {name: (own.site, list(own), own.width) for name, own in chosen.items()}
+    if shapes.get("activation", shapes["trained"]) != shapes["trained"]:
+        raise InvalidSpec(f"rollout_methods: site, layers and width are {shapes}; give vectors of the same")
+    learned, found = chosen["trained"].norms(), list[Method]()
+    for name, own in chosen.items():
+        unit = own.unit()
+        found += [_method(scaled_name(name, length), unit, dict.fromkeys(unit, length), tokens) for length in lengths]
+        found.append(_method(f"{name}_scale_learned", unit, learned, tokens))
+    return found
+
+
+def scaled_name(name: str, scale: float) -> str:
+    """Return the name of a vector at a scale, all digits of which count."""
+    short = f"{scale:g}"
+    return f"{name}_scale_{short if float(short) == scale else repr(scale)}"
+
+
 def listed(methods: Sequence[Method]) -> Iterator[Method]:
     """Yield the methods, preceded by the plain one if it is missing."""
     if not any(method.is_plain for method in methods):
         yield Method(name=PLAIN)
     yield from methods
+
+
+def _lengths(scales: Sequence[float]) -> list[float]:
+    given = parts_of(scales, "rollout_methods: scales")
+    found = [scale for scale in map(number_of, given or ()) if scale is not None and math.isfinite(scale) and scale]
+    if given is None or len(set(found)) < len(given):
+        raise InvalidSpec(f"rollout_methods: scales={shown(scales)}; give finite numbers other than 0, each once")
+    return found
+
+
+def _method(name: str, unit: LayerVectors, lengths: dict[int, float], tokens: Tokens | TokenSelection) -> Method:
+    edits = [
+        Add(unit[layer], scale=length, layer=layer, site=unit.site, tokens=tokens, model=unit.model)
+        for layer, length in lengths.items()
+    ]
+    return Method(name=name, steering=SteeringSpec(edits))

@@ -1,0 +1,234 @@
+"""Tables of a rollout: scores of a variant on each question and over all, and a judge's replies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from steercap.files.base import write_whole
+from steercap.files.tables import write_table
+from steercap.lab.measures.statistics import cluster_means, estimate
+from steercap.lab.studies.evaluation.results import EvaluationResults
+from steercap.steering.edits.add import Add
+from steercap.steering.spec import SteeringSpec
+
+#: Names of variants, by method and dose.
+Names = Mapping[tuple[str, float], str]
+
+
+class Verdict(NamedTuple):
+    """Score of an answer, None without one; and whether the answer refuses."""
+
+    score: float | None
+    refused: bool
+
+
+class JudgeRow(msgspec.Struct, frozen=True):
+    """Judgement of one answer, by the answer's number; see `steercap.lab.measures.scores.judge.Judgement`."""
+
+    number: int
+    score: float | None
+    refused: bool
+    reply: str
+
+
+class JudgeScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer with its judgement, a row of `judge_scores.parquet`.
+
+    Args:
+        dataset: name of the data set.
+        variant: name of method and dose.
+        question_index, rollout_index, turn: index of the question, of the conversation about it, and of the answer.
+        steering_scale: scale of the edits, the length that was learned for `..._scale_learned`; None for no steering,
+            and for edits of several scales.
+        question, response: text that was asked, and the model's answer.
+        judge_score: judge's score, 0 to 100; None if the answer refuses or the reply has no score.
+        judge_refusal: True if the judge says that the answer refuses.
+        judge_response: text of the judge's reply.
+    """
+
+    dataset: str
+    variant: str
+    question_index: int
+    rollout_index: int
+    turn: int
+    steering_scale: float | None
+    question: str
+    response: str
+    judge_score: float | None
+    judge_refusal: bool
+    judge_response: str
+
+
+class QuestionScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers to one question under one variant, a row of `..._per_question.parquet`.
+
+    Args:
+        dataset: name of the data set.
+        variant: name of method and dose.
+        question_index: index of the question.
+        question: text of the question, several turns one a line.
+        count: number of answers with a score.
+        mean, std, min, max: of these scores, None without any; the standard deviation is that of the population.
+        refusals, missing: number of answers that refuse, and of those without a score that do not.
+    """
+
+    dataset: str
+    variant: str
+    question_index: int
+    question: str
+    count: int
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    refusals: int
+    missing: int
+
+
+class VariantScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers under one variant, an entry of `variant_summary` in `..._summary.json`.
+
+    Args:
+        count, mean, std, min, max, refusals, missing: as for `QuestionScore`, of all answers.
+        low, high: ends of the 95 % interval over questions, None for fewer than two; see
+            `steercap.lab.measures.statistics.estimate`.
+        norms: length of what is added at each layer, in the units of the stream; empty if nothing is only added.
+    """
+
+    count: int
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    refusals: int
+    missing: int
+    low: float | None
+    high: float | None
+    norms: dict[str, float]
+
+
+class RolloutSummary(msgspec.Struct, frozen=True):
+    """Scores of every variant of a data set, by its name.
+
+    Args:
+        name: name of the data set.
+        minilm: scores of its classifier, 0 to 1; refusals are those of the measure "refusal", by phrases.
+        judge: scores of the judge, 0 to 100, refusals as it says; None without a judge.
+    """
+
+    name: str
+    minilm: dict[str, VariantScore]
+    judge: dict[str, VariantScore] | None
+
+
+class SummaryFile(msgspec.Struct, frozen=True):
+    """Content of `minilm_summary.json` and `judge_summary.json`."""
+
+    dataset: str
+    variant_summary: dict[str, VariantScore]
+
+
+def save_tables(
+    folder: Path, scorer: str, results: EvaluationResults, names: Names, verdicts: Sequence[Verdict]
+) -> dict[str, VariantScore]:
+    """Write `SCORER_per_question.parquet` and `SCORER_summary.json`, and return the scores of the variants.
+
+    Args:
+        folder: folder of the data set, which has its name.
+        scorer: "minilm" or "judge".
+        results: answers.
+        names: names of their variants.
+        verdicts: score and refusal of each answer.
+    """
+    groups: dict[str, dict[int, list[Verdict]]] = {}
+    for answer, verdict in zip(results.answers, verdicts, strict=True):
+        group = groups.setdefault(names[answer.method, answer.dose], {})
+        group.setdefault(answer.question, []).append(verdict)
+    specs = specs_of(results, names)
+    found = {variant: _variant(list(group.values()), specs[variant]) for variant, group in groups.items()}
+    questions = ["\n".join(turns) for turns in results.evaluation.questions]
+    rows = [
+        QuestionScore(dataset=folder.name, variant=variant, question_index=at, question=questions[at], **_stats(own))
+        for variant, group in groups.items()
+        for at, own in group.items()
+    ]
+    write_table(folder / f"{scorer}_per_question.parquet", rows)
+    with write_whole(folder / f"{scorer}_summary.json") as scratch:
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(SummaryFile(folder.name, found)), indent=2) + b"\n")
+    return found
+
+
+def save_judge_scores(folder: Path, results: EvaluationResults, names: Names, rows: Sequence[JudgeRow]) -> Path:
+    """Write `judge_scores.parquet`: every answer with its score, whether it refuses, and the judge's reply."""
+    scales = {variant: _scale(spec) for variant, spec in specs_of(results, names).items()}
+    found = [
+        JudgeScore(
+            dataset=folder.name,
+            variant=(variant := names[answer.method, answer.dose]),
+            question_index=answer.question,
+            rollout_index=answer.sample,
+            turn=answer.turn,
+            steering_scale=scales[variant],
+            question=answer.prompt,
+            response=answer.text,
+            judge_score=row.score,
+            judge_refusal=row.refused,
+            judge_response=row.reply,
+        )
+        for answer, row in zip(results.answers, rows, strict=True)
+    ]
+    return write_table(folder / "judge_scores.parquet", found)
+
+
+def specs_of(results: EvaluationResults, names: Names) -> dict[str, SteeringSpec | None]:
+    """Return the edits of each variant, by its name."""
+    return {names[one.method, one.dose]: results.evaluation.spec(one) for one in results.evaluation.conditions()}
+
+
+def _variant(questions: Sequence[Sequence[Verdict]], spec: SteeringSpec | None) -> VariantScore:
+    found = estimate(cluster_means([_known(own) for own in questions]))
+    stats = _stats([verdict for own in questions for verdict in own])
+    return VariantScore(low=_number(found.low), high=_number(found.high), norms=_norms(spec), **stats)
+
+
+def _scale(spec: SteeringSpec | None) -> float | None:
+    """Return the scale that all edits have, None if there are others."""
+    scales = {getattr(edit, "scale", None) for edit in (() if spec is None else spec.flat())}
+    return scales.pop() if len(scales) == 1 else None
+
+
+def _norms(spec: SteeringSpec | None) -> dict[str, float]:
+    """Return the length of what is added at each layer; nothing for other edits than `Add`, each of one layer."""
+    added: dict[int, torch.Tensor] = {}
+    for edit in () if spec is None else spec.flat():
+        if not isinstance(edit, Add) or edit.relative or edit.layer is None or edit.layer in added:
+            return {}
+        assert isinstance(edit.vector, torch.Tensor)
+        added[edit.layer] = edit.scale * edit.vector.double()
+    return {str(layer): float(vector.norm()) for layer, vector in added.items()}
+
+
+def _known(verdicts: Sequence[Verdict]) -> list[float]:
+    return [verdict.score for verdict in verdicts if verdict.score is not None]
+
+
+def _stats(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    scores = np.array(_known(verdicts), dtype=np.float64)
+    measures: dict[str, Any] = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
+    return {
+        **{name: float(measure(scores)) if len(scores) else None for name, measure in measures.items()},
+        "count": len(scores),
+        "refusals": sum(verdict.refused for verdict in verdicts),
+        "missing": sum(verdict.score is None and not verdict.refused for verdict in verdicts),
+    }
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

@@ -1,0 +1,249 @@
+"""Rollouts of many data sets in one engine: vectors at named doses, scored by a classifier of each set and by a judge.
+
+OUT/NAME/evaluation.json, answers/, values/, results.parquet   those of the set's evaluation
+OUT/NAME/judgements/5d41c0f2/...                                replies of a judge, by the number of the answer
+OUT/NAME/minilm_per_question.parquet, minilm_summary.json       scores of the set's classifier
+OUT/NAME/judge_scores.parquet                                   each answer with the judge's reply
+OUT/NAME/judge_per_question.parquet, judge_summary.json         scores of the judge
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from steercap.concurrency.bounded import each_of
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSpec
+from steercap.files.folder import locked
+from steercap.lab.measures.score import Classifier
+from steercap.lab.measures.scores import Scored
+from steercap.lab.measures.scores.judge import Judge
+from steercap.lab.measures.scores.minilm import encoder_folder
+from steercap.lab.measures.trait import PLACES
+from steercap.lab.studies.evaluation import Evaluation, evaluate
+from steercap.lab.studies.evaluation.methods import rollout_methods, scaled_name
+from steercap.lab.studies.evaluation.results import EvaluationResults
+from steercap.lab.studies.rollout_tables import (
+    JudgeRow,
+    RolloutSummary,
+    VariantScore,
+    Verdict,
+    save_judge_scores,
+    save_tables,
+)
+from steercap.lab.studies.store import Table, folder_of
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+__all__ = ["RolloutSet", "rollout_methods", "run_rollouts"]
+
+#: Data sets in progress at once.
+SETS: Final = 4
+#: Concurrent requests of each: together those of one evaluation.
+REQUESTS: Final = 128
+#: Answers judged at a time, and then kept.
+JUDGED: Final = 64
+#: Names of data sets, which name their folders.
+NAME: Final = re.compile(r"\w[\w.-]*")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RolloutSet:
+    """Data set of a rollout: methods and questions, and what the answers are scored by.
+
+    Args:
+        name: name of the data set and of its folder: letters, digits, _, - and ., such as "qwen-3-32b__trait__evil".
+        evaluation: methods, questions and sampling; see `rollout_methods`.
+        positive, negative: texts of each kind, two at least, that the classifier is fitted to: a logistic regression on
+            embeddings of all-MiniLM-L6-v2, see `steercap.lab.measures.score.Classifier`.
+        rubric: prompt of a judge with the placeholders {question} and {answer}, which may ask it to say REFUSAL of an
+            answer that refuses; "" if no judge is asked.
+
+    Raises:
+        InvalidSpec: a field is of another type, the name is no folder's, there are too few texts, a placeholder is
+            missing, or two methods and doses have one name.
+    """
+
+    name: str
+    evaluation: Evaluation
+    positive: Sequence[str]
+    negative: Sequence[str]
+    rubric: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
+            raise InvalidSpec(f"RolloutSet: name={shown(self.name)}; give one word of letters, digits, _, - and .")
+        if not isinstance(self.evaluation, Evaluation):
+            raise InvalidSpec(f"RolloutSet {self.name!r}: evaluation={shown(self.evaluation)}; give an Evaluation")
+        try:
+            classifier = self.classifier
+        except InvalidSpec as error:
+            raise InvalidSpec(f"RolloutSet {self.name!r}: {error}") from error
+        object.__setattr__(self, "positive", classifier.positive)
+        object.__setattr__(self, "negative", classifier.negative)
+        missing = [place for place in PLACES if not isinstance(self.rubric, str) or place not in self.rubric]
+        if missing and self.rubric != "":
+            raise InvalidSpec(f"RolloutSet {self.name!r}: rubric={shown(self.rubric)} lacks {' and '.join(missing)}")
+        names = list(self.conditions.values())
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise InvalidSpec(f"RolloutSet {self.name!r}: two doses are called {twice[0]!r}; name the methods apart")
+
+    @property
+    def classifier(self) -> Classifier:
+        """Measure by the classifier of its texts."""
+        return Classifier("minilm", self.positive, self.negative)
+
+    @property
+    def conditions(self) -> dict[tuple[str, float], str]:
+        """Name of each method and dose: that of the method where it has one dose, else `METHOD_scale_DOSE`."""
+        several = {method.name for method in self.evaluation.methods if len(method.doses) > 1}
+        return {
+            (one.method, one.dose): scaled_name(one.method, one.dose) if one.method in several else one.method
+            for one in self.evaluation.conditions()
+        }
+
+
+async def run_rollouts(
+    model: SteerModel,
+    sets: Iterable[RolloutSet],
+    *,
+    out: str | Path,
+    judge: Judge | None = None,
+    at_once: int = SETS,
+    concurrent: int = REQUESTS,
+    progress: Callable[[str, str, int, int], None] | None = None,
+) -> list[RolloutSummary]:
+    """Have the questions of all data sets answered in one engine, and write the tables of each into its folder.
+
+    Requests of several data sets share the engine's batches, each with its own steering. A data set is taken from
+    `sets` when another is finished, so that no more than `at_once` of them are in memory if `sets` is a generator. An
+    interrupted call resumes: call it again, and only missing answers and judgements are made, also after methods, a
+    judge or other texts of the classifier were given. Processes may share `out`, each with other data sets.
+
+    Args:
+        model: an open model.
+        sets: data sets, in any number, each of another name.
+        out: folder of the data sets' folders, created if needed.
+        judge: judge of all answers; then every data set needs a rubric.
+        at_once: maximum number of data sets in progress.
+        concurrent: maximum number of concurrent requests of each.
+        progress: function called with the data set, the kind of work ("answers" or "judge"), and the numbers of
+            answers done and in all.
+
+    Returns:
+        Summaries, in the order of the data sets, as written to `minilm_summary.json` and `judge_summary.json`.
+
+    Raises:
+        MissingExtra, ModelNotLoaded: the extra "evaluation" or the sentence encoder is not installed.
+        InvalidSpec: there is no data set, or one is of another type, has the name of another, or lacks a rubric that a
+            judge needs.
+        InvalidRequest: another call writes to a data set's folder.
+        RunDiffers: a folder holds answers to other questions, of another model, or sampled otherwise.
+        JudgeFailed: the judge cannot be reached; what was judged until then is kept.
+        The errors of `SteerModel.generate`; what was answered until then is kept.
+    """
+    if judge is not None and not isinstance(judge, Judge):
+        raise InvalidSpec(f"run_rollouts: judge={shown(judge)}; give a Judge, or None for none")
+    for name, count in (("at_once", at_once), ("concurrent", concurrent)):
+        if (index_of(count) or 0) < 1:
+            raise InvalidSpec(f"run_rollouts: {name}={shown(count)}; give a whole number, 1 or more")
+    encoder_folder()  # before answers are generated that nothing could score
+    checked: Iterable[RolloutSet] = checked_sets(sets, judge)
+    checked = list(checked) if isinstance(sets, Sequence) else checked  # a list is checked before it is begun
+    run = _Rollouts(model, Path(out), judge, concurrent, progress or _silent, asyncio.Lock())
+    found = await each_of(checked, run.roll, at_once)
+    if not found:
+        raise InvalidSpec("run_rollouts: sets hold no data set; give one at least")
+    return found
+
+
+@dataclass(frozen=True)
+class _Rollouts:
+    """Running rollouts; see `run_rollouts`."""
+
+    model: SteerModel
+    out: Path
+    judge: Judge | None
+    concurrent: int
+    tell: Callable[[str, str, int, int], None]
+    judging: asyncio.Lock
+
+    async def roll(self, one: RolloutSet) -> RolloutSummary:
+        """Have a data set answered, scored and judged, and write its tables."""
+        folder = self.out / one.name
+        with locked(folder):
+            results = await evaluate(
+                self.model,
+                one.evaluation,
+                out=folder,
+                measures=[one.classifier, "refusal"],
+                tasks=[],
+                concurrent=self.concurrent,
+                progress=partial(self.tell, one.name),
+            )
+            self.tell(one.name, "answers", len(results.answers), len(results.answers))  # those of a call before, too
+            values = zip(results.values["minilm"], results.values["refusal"], strict=True)
+            verdicts = [Verdict(None if math.isnan(score) else score / 100, bool(refused)) for score, refused in values]
+            minilm = save_tables(folder, "minilm", results, one.conditions, verdicts)
+            judged = None if self.judge is None else await self._judge(self.judge, one, results)
+        return RolloutSummary(one.name, minilm, judged)
+
+    async def _judge(self, judge: Judge, one: RolloutSet, results: EvaluationResults) -> dict[str, VariantScore]:
+        """Have the answers of a data set judged, and write the judge's tables."""
+        rows = await self._judged(judge, one, results)
+        save_judge_scores(self.out / one.name, results, one.conditions, rows)
+        verdicts = [Verdict(row.score, row.refused) for row in rows]
+        return save_tables(self.out / one.name, "judge", results, one.conditions, verdicts)
+
+    async def _judged(self, judge: Judge, one: RolloutSet, results: EvaluationResults) -> list[JudgeRow]:
+        """Return the judgement of each answer, asking for those that are missing, of one data set at a time."""
+        known = (judge.base_url, judge.model, judge.logprobs, one.rubric)
+        kept = Table(self.out / one.name / "judgements" / folder_of("judge", known), JudgeRow)
+        # Under one number an evaluation has one answer for good: its digest is of steering, and its seed is its own.
+        missing = [answer for answer in results.answers if answer.number not in kept.rows]
+        done = len(results.answers) - len(missing)
+        try:
+            for first in range(0, len(missing), JUDGED):
+                part = missing[first : first + JUDGED]
+                async with self.judging:
+                    found = await judge.judge(one.rubric, [Scored(answer.prompt, answer.text) for answer in part])
+                pairs = zip(part, found, strict=True)
+                kept.add(JudgeRow(answer.number, got.score, got.refused, got.reply) for answer, got in pairs)
+                self.tell(one.name, "judge", done + first + len(part), len(results.answers))
+        finally:
+            kept.flush()
+        kept.join()
+        self.tell(one.name, "judge", len(results.answers), len(results.answers))
+        return [kept.rows[answer.number] for answer in results.answers]
+
+
+def checked_sets(sets: Iterable[RolloutSet], judge: Judge | None) -> Iterator[RolloutSet]:
+    """Yield data sets, each checked when it is taken: its type, its name, and its rubric if there is a judge.
+
+    Raises:
+        InvalidSpec: as for `run_rollouts`.
+    """
+    if not isinstance(sets, Iterable):
+        raise InvalidSpec(f"run_rollouts: sets={shown(sets)}; give a list or a generator of RolloutSets")
+    known = set[str]()
+    for one in sets:
+        if not isinstance(one, RolloutSet):
+            raise InvalidSpec(f"run_rollouts: sets hold {shown(one)}; give RolloutSets")
+        if one.name in known:
+            raise InvalidSpec(f"run_rollouts: two data sets are called {one.name!r}; name them apart")
+        if judge is not None and not one.rubric:
+            raise InvalidSpec(f"run_rollouts: data set {one.name!r} has no rubric, which the judge needs; give rubric=")
+        known.add(one.name)
+        yield one
+
+
+def _silent(_name: str, _kind: str, _done: int, _all: int) -> None:
+    """Ignore progress."""
