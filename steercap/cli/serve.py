@@ -148,7 +148,8 @@ def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
 def checked(
     settings: ServerSettings, model: str, flags: Sequence[str], engine_arg: Sequence[str] | None, **own: Any
 ) -> Names:
-    """Read the server's named files and presets, and check them against the model's config.json as far as possible.
+    """Read the server's named files and presets, and check them and what is recorded against the model's config.json,
+    as far as possible.
 
     Args:
         settings: settings of the server.
@@ -160,6 +161,7 @@ def checked(
     Raises:
         InvalidSpec, InvalidFile: files or presets that cannot be used.
         InvalidVector, LayerOutOfRange, PointNotArmed: they do not fit the model, or a point that is not armed.
+        typer.BadParameter: recorded layers or sites that the model does not have.
     """
     from steercap.server.library import OPERATOR
     from steercap.server.server import Names
@@ -175,6 +177,8 @@ def checked(
             there.check_width(content.width, f"--vectors {name}")
     for steering in names.presets.values():
         there.check_steering(steering)
+    if settings.record is not None:
+        there.check_recorded(settings.record)
     return names
 
 

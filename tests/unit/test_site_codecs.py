@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import replace
@@ -236,13 +237,30 @@ def test_settings_that_do_not_fit_are_told(tmp_path) -> None:
     [
         ("--record-gib 3", {}, (2, "nothing is recorded without it")),
         ("", {"STEERCAP_RECORD_GIB": "3"}, (2, "nothing is recorded without it")),
-        ("--record r --record-site resid_post=rp9", {}, (1, "unknown codec 'rp9'")),
-        ("", {"STEERCAP_RECORD": "r", "STEERCAP_RECORD_SITE": "z resid_post=rp9"}, (1, "unknown codec 'rp9'")),
-        ("--record r --record-site nowhere", {}, (1, "nowhere")),
-        ("--record r --record-full never", {}, (1, "when_full='never'")),
+        ("--record r --record-site resid_post=rp9", {}, (2, "--record-site: unknown codec 'rp9'")),
+        (
+            "",
+            {"STEERCAP_RECORD": "r", "STEERCAP_RECORD_SITE": "z resid_post=rp9"},
+            (2, "--record-site: unknown codec 'rp9'"),
+        ),
+        ("--record r --record-site nowhere", {}, (2, "--record-site: unknown site 'nowhere'")),
+        ("--record r --record-full never", {}, (2, "--record-full: 'never'; known: 'drop', 'rotate'")),
         ("--record r --record-fraction 2", {}, (2, "less than or equal to 1")),
-        ("--record r --no-record-prompts", {}, (1, "give tokens='generated'")),
-        ("", {"STEERCAP_RECORD": "r", "STEERCAP_RECORD_PROMPTS": "0"}, (1, "give tokens='generated'")),
+        ("--record r --record-fraction 0", {}, (2, "--record-fraction: 0.0; give a number above 0, up to 1")),
+        ("--record r --record-fraction nan", {}, (2, "less than or equal to 1")),
+        ("--record r --record-gib 0", {}, (2, "--record-gib: 0.0; give a number above 0")),
+        ("--record r --record-gib inf", {}, (2, "--record-gib: inf; give a number above 0")),
+        ("--record r --record-hours 0", {}, (2, "--record-hours: 0.0; give a number above 0")),
+        ("--record r --record-layers x", {}, (2, "--record-layers: 'x': give all, an index")),
+        ("--record r --record-tokens x", {}, (2, "--record-tokens: 'x': give all")),
+        (
+            "--record r --no-record-prompts",
+            {},
+            (2, "--no-record-prompts: rows of prompts are recorded; give --record-"),
+        ),
+        ("", {"STEERCAP_RECORD": "r", "STEERCAP_RECORD_PROMPTS": "0"}, (2, "give --record-tokens generated")),
+        ("--record=", {}, (2, "--record: ''; give the path of a folder")),
+        ("--record r --no-record", {}, (2, "--no-record: give --record or --no-record, not both")),
         ("--record r", {"STEERCAP_RECORD_CODEC": "rp8"}, (1, "STEERCAP_RECORD_CODEC is set in the environment")),
     ],
 )
@@ -255,3 +273,35 @@ def test_options_of_the_command_are_checked_before_an_engine_starts(
     result = call("serve", "/no/such/model", "--port", "0", *line.split())
     assert result.exit_code == expected[0], result.output
     assert expected[1] in re.sub(r"[\s│]+", " ", result.output)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--record-layers 4", "--record-layers: layer 4"),
+        ("--record-layers 9:", "--record-layers: .*9"),
+        ("--record-site resid_post=rp8,k=129", "--record-site: codec='rp8' with k=129 keeps more numbers than the 128"),
+        ("--record-site resid_pots", "--record-site: .*'resid_pots'.*'resid_post'"),
+    ],
+)
+def test_what_the_model_lacks_is_told_before_it_is_loaded(tmp_path, monkeypatch, line, expected) -> None:
+    """A checkpoint without weights, of which nothing but its config.json can be read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 128, "model_type": "llama"}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    result = call("serve", tmp_path / "model", "--port", "0", "--record", "r", *line.split())
+    assert result.exit_code == 2
+    assert re.search(expected, re.sub(r"[\s│]+", " ", result.output)), result.output
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_flag_switches_the_environment_off(monkeypatch, tmp_path) -> None:
+    """The folder is no longer looked at: one that cannot be written is refused without the flag alone."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STEERCAP_RECORD", str(tmp_path / "file"))
+    monkeypatch.setenv("STEERCAP_RECORD_SITE", "resid_post=rp8")
+    assert "give a folder" in call("serve", "/no/such/model", "--port", "0").output
+    result = call("serve", "/no/such/model", "--port", "0", "--no-record")
+    assert (result.exit_code, "/no/such/model" in result.output, "give a folder" in result.output) == (1, True, False)
