@@ -146,7 +146,7 @@ def preflight(options: ModelOptions, **settings: Any) -> Preflight:
 
     Raises:
         ModelNotLoaded: the model can only be on this machine, and does not exist.
-        InvalidSetting, UnknownName: settings that do not fit.
+        InvalidSetting, UnknownName, LayerOutOfRange: settings that do not fit, or not the model.
     """
     from steercap.config import Settings, environment
 
@@ -158,6 +158,8 @@ def preflight(options: ModelOptions, **settings: Any) -> Preflight:
         import msgspec
 
         model = msgspec.structs.replace(model, layers=0, width=0)
+    if model.layers:
+        ours.armed(model.layers)
     return Preflight(model, ours)
 
 

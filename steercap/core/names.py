@@ -4,7 +4,8 @@ A small grammar, matched and never evaluated:
 
 - `resid_post[5]`, as points are shown;
 - `blocks.5.hook_resid_post`, `blocks.5.attn.hook_z`: those of TransformerLens whose tensors are the same here;
-- `model.layers.5.mlp.down_proj.input`, `model.norm.output`: input or output of a module. A `*` stands for all layers.
+- `model.layers.5.mlp.down_proj.input`, `model.layers[5].mlp.output`, `model.norm.output`: input or output of a module.
+  A `*` stands for all layers.
 """
 
 from __future__ import annotations
@@ -80,15 +81,8 @@ def read_name(name: str) -> Name:
         UnknownName: a name of TransformerLens's whose rows differ from every site's, a path with several layers, a
             name that gives its layer twice, or brackets around something other than one layer.
     """
-    if found := _SHOWN.fullmatch(name):
-        inner = read_name(found[1])
-        if inner.layer is not None:
-            raise UnknownName(f"{shown(name)} says its layer twice, {inner.layer} and {found[2]}; say it once")
-        return inner._replace(layer=_number(found[2], name))
     if "[" in name or "]" in name:
-        path = re.sub(r"\[(-?\w+|\*)\]", r".\1", name)
-        hint = f"did you mean {path!r}?" if is_module(path) else "for several layers, give a name for each, or layers="
-        raise UnknownName(f"{shown(name)}: brackets hold the number of one layer, as in 'resid_post[5]'; {hint}")
+        return _bracketed(name)
     block = _BLOCK.fullmatch(name)
     layer, within = (block[1], block[2]) if block else (EVERY, name)
     if within in _OTHERS:
@@ -105,6 +99,20 @@ def read_name(name: str) -> Name:
     if not layers:
         return Name(name)
     return Name(_LAYER.sub(f".{EVERY}.", name, count=1), None if layers[0] == EVERY else _number(layers[0], name))
+
+
+def _bracketed(name: str) -> Name:
+    """Parse a name with the number of its layer in brackets."""
+    if found := _SHOWN.fullmatch(name):
+        inner = read_name(found[1])
+        if inner.layer is not None:
+            raise UnknownName(f"{shown(name)} says its layer twice, {inner.layer} and {found[2]}; say it once")
+        return inner._replace(layer=_number(found[2], name))
+    path = re.sub(r"\[(\d+|\*)\]", r".\1", name, flags=re.ASCII)
+    if is_module(path):
+        return read_name(path)
+    hint = "for several layers, give a name for each, or layers="
+    raise UnknownName(f"{shown(name)}: brackets hold the number of one layer, as in 'resid_post[5]'; {hint}")
 
 
 def _number(digits: str, name: str) -> int:

@@ -291,10 +291,14 @@ def test_what_the_model_lacks_is_told_before_it_is_loaded(tmp_path, monkeypatch,
     config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 128, "model_type": "llama"}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    result = call("serve", tmp_path / "model", "--port", "0", "--record", "r", *line.split())
+    called = ["serve", tmp_path / "model", "--port", "0"]
+    result = call(*called, "--record", "r", *line.split())
     assert result.exit_code == 2
     assert re.search(expected, re.sub(r"[\s│]+", " ", result.output)), result.output
     assert not (tmp_path / "r").exists()
+    for site in ("resid_post[4]", "model.layers[4].mlp.output"):
+        result = call(*called, "--sites", site)
+        assert (result.exit_code, "LayerOutOfRange" in result.output) == (1, True), result.output
 
 
 def test_a_flag_switches_the_environment_off(monkeypatch, tmp_path) -> None:
