@@ -1,9 +1,10 @@
-"""Parser of point names: steercap's own, TransformerLens's, and paths of modules.
+"""Parser of point names: steercap's own, TransformerLens's, the fork's, and paths of modules.
 
 A small grammar, matched and never evaluated:
 
 - `resid_post[5]`, as points are shown;
 - `blocks.5.hook_resid_post`, `blocks.5.attn.hook_z`: those of TransformerLens whose tensors are the same here;
+- `post_block`, `post_mlp[5]`: hooks of RhizoNymph's fork of vLLM, whose files `captures.fork_files` reads;
 - `model.layers.5.mlp.down_proj.input`, `model.layers[5].mlp.output`, `model.norm.output`: input or output of a module.
   A `*` stands for all layers.
 """
@@ -31,6 +32,18 @@ TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
         "attn.hook_v": "v",
         "attn.hook_z": "z",
         "mlp.hook_post": "neurons",
+    }
+)
+#: Hooks of RhizoNymph's fork of vLLM, and the sites with the same rows; "post_block" is the later name of "post_mlp".
+FORK_HOOKS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "pre_attn": "resid_pre",
+        "post_attn": "resid_mid",
+        "post_mlp": "resid_post",
+        "post_block": "resid_post",
+        **{name: name for name in ("mlp_in", "mlp_out")},
+        **{f"mhc_streams_{where}": f"mhc_streams_{where}" for where in ("pre_attn", "pre_mlp", "final")},
+        **{f"mhc_{mix}_mix": f"mhc_{mix}_mix" for mix in ("attn_post", "ffn_post", "attn_res", "ffn_res")},
     }
 )
 #: Names of TransformerLens without a site of the same rows, and the difference.
@@ -92,7 +105,7 @@ def read_name(name: str) -> Name:
     if within in TRANSFORMER_LENS:
         return Name(TRANSFORMER_LENS[within], None if layer == EVERY else _number(layer, name))
     if not is_module(name):
-        return Name(name)
+        return Name(FORK_HOOKS.get(name, name))
     layers = _LAYER.findall(name)
     if name.count(EVERY) > 1 or (EVERY in name and layers[:1] != [EVERY]):
         raise UnknownName(f"{shown(name)}: the first number in a path is that of the layer, which alone may be '*'")
