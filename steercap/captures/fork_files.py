@@ -223,22 +223,13 @@ def _check_place(request: str, chunks: list[_Chunk]) -> None:
 def _joined(chunks: list[_Chunk], *, streams: bool) -> ForkRows:
     """Read chunks of one layer and hook, and keep the last row of each position."""
     first = chunks[0]
-    for path, _, entry, _, dtype in chunks:
-        if (entry.shape[1], entry.row_shape or None, dtype) != (
-            first.entry.shape[1],
-            first.entry.row_shape or None,
-            first.dtype,
-        ):
-            raise InvalidFile(
-                f"{path}: rows of layer {entry.layer}, {entry.hook} differ in width or dtype from chunk to chunk"
-            )
+    layer, hook, shape = first.entry.layer, first.entry.hook, first.entry.row_shape or first.entry.shape[1:]
+    if len({(one.entry.shape[1], one.entry.row_shape or None, one.dtype) for one in chunks}) > 1:
+        raise InvalidFile(f"{first.path}: rows of layer {layer}, {hook} differ in width or dtype from chunk to chunk")
     stored = np.frombuffer(b"".join(map(_bytes, chunks)), STORED[first.dtype])
     rows = torch.from_numpy(stored.astype(stored.dtype.newbyteorder("=")))
     rows = rows.view(torch.bfloat16) if first.dtype == "bfloat16" else rows
-    rows = rows.reshape(
-        sum(chunk.entry.shape[0] for chunk in chunks), *(first.entry.row_shape or (first.entry.shape[1],))
-    )
-    layer, hook = first.entry.layer, first.entry.hook
+    rows = rows.reshape(sum(chunk.entry.shape[0] for chunk in chunks), *shape)
     site = None if streams and hook in _ONE_STREAM else FORK_HOOKS.get(hook)
     point = None if site is None else Point(layer, site)
     if any(chunk.entry.positions is None for chunk in chunks):

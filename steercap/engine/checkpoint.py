@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from steercap.adapters.gpus import gather_gpus, visible_of
+from steercap.adapters.gpus import gather_gpus, gather_processes, named_holders, visible_of
 from steercap.adapters.hardware import free_memory
 from steercap.adapters.releases import built_for
 from steercap.core.extras import extra
@@ -33,6 +33,9 @@ DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "flo
 #: Bytes of an element of dtypes that vLLM converts to the model's, as headers of safetensors name them.
 _CONVERTED: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _UTILIZATION: Final = 0.92
+#: Arguments with which a checkpoint's size says nothing of the memory of a GPU here.
+_CHANGING: Final = ("hf_overrides", "hf_config_path", "language_model_only", "offload_group_size")
+_BACKENDS: Final = ("distributed_executor_backend", "data_parallel_backend")
 
 
 class MemoryNeed(msgspec.Struct, frozen=True):
@@ -216,7 +219,8 @@ def _safetensors(folder: Path) -> list[Path]:
     try:
         named = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return list(folder.glob("*.safetensors"))
+        found = list(folder.glob("*.safetensors"))
+        return [path for path in found if not path.name.startswith("consolidated")] or found
     return [path for name in sorted(named) if (path := folder / name).exists()]
 
 
@@ -264,27 +268,67 @@ def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[s
     Raises:
         ModelTooLarge: it does not fit.
     """
+    need = _need_of(name, arguments, environment)
+    if need.needed is not None and need.available is not None and need.needed > need.available:
+        raise _too_large(name, need.needed, need, arguments, environment)
+    return need
+
+
+def require_room(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a model whose weights and caches of a fixed size alone exceed what is free.
+
+    A tenth of the weights is not counted, since vLLM may leave some out. Nothing is refused where overrides change the
+    model, or where workers run on other machines.
+
+    Args:
+        name, arguments, environment: as for `check_memory`.
+
+    Raises:
+        ModelTooLarge: it cannot fit.
+    """
+    if any(arguments.get(one) for one in _CHANGING) or "ray" in {arguments.get(one) for one in _BACKENDS}:
+        return
+    need = _need_of(name, arguments, environment)
+    if need.weights is not None and need.needed is not None and need.available is not None:
+        least = need.needed - PROCESS_BYTES - need.weights // 10
+        if least > need.available:
+            raise _too_large(name, least, need, arguments, environment)
+
+
+def _need_of(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> MemoryNeed:
     copies, tensor, pipeline = (_count(arguments, f"{how}_parallel_size") for how in ("data", "tensor", "pipeline"))
     parts = tensor * pipeline
     checkpoint, dtype = look_up(name), str(arguments.get("dtype") or "auto")
     unknown = not checkpoint.bytes or (arguments.get("quantization") and not checkpoint.quantization)
-    total = None if unknown else weights_in(checkpoint, dtype)
+    # vLLM's "auto" serves what is stored as float32 in 16 bits.
+    dtypes = ("auto", "bfloat16") if dtype == "auto" else (dtype,)
+    total = None if unknown else min(weights_in(checkpoint, one) for one in dtypes)
     device, available = built_for(), None
     if device == "cpu":
         weights = None if total is None else total * copies
         space = int(arguments.get("kv_cache_memory_bytes") or int(environment.get("VLLM_CPU_KVCACHE_SPACE") or 0) << 30)
         caches, available = space * parts * copies, free_memory()
     else:
-        weights = None if total is None else total // parts
+        shares = parts * (copies if arguments.get("enable_expert_parallel") else 1)
+        weights = None if total is None else total // shares
         caches, available = 0, _least_free(arguments, environment, parts * copies)
     needed = None if weights is None else weights + caches + PROCESS_BYTES
-    if needed is not None and available is not None and needed > available:
-        where = "" if device == "cpu" else " on one of its GPUs"
-        raise ModelTooLarge(
-            f"{name} needs {needed / 1e9:.1f} GB{where} in dtype {dtype!r}, and {available / 1e9:.1f} GB are free; "
-            "use a smaller dtype or model, or more GPUs"
-        )
     return MemoryNeed(device, weights, needed, available)
+
+
+def _too_large(
+    name: str, needed: int, need: MemoryNeed, arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> ModelTooLarge:
+    """Return the error of a model that needs more than is available; on GPUs with the processes that hold the rest."""
+    where, held, free = "", "", need.available or 0
+    if need.device != "cpu":
+        gpus = visible_of(gather_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))
+        named = named_holders(gpus, gather_processes())
+        where, held = " on one of its GPUs", f"; {named}" if named else ""
+    return ModelTooLarge(
+        f"{name} needs {needed / 1e9:.1f} GB{where} in dtype {arguments.get('dtype') or 'auto'!r}, and "
+        f"{free / 1e9:.1f} GB are free; use a smaller dtype or model, or more GPUs{held}"
+    )
 
 
 def _count(arguments: Mapping[str, Any], name: str) -> int:

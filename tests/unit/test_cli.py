@@ -21,7 +21,7 @@ from cli_calls import call, captured, directions, shell, vectors
 import steercap
 from steercap import Add, Cap, Point, Sketch, SteeringSpec
 from steercap.adapters import hardware
-from steercap.adapters.gpus import Gpu, gpu_of, visible_of
+from steercap.adapters.gpus import Gpu, GpuProcess, gather_gpus, gather_processes, gpu_of, named_holders, visible_of
 from steercap.adapters.hardware import BIND, free_memory
 from steercap.adapters.releases import TRIED
 from steercap.cli.doctor.checks import CHECKS, Check, examine
@@ -781,6 +781,44 @@ def test_numbers_that_nvidia_smi_does_not_know_are_unknown() -> None:
     known = gpu_of("NVIDIA H200, 143771, 143000, 9.0, 580.95, 3, GPU-2a")
     assert known == Gpu("NVIDIA H200", 143771 << 20, 143000 << 20, (9, 0), "580.95", 3, "GPU-2a")
     assert gpu_of("A, 1, [Not Supported], [N/A], 1, 0, GPU-0").capability is None
+
+
+def test_processes_that_hold_memory_are_those_that_nvidia_smi_names(tmp_path, monkeypatch) -> None:
+    """Lines of an H200 and driver 580; of a name with commas; of what a container may not see; and of no such line."""
+    said = """GPU-0a7f10e6-814c-5242-d116-692d6f6a1956, 523, python3, 3590
+GPU-1b, 77, /usr/bin/python3, -c, x, 129000
+GPU-1b, 78, [Not Found], [N/A]
+No running processes found
+"""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\n[ $2 = --format=csv,noheader,nounits ] && cat <<'END'\n{said}END\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    first, second, third = gather_processes()
+    assert first == GpuProcess("GPU-1b", 77, "/usr/bin/python3, -c, x", 129_000 << 20)
+    assert second == GpuProcess("GPU-0a7f10e6-814c-5242-d116-692d6f6a1956", 523, "python3", 3590 << 20)
+    assert third == GpuProcess("GPU-1b", 78, "[Not Found]", None)
+    gpus = [Gpu("H200", 150 << 30, 9 << 30, (9, 0), "1", 4, "GPU-1b")]
+    assert named_holders(gpus, [first, second, third]) == (
+        "process 77 (/usr/bin/python3, -c, x) holds 135.3 GB of GPU 4, process 78 ([Not Found]) holds an unknown part of "
+        "GPU 4"
+    )
+    for failing in ("exit 9", "exec sleep 60"):
+        monkeypatch.setattr("steercap.adapters.gpus.SMI_SECONDS", 0.2)
+        smi.write_text(f"#!/bin/sh\n{failing}\n")
+        assert (gather_processes(), gather_gpus()) == ((), ())
+
+
+def test_the_doctor_names_who_holds_a_gpus_memory() -> None:
+    """Of GPUs that the workers use alone; and says where somebody holds it who cannot be seen."""
+    held, free = (Gpu("H200", 150 << 30, size << 30, (9, 0), "1", at, f"GPU-{at}") for at, size in enumerate((20, 149)))
+    holder = GpuProcess("GPU-0", 77, "python", 129 * 10**9)
+    found = check_of("GPU memory", changed(FINE, gpus=(held, free), holders=(holder,)))
+    assert (found.state, found.found) == ("warning", "process 77 (python) holds 129.0 GB of GPU 0")
+    assert check_of("GPU memory", changed(FINE, gpus=(free, held), holders=(holder,))).state == "ok"
+    found = check_of("GPU memory", changed(FINE, gpus=(held, free)))
+    assert (found.state, found.found) == ("warning", "139.6 GB of GPU 0 are held, and nvidia-smi names no process")
+    assert check_of("GPU memory", SMALL).found == "no GPU is used"
 
 
 @pytest.mark.parametrize(
