@@ -51,7 +51,7 @@ _INDEX: Final = re.compile(r"(packed|shard-).*\.json|(\d+)_.+\.json", re.ASCII)
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _ForkEntry(msgspec.Struct, frozen=True):
     """One chunk of rows: in an index, or the whole `.json` of a file of one layer and hook."""
 
     layer: _Count
@@ -68,7 +68,7 @@ class _Entry(msgspec.Struct, frozen=True):
 class _Index(msgspec.Struct, frozen=True):
     """The `.json` of a file of several chunks."""
 
-    entries: tuple[_Entry, ...]
+    entries: tuple[_ForkEntry, ...]
     dtype: str | None = None
     request_id: str | None = None
     seq: _Count = 0
@@ -79,7 +79,7 @@ class _Chunk(NamedTuple):
 
     path: Path
     order: tuple[int, str]
-    entry: _Entry
+    entry: _ForkEntry
     size: int
     dtype: str
 
@@ -169,7 +169,7 @@ def _chunks_of(index: Path, default: str | None, labels: dict[Any, Any]) -> Iter
         size = path.stat().st_size
         with blame(index):
             if kind is not None and kind[2]:
-                entry = msgspec.json.decode(index.read_bytes(), type=_Entry)
+                entry = msgspec.json.decode(index.read_bytes(), type=_ForkEntry)
                 document = _Index((entry,), request_id=entry.request_id)
             else:
                 document = msgspec.json.decode(index.read_bytes(), type=_Index)
@@ -186,7 +186,7 @@ def _chunks_of(index: Path, default: str | None, labels: dict[Any, Any]) -> Iter
         yield request, chunk._replace(order=(document.seq, path.name))
 
 
-def _checked(path: Path, entry: _Entry, size: int, dtype: str | None) -> _Chunk:
+def _checked(path: Path, entry: _ForkEntry, size: int, dtype: str | None) -> _Chunk:
     """Return a chunk whose bytes are there, and are as many as its shape says.
 
     Raises:

@@ -275,7 +275,7 @@ def free_port() -> int:
 
 async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
     """Wait for the server, announce the page's address, and open the page in a browser if wanted."""
-    while not await asyncio.to_thread(_answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
+    while not await asyncio.to_thread(answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
         await asyncio.sleep(PAUSE)
     page = f"{address}/explorer"
     terminal.say(f"the explorer: {page}   (Ctrl-C ends it)")
@@ -283,7 +283,8 @@ async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
         terminal.say("no browser could be opened from here; open the address yourself")
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Return whether an address answers a GET with status 200, within two seconds."""
     try:
         with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address of our own
             return bool(answer.status == 200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -807,6 +809,30 @@ No running processes found
         monkeypatch.setattr("steercap.adapters.gpus.SMI_SECONDS", 0.2)
         smi.write_text(f"#!/bin/sh\n{failing}\n")
         assert (gather_processes(), gather_gpus()) == ((), ())
+
+
+def test_a_server_that_is_none_of_ours_fails_the_smoke_test() -> None:
+    """Nobody at the address; one that is not well; one that is well, and no server of a model."""
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{other.server_address[1]}"
+        found = call("smoke", address, "--json")
+        assert (found.exit_code, [one["state"] for one in json.loads(found.stdout)["checks"]]) == (1, ["ok", "problem"])
+        nowhere = call("smoke", f"{address}/nowhere")
+        other.shutdown()
+    gone = call("smoke", address)
+    for result in (nowhere, gone):
+        assert (result.exit_code, "does not answer with status 200" in " ".join(result.stdout.split())) == (1, True)
+    assert call("smoke", "no address").exit_code == 1
 
 
 def test_the_doctor_names_who_holds_a_gpus_memory() -> None:
