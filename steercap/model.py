@@ -19,7 +19,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.engine.checkpoint import MemoryNeed, check_memory
+from steercap.engine.memory import MemoryNeed, check_memory
 from steercap.errors import UnsupportedModel
 from steercap.files.fingerprint import identity_of, tokenizer_of
 from steercap.requests.answers import LocalBackend

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from steercap.concurrency.loops import OwnerLoop, finished, on_thread, within
 from steercap.config import Settings
 from steercap.core.call_style import AWAITED
-from steercap.engine.checkpoint import look_up, require_reachable, require_room, require_there
+from steercap.engine.checkpoint import look_up, require_reachable, require_there
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
+from steercap.engine.memory import require_room
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, ModelNotProved
 from steercap.requests.equations import Claim
 from steercap.requests.probe import probe

@@ -241,9 +241,10 @@ class ServedEngine:
             for one, handle, place in zip(found, handles, await self._delivered(call, handles), strict=True):
                 one["capture"] = described(handle, place)
                 if call.asked.logits:
-                    vocabulary = self._model.serving.here().vllm.vocabulary
-                    async with self._unembedding:  # which bounds their memory
-                        one["capture"]["_logits"] = await logits_of(handle, vocabulary, partial(self._kept, call))
+                    async with self._unembedding:  # one at a time, for their memory
+                        one["capture"]["_logits"] = await logits_of(
+                            handle, self._model.serving.here().vllm.vocabulary, partial(self._kept, call)
+                        )
         finally:
             for handle in handles:
                 handle.release()
@@ -273,11 +274,7 @@ class ServedEngine:
         return self._kept(call, content)
 
     def _kept(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
-        """Put a file into the store; return its place for the answer.
-
-        Raises:
-            CaptureMemoryFull: it has no room.
-        """
+        """Put a file into the store, or raise CaptureMemoryFull; return its place for the answer."""
         waiting = self._captures.put(content, call.owner)
         call.unsaid.append(partial(self._captures.remove, waiting.name, call.owner))
         # The capture is removed when it expires, even if no further request comes.

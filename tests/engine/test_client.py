@@ -29,7 +29,7 @@ from steercap import (
     errors,
 )
 from steercap.adapters import server
-from steercap.cli.smoke import examine_server
+from steercap.cli.doctor import examine_server
 from steercap.client import RemoteModel
 from steercap.lab.directions import Exchange, extract
 from steercap.server.server import ServerSettings, application

@@ -14,7 +14,7 @@ from steercap.architectures.families.proved import records
 from steercap.cli.doctor.facts import Facts, is_offline
 from steercap.cli.engines import SMOLLM2
 from steercap.config import Settings
-from steercap.engine.checkpoint import DTYPE_BYTES, PROCESS_BYTES
+from steercap.engine.memory import DTYPE_BYTES, PROCESS_BYTES
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 
