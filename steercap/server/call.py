@@ -205,7 +205,7 @@ async def logits_of(handle: CaptureHandle, vocabulary: int, deliver: Callable[[b
     """Describe the logits of all rows of a capture, [1, rows, vocabulary], and deliver them as a safetensors file.
 
     They are in the dtype of the rows where that changes none of them, else in float32. What is too large to be made or
-    to be kept is left out, and `note` says why.
+    to be kept, or would be made of rounded rows, is left out, and `note` says why.
 
     Args:
         handle: fetched, with rows of the stream at the last layer.
@@ -214,8 +214,10 @@ async def logits_of(handle: CaptureHandle, vocabulary: int, deliver: Callable[[b
     """
     shape = (1, len(handle.positions), vocabulary)
     size, place, why = 4 * math.prod(shape), dict[str, Any](), ""
-    dtype = torch.float32
-    if size > MOST_LOGITS:
+    dtype, codec = torch.float32, coding_of(shape_of(next(iter(handle.as_saved().rows.values()))).first)[0]
+    if codec != "raw":
+        why = f": the server keeps rows in {codec}, of which they would be others than the model's"
+    elif size > MOST_LOGITS:
         why = f": they take {size:,} bytes, and {MOST_LOGITS:,} are made; POST .../captures/ID/lens gives the likeliest"
     else:
         found = (await handle.lens(full=True, top=1, max_bytes=MOST_LOGITS)).logits

@@ -18,10 +18,11 @@ from starlette.applications import Starlette
 
 from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
 from steercap.adapters import server
+from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
 from steercap.server.asks import asked_of, capture_of, ranges, steering_of
-from steercap.server.call import CURRENT, described
+from steercap.server.call import CURRENT, described, logits_of
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import OPERATOR, Library
 from steercap.server.middleware import SteercapRoute
@@ -101,6 +102,14 @@ def test_each_tensor_is_described(place, note) -> None:
         "size_mb": 0.58,
         "data_included": place == "data",
     }
+
+
+async def test_logits_are_not_made_of_rounded_rows() -> None:
+    """A server whose rows are in a codec by default says so, and delivers nothing."""
+    handle = SiteCodecs.parse(["resid_post=full8", "z"]).parted(a_handle(sites=("resid_post", "z")))[0]
+    said = await logits_of(handle, 10, lambda _: {"url": "x"})
+    assert said["note"].startswith("left out: the server keeps rows in full8")
+    assert (said["shape"], said["data_included"], "url" in said) == ([1, 4, 10], False, False)
 
 
 #: Every place of a request where vectors stand by name.
