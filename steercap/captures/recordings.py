@@ -29,6 +29,8 @@ from steercap.files.journal import Journal
 
 #: Action of a folder without room: later requests are left out, or the oldest segments are removed.
 WhenFull: TypeAlias = Literal["drop", "rotate"]
+#: Words of each manifest on what its requests are.
+COUNTED: Final = "a prompt with all its samples, or a beam; one of a client may be several"
 #: Name of the file that locks out other servers.
 LOCK: Final = "recording.lock"
 _SEGMENT: Final = re.compile(r"\d{6,}")
@@ -272,7 +274,8 @@ class RecordingFolder:
             ours = not segment.exists()
             segment.mkdir(mode=0o700, exist_ok=True)
             try:
-                self._run, self._begun = CaptureRun(segment, model=self._model, private=True), self._clock()
+                self._run = CaptureRun(segment, model=self._model, asked={"request": COUNTED}, private=True)
+                self._begun = self._clock()
             except BaseException:
                 with contextlib.suppress(OSError):  # the first error is the one to report
                     if ours:

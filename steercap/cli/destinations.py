@@ -215,7 +215,7 @@ class RecordOptions:
         from steercap.captures.recordings import RecordLimits, WhenFull
 
         if not 1 <= self.record_gib * 2**30 < math.inf:
-            raise _refused("gib", self.record_gib, "a number above 0")
+            raise _refused("gib", self.record_gib, "a number of at least 1e-9")
         if self.record_hours is not None and not self.record_hours > 0:
             raise _refused("hours", self.record_hours, "a number above 0")
         if self.record_full not in get_args(WhenFull):

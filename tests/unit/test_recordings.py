@@ -70,6 +70,7 @@ def test_what_is_recorded_is_read_again(tmp_path) -> None:
         "second",
         "second",
     ]
+    assert "all its samples" in Manifest.load(tmp_path / "rows" / "000000").document.asked["request"]
     for path in [tmp_path / "rows", *(tmp_path / "rows").rglob("*")]:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 

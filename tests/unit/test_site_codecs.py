@@ -228,7 +228,7 @@ def test_settings_that_do_not_fit_are_told(tmp_path) -> None:
     attention = SiteCodecs.parse(["resid_post", "attention=8"])
     assert RecordSettings(tmp_path, attention, tokens=slice(0, 9)).capture.sites == ("resid_post", "q", "k")
     for tokens in ("generated", slice(1, 9), [0, 1], slice(0, 9, 2)):
-        with pytest.raises(InvalidSpec, match="give tokens='all', or a slice from 0"):
+        with pytest.raises(InvalidSpec, match="give 'all' as tokens, or a slice from 0"):
             RecordSettings(tmp_path, attention, tokens=tokens)  # type: ignore[arg-type]
 
 
@@ -248,11 +248,19 @@ def test_settings_that_do_not_fit_are_told(tmp_path) -> None:
         ("--record r --record-fraction 2", {}, (2, "less than or equal to 1")),
         ("--record r --record-fraction 0", {}, (2, "--record-fraction: 0.0; give a number above 0, up to 1")),
         ("--record r --record-fraction nan", {}, (2, "less than or equal to 1")),
-        ("--record r --record-gib 0", {}, (2, "--record-gib: 0.0; give a number above 0")),
-        ("--record r --record-gib inf", {}, (2, "--record-gib: inf; give a number above 0")),
+        ("--record r --record-gib 0", {}, (2, "--record-gib: 0.0; give a number of at least 1e-9")),
+        ("--record r --record-gib inf", {}, (2, "--record-gib: inf; give a number of at least 1e-9")),
         ("--record r --record-hours 0", {}, (2, "--record-hours: 0.0; give a number above 0")),
         ("--record r --record-layers x", {}, (2, "--record-layers: 'x': give all, an index")),
         ("--record r --record-tokens x", {}, (2, "--record-tokens: 'x': give all")),
+        (
+            "--record r --record-site z --record-site attention=8 --record-tokens 1:9",
+            {},
+            (
+                2,
+                "--record-tokens: attention reads the keys of all tokens before; give 'all' as tokens, or a slice from",
+            ),
+        ),
         (
             "--record r --no-record-prompts",
             {},
