@@ -903,7 +903,7 @@ def test_files_in_a_containers_cache_are_free_memory(tmp_path) -> None:
         ("memory.stat", "anon 5\ninactive_file 300000\nactive_file 70\n"),
     ):
         (tmp_path / name).write_text(text + "\n")
-    assert free_memory(tmp_path / "meminfo", tmp_path) == 400_000
+    assert free_memory(tmp_path / "meminfo", tmp_path) == 400_070
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(tmp_path / "meminfo", tmp_path) == 2 << 20
 
