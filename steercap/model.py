@@ -19,7 +19,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.engine.checkpoint import MemoryNeed, check_memory
+from steercap.engine.memory import MemoryNeed, check_memory
 from steercap.errors import UnsupportedModel
 from steercap.files.fingerprint import identity_of, tokenizer_of
 from steercap.requests.answers import LocalBackend
@@ -174,6 +174,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             MainGuardMissing: the script would start engine after engine.
             MissingExtra: vLLM is not installed.
             ModelNotLoaded, UnsupportedModel, UnsupportedRunner: the model cannot be served with taps.
+            ModelTooLarge: its weights alone need more memory than is free.
             TapsNotInstalled: a tap does not read, or its edits have no effect.
             ModelClosed: the model was closed, before or meanwhile.
             WrongEventLoop: it was started, or is being started, in another event loop.

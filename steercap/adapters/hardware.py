@@ -84,13 +84,15 @@ def _numbers(ranges: str) -> tuple[int, ...]:
 def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the free bytes of the machine's memory, or of the container's, whichever is less.
 
-    Files in the container's cache that are not in use count as free: the kernel drops them when memory is short.
+    Files in the container's cache count as free, weights that were read twice too: the kernel drops them when memory is
+    short.
     """
     free = _counts(meminfo)["MemAvailable"] << 10
     limit, used = cgroup / "memory.max", cgroup / "memory.current"
     if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
         stat = cgroup / "memory.stat"
-        cached = _counts(stat).get("inactive_file", 0) if stat.exists() else 0
+        counts = _counts(stat) if stat.exists() else {}
+        cached = counts.get("inactive_file", 0) + counts.get("active_file", 0)
         free = min(free, int(most) - int(used.read_text()) + cached)
     return free
 

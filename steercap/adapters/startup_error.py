@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from steercap import errors
+from steercap.adapters.gpus import gather_gpus, gather_processes, named_holders
 from steercap.adapters.hardware import missing_kernel
 
 #: Variable of vLLM's with the path of the folder.
 FOLDER: Final = "VLLM_RPC_BASE_PATH"
+#: Errors of vLLM and torch where a GPU has too little memory.
+MEMORY: Final = re.compile(r"CUDA out of memory|Free memory on device")
 #: Name of the file with the error.
 NAME: Final = "refusal.json"
 
@@ -56,4 +60,5 @@ def refusal(folder: Path, start: str) -> errors.SteercapError | None:
     ours = getattr(errors, name, None)
     if isinstance(ours, type) and issubclass(ours, errors.EngineFailure):
         return ours(says)
-    return errors.ModelNotLoaded(f"{start}: {missing_kernel(says) or f'{name}: {says}'}")
+    held = named_holders(gather_gpus(), gather_processes()) if MEMORY.search(says) else ""
+    return errors.ModelNotLoaded(f"{start}: {missing_kernel(says) or f'{name}: {says}'}{held and f'; {held}'}")

@@ -127,7 +127,7 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Manifest entry of one request, whose captures are in one file; a recorded one may have several.
+    """Manifest entry of one file of captures: of a request, or of a recorded one's sample and codec.
 
     Args:
         file: name of the file in the folder.

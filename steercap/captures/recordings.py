@@ -18,7 +18,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from steercap.captures.files import size_of
+from steercap.captures.files import bytes_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.manifest import FILE, JOURNAL, JournalLine, Manifest, Request
 from steercap.captures.saving import CaptureRun, forget_run
@@ -29,6 +29,8 @@ from steercap.files.journal import Journal
 
 #: Action of a folder without room: later requests are left out, or the oldest segments are removed.
 WhenFull: TypeAlias = Literal["drop", "rotate"]
+#: Words of each manifest on what its requests are.
+COUNTED: Final = "a prompt with all its samples, or a beam; one of a client may be several"
 #: Name of the file that locks out other servers.
 LOCK: Final = "recording.lock"
 _SEGMENT: Final = re.compile(r"\d{6,}")
@@ -40,7 +42,7 @@ class RecordLimits:
     """Limits of a folder of recordings.
 
     Args:
-        most_bytes: maximum bytes of capture files in it.
+        most_bytes: maximum bytes of files in it, manifests included; the entries of its last request may come on top.
         when_full: "drop" leaves later requests out; "rotate" removes the oldest segments.
         keep_seconds: seconds until a request is removed, at most a segment's age later; None for never.
         segment_bytes: bytes of files at which a segment ends.
@@ -67,7 +69,8 @@ class RecordLimits:
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """One request of a folder of recordings.
+    """One request of a folder of recordings: one that a server gave its engine, which is one prompt of a client's
+    request, with all its samples; each beam of a beam search is one.
 
     Args:
         manifest: manifest of its segment.
@@ -157,7 +160,7 @@ class RecordingFolder:
         clock: function that returns seconds since 1970.
 
     Attributes:
-        bytes: bytes of listed files.
+        bytes: bytes of listed files, and of the lists.
 
     Raises:
         InvalidRequest: another process writes to it.
@@ -169,7 +172,7 @@ class RecordingFolder:
         self.path, self.limits, self.bytes = path, limits, 0
         self._model, self._clock = model, clock
         self._run: CaptureRun | None = None
-        self._begun = 0.0
+        self._begun, self._listed = 0.0, 0  # time of the segment's start, bytes of its lists that are counted
         self._ended: dict[Path, tuple[int, float]] = {}  # bytes and time of the last request of ended segments
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock: Journal[JournalLine] = Journal(path / LOCK, JournalLine, 0o600)
@@ -195,14 +198,14 @@ class RecordingFolder:
             answer_id: id that vLLM's server gave the request.
 
         Returns:
-            Bytes written.
+            Bytes of its files.
 
         Raises:
             CaptureMemoryFull: the folder has no room.
             OSError: it cannot be written.
         """
         self.tidy()
-        coming = sum(size_of(handle.as_saved()) for handle in handles)
+        coming = sum(bytes_of(handle.as_saved()) for handle in handles)
         rotates = self.limits.when_full == "rotate" and coming <= self.limits.most_bytes  # else room would not help
         while rotates and self.bytes and self.bytes + coming > self.limits.most_bytes:
             if not self._ended:
@@ -215,7 +218,9 @@ class RecordingFolder:
             )
         run = self._open()
         written = sum(one.bytes for one in run.record(handles, answer_id=answer_id, time=self._clock()))
-        self.bytes += written
+        listed = _listed(run.folder)
+        self.bytes += written + listed - self._listed
+        self._listed = listed
         return written
 
     def tidy(self) -> None:
@@ -251,14 +256,15 @@ class RecordingFolder:
             return
         model = Manifest.load(segment).model
         with CaptureRun(segment, model=model, private=True) as run:
-            self._note(segment, run)
+            pass
+        self._note(run)
 
-    def _note(self, segment: Path, run: CaptureRun) -> None:
-        size = sum(request.bytes for request in run.requests.values())
+    def _note(self, run: CaptureRun) -> None:
+        """Note bytes and time of an ended segment, whose bytes are not counted yet."""
+        size = sum(request.bytes for request in run.requests.values()) + _listed(run.folder)
         last = max((request.time or 0.0 for request in run.requests.values()), default=self._clock())
-        self._ended[segment] = size, last
-        if run is not self._run:
-            self.bytes += size
+        self._ended[run.folder] = size, last
+        self.bytes += size
 
     def _open(self) -> CaptureRun:
         """Return the segment that is written, a new one if there is none."""
@@ -268,7 +274,8 @@ class RecordingFolder:
             ours = not segment.exists()
             segment.mkdir(mode=0o700, exist_ok=True)
             try:
-                self._run, self._begun = CaptureRun(segment, model=self._model, private=True), self._clock()
+                self._run = CaptureRun(segment, model=self._model, asked={"request": COUNTED}, private=True)
+                self._begun = self._clock()
             except BaseException:
                 with contextlib.suppress(OSError):  # the first error is the one to report
                     if ours:
@@ -283,12 +290,12 @@ class RecordingFolder:
     def _end(self) -> None:
         run, size = self._run, self._size()
         assert run is not None
-        if not (run.folder / JOURNAL).exists():  # somebody has removed it
-            self.bytes, self._run = self.bytes - size, None
-            return
-        self._note(run.folder, run)
-        self._run = None
-        run.close()
+        self.bytes, self._listed, self._run = self.bytes - size, 0, None
+        if (run.folder / JOURNAL).exists():  # else somebody has removed it
+            try:
+                run.close()
+            finally:
+                self._note(run)
 
     def _remove(self, segment: Path) -> None:
         """Remove a segment, its manifest first."""
@@ -310,6 +317,15 @@ def _forget(segment: Path) -> None:
         forget_run(segment)
     with contextlib.suppress(OSError):  # what is not ours stays
         segment.rmdir()
+
+
+def _listed(segment: Path) -> int:
+    """Return the bytes of a segment's manifest and journal."""
+    found = 0
+    for name in (FILE, JOURNAL):
+        with contextlib.suppress(FileNotFoundError):  # it has no entries, or is sealed
+            found += (segment / name).stat().st_size
+    return found
 
 
 def _names_in(segment: Path) -> set[str]:

@@ -159,7 +159,7 @@ class SiteCodecs:
         """
         spec = _spec(self.sites, next(iter(self.codings.values())) if self.alike else RAW, others)
         if self.attention and not _from_start(spec.selection):
-            raise InvalidSpec("attention reads the keys of all tokens before; give tokens='all', or a slice from 0")
+            raise InvalidSpec("attention reads the keys of all tokens before; give 'all' as tokens, or a slice from 0")
         return spec
 
     def specs(self, **others: Any) -> Iterator[CaptureSpec]:

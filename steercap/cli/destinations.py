@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args
 
 import typer
 
@@ -20,10 +21,15 @@ from steercap.cli.parsing import layers_of, tokens_of
 from steercap.cli.terminal import Terminal
 from steercap.config.environment import PREFIX
 from steercap.core.extras import require
+from steercap.core.spec import CaptureSpec
+from steercap.core.values import choices
+from steercap.errors import SteercapError
 
 if TYPE_CHECKING:
+    from steercap.captures.recordings import RecordLimits, WhenFull
     from steercap.server.recording import RecordSettings
 
+RECORDING: Final = "Recording"
 #: Extras that writing a file needs, by its extension.
 BROUGHT: Final = {".gguf": ("gguf",), ".png": ("plots",)}
 
@@ -121,14 +127,27 @@ def _record(name: str, says: str, **more: Any) -> Any:
     """Return an option of a server's recordings, which its environment variable sets too."""
     variable = f"{PREFIX}{name.partition('/')[0].upper().replace('-', '_')}"
     flags = "/".join(f"--{part}" for part in name.split("/"))
-    return typer.Option(flags, help=says, envvar=variable, show_envvar=False, rich_help_panel="Recording", **more)
+    return typer.Option(flags, help=says, envvar=variable, show_envvar=False, rich_help_panel=RECORDING, **more)
+
+
+@contextlib.contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Name an option in the errors of its value."""
+    try:
+        yield
+    except (typer.BadParameter, SteercapError) as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 @dataclass(frozen=True)
 class RecordOptions:
     """Options for what is recorded of requests that ask for nothing."""
 
-    record: Annotated[Path | None, _record("record", "Folder to record requests to.")] = None
+    record: Annotated[str | None, _record("record", "Folder to record requests to.", metavar="PATH")] = None
+    no_record: Annotated[
+        bool,
+        typer.Option("--no-record", help="Record nothing, whatever the environment says.", rich_help_panel=RECORDING),
+    ] = False
     record_site: Annotated[
         list[str] | None,
         _record(
@@ -138,11 +157,11 @@ class RecordOptions:
     record_layers: Annotated[str, _record("record-layers", "Layers to record.")] = "all"
     record_tokens: Annotated[str, _record("record-tokens", "Tokens to record.")] = "all"
     record_fraction: Annotated[
-        float, _record("record-fraction", "Fraction of the requests to record.", min=0, max=1)
+        float, _record("record-fraction", "Fraction of the prompts to record, with all their samples.", min=0, max=1)
     ] = 1
     record_gib: Annotated[float, _record("record-gib", "Maximum GiB of recordings.", min=0)] = 64
     record_full: Annotated[
-        str, _record("record-full", "At the maximum: drop later requests, or rotate: remove the oldest.")
+        str, _record("record-full", "At the maximum: drop later prompts, or rotate: remove the oldest.")
     ] = "drop"
     record_hours: Annotated[
         float | None, _record("record-hours", "Hours until recordings are removed (default: never).", min=0)
@@ -152,38 +171,67 @@ class RecordOptions:
     ] = True
 
     def settings(self) -> RecordSettings | None:
-        """Return the settings of the recorder; None without --record.
+        """Return the settings of the recorder; None without --record, or with --no-record.
 
         Raises:
-            typer.BadParameter: a folder that cannot be written, layers or tokens that cannot be parsed.
-            InvalidSetting, InvalidSpec, UnknownName: something that does not fit.
+            typer.BadParameter: a value that does not fit, with its option.
         """
+        if self.no_record:
+            if self.record is not None and self.record != os.environ.get(f"{PREFIX}RECORD"):
+                raise typer.BadParameter("give --record or --no-record, not both", param_hint="--no-record")
+            return None
         if self.record is None:
             if self != RecordOptions():
                 raise typer.BadParameter("nothing is recorded without it", param_hint="--record")
             return None
-        from steercap.captures.recordings import RecordLimits
+        from steercap.architectures.sites import SITES
         from steercap.captures.site_codecs import SiteCodecs
         from steercap.server.recording import RecordSettings
 
-        folder_ready(self.record, "--record")
+        if not self.record.strip():
+            raise typer.BadParameter(f"{self.record!r}; give the path of a folder", param_hint="--record")
+        folder = Path(self.record)
+        folder_ready(folder, "--record")
+        with _named("--record-site"):
+            codecs = SiteCodecs.parse(self.record_site or ["resid_post"])
+            for site in codecs.sites:
+                SITES[site]
+        with _named("--record-layers"):
+            layers = layers_of(self.record_layers)
+            codecs.spec(layers=layers)
+        with _named("--record-tokens"):
+            tokens = tokens_of(self.record_tokens)
+            generated = codecs.spec(tokens=tokens).tokens == CaptureSpec(tokens="generated").tokens
+        if not 0 < self.record_fraction <= 1:
+            raise _refused("fraction", self.record_fraction, "a number above 0, up to 1")
+        if not (self.record_prompts or generated):
+            said = "rows of prompts are recorded; give --record-tokens generated beside it"
+            raise typer.BadParameter(said, param_hint="--no-record-prompts")
+        asked: dict[str, Any] = {"fraction": self.record_fraction, "prompts": self.record_prompts}
+        return RecordSettings(folder, codecs, layers, tokens, limits=self._limits(), **asked)
+
+    def _limits(self) -> RecordLimits:
+        """Return the limits of the folder."""
+        from steercap.captures.recordings import RecordLimits, WhenFull
+
+        if not 1 <= self.record_gib * 2**30 < math.inf:
+            raise _refused("gib", self.record_gib, "a number of at least 1e-9")
+        if self.record_hours is not None and not self.record_hours > 0:
+            raise _refused("hours", self.record_hours, "a number above 0")
+        if self.record_full not in get_args(WhenFull):
+            hint = choices(self.record_full, get_args(WhenFull))
+            raise typer.BadParameter(f"{self.record_full!r}; {hint}", param_hint="--record-full")
         keep = None if self.record_hours is None else self.record_hours * 3600
-        if not 0 < self.record_gib < math.inf:
-            raise typer.BadParameter(f"{self.record_gib}; give a number above 0", param_hint="--record-gib")
         whole = int(self.record_gib * 2**30)
-        limits = RecordLimits(
+        return RecordLimits(
             most_bytes=whole,
-            when_full=self.record_full,  # type: ignore[arg-type]  # it is checked there
+            when_full=cast("WhenFull", self.record_full),
             keep_seconds=keep,
             segment_bytes=max(1, min(RecordLimits.segment_bytes, whole // 8)),
             segment_seconds=min(RecordLimits.segment_seconds, keep or RecordLimits.segment_seconds),
         )
-        return RecordSettings(
-            self.record,
-            SiteCodecs.parse(self.record_site or ["resid_post"]),
-            layers_of(self.record_layers),
-            tokens_of(self.record_tokens),
-            fraction=self.record_fraction,
-            prompts=self.record_prompts,
-            limits=limits,
-        )
+
+
+def _refused(name: str, value: float, accepted: str) -> typer.BadParameter:
+    """Return the error of a number that does not fit."""
+    return typer.BadParameter(f"{value}; give {accepted}", param_hint=f"--record-{name}")

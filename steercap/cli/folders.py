@@ -198,10 +198,11 @@ def _run(path: Path, *, verify: bool) -> Found:
     points = {point for layout in layouts for point in layout.points_kept}
     wrong = {request.file: why for request in manifest.requests if (why := manifest.wrong(request, content=verify))}
     unlisted = sorted({file.name for file in numbered(path)} - {request.file for request in manifest.requests})
+    recorded = {(request.answer_id, request.time) for request in manifest.requests if request.answer_id}
     known = {
         "kind": "run of captures",
         "model": manifest.model,
-        "requests": len(manifest.requests),
+        "requests": len(recorded) or len(manifest.requests),  # recorded ones may have several files
         "tokens": f"{sum(request.prompt_tokens for request in manifest.requests):,} of prompts, "
         f"{sum(request.output_tokens for request in manifest.requests):,} generated",
         "rows": f"{sum(request.rows for request in manifest.requests):,} at each point",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from steercap.config import Settings
     from steercap.core.spec import CaptureSpec, Point
     from steercap.engine.checkpoint import Checkpoint
+    from steercap.server.recording import RecordSettings
     from steercap.steering.spec import SteeringSpec
 
 #: Sites whose rows are as wide as the residual stream, which config.json gives.
@@ -52,20 +53,47 @@ class Preflight:
 
         Raises:
             UnknownName, LayerOutOfRange, PointNotArmed: they cannot be captured.
-            InvalidSpec: there are no directions for a layer that is asked for.
+            InvalidSpec: there are no directions for a layer that is asked for, or a codec keeps more numbers than a row
+                of the stream has.
             InvalidVector: directions of another width than the rows.
         """
         if self.model.layers:
             from steercap.architectures.sites import SITES, placed
             from steercap.core.spec import check_armed
             from steercap.engine.compiler import codec_for
+            from steercap.errors import InvalidSpec
             from steercap.steering.projection import points_of
 
             wanted = spec.points if spec.project is None else partial(points_of, spec)
-            codec_for(spec, self.settings)
-            check_armed(placed(wanted(self.model.layers), self.model.layers), self.points, SITES)
+            coding, points = codec_for(spec, self.settings), placed(wanted(self.model.layers), self.model.layers)
+            check_armed(points, self.points, SITES)
+            wide = [point for point in points if point.site in STREAM and 0 < self.model.width < coding.k]
+            if wide and spec.project is None:
+                raise InvalidSpec(
+                    f"codec={coding.encoding!r} with k={coding.k} keeps more numbers than the {self.model.width} of a "
+                    f"row at {wide[0]}; give a smaller k="
+                )
             if spec.project is not None and spec.project.site in STREAM:
                 self.check_width(spec.project.width, "--project")
+
+    def check_recorded(self, settings: RecordSettings) -> None:
+        """Check that the rows that a server records can be captured, in their codecs.
+
+        Raises:
+            typer.BadParameter: they cannot.
+        """
+        from steercap.core.spec import resolve_layers
+        from steercap.errors import SteercapError
+
+        option = "--record-layers"
+        try:
+            if self.model.layers:
+                resolve_layers(settings.layers, self.model.layers)
+            option = "--record-site"
+            for spec in (settings.capture, *settings.codecs.specs(layers=settings.layers)):
+                self.check_capture(spec)
+        except SteercapError as error:
+            raise typer.BadParameter(str(error), param_hint=option) from error
 
     def check_layers(self, layers: Iterable[int], site: str) -> None:
         """Check that some layers have taps at a site.
@@ -118,7 +146,7 @@ def preflight(options: ModelOptions, **settings: Any) -> Preflight:
 
     Raises:
         ModelNotLoaded: the model can only be on this machine, and does not exist.
-        InvalidSetting, UnknownName: settings that do not fit.
+        InvalidSetting, UnknownName, LayerOutOfRange: settings that do not fit, or not the model.
     """
     from steercap.config import Settings, environment
 
@@ -130,6 +158,8 @@ def preflight(options: ModelOptions, **settings: Any) -> Preflight:
         import msgspec
 
         model = msgspec.structs.replace(model, layers=0, width=0)
+    if model.layers:
+        ours.armed(model.layers)
     return Preflight(model, ours)
 
 

@@ -148,7 +148,8 @@ def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
 def checked(
     settings: ServerSettings, model: str, flags: Sequence[str], engine_arg: Sequence[str] | None, **own: Any
 ) -> Names:
-    """Read the server's named files and presets, and check them against the model's config.json as far as possible.
+    """Read the server's named files and presets, and check them and what is recorded against the model's config.json,
+    as far as possible.
 
     Args:
         settings: settings of the server.
@@ -160,6 +161,7 @@ def checked(
     Raises:
         InvalidSpec, InvalidFile: files or presets that cannot be used.
         InvalidVector, LayerOutOfRange, PointNotArmed: they do not fit the model, or a point that is not armed.
+        typer.BadParameter: recorded layers or sites that the model does not have.
     """
     from steercap.server.library import OPERATOR
     from steercap.server.server import Names
@@ -175,6 +177,8 @@ def checked(
             there.check_width(content.width, f"--vectors {name}")
     for steering in names.presets.values():
         there.check_steering(steering)
+    if settings.record is not None:
+        there.check_recorded(settings.record)
     return names
 
 
@@ -271,7 +275,7 @@ def free_port() -> int:
 
 async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
     """Wait for the server, announce the page's address, and open the page in a browser if wanted."""
-    while not await asyncio.to_thread(_answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
+    while not await asyncio.to_thread(answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
         await asyncio.sleep(PAUSE)
     page = f"{address}/explorer"
     terminal.say(f"the explorer: {page}   (Ctrl-C ends it)")
@@ -279,7 +283,8 @@ async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
         terminal.say("no browser could be opened from here; open the address yourself")
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Return whether an address answers a GET with status 200, within two seconds."""
     try:
         with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address of our own
             return bool(answer.status == 200)

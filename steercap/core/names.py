@@ -1,10 +1,12 @@
-"""Parser of point names: steercap's own, TransformerLens's, and paths of modules.
+"""Parser of point names: steercap's own, TransformerLens's, the fork's, and paths of modules.
 
 A small grammar, matched and never evaluated:
 
 - `resid_post[5]`, as points are shown;
 - `blocks.5.hook_resid_post`, `blocks.5.attn.hook_z`: those of TransformerLens whose tensors are the same here;
-- `model.layers.5.mlp.down_proj.input`, `model.norm.output`: input or output of a module. A `*` stands for all layers.
+- `post_block`, `post_mlp[5]`: hooks of RhizoNymph's fork of vLLM, whose files `captures.fork_files` reads;
+- `model.layers.5.mlp.down_proj.input`, `model.layers[5].mlp.output`, `model.norm.output`: input or output of a module.
+  A `*` stands for all layers.
 """
 
 from __future__ import annotations
@@ -30,6 +32,18 @@ TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
         "attn.hook_v": "v",
         "attn.hook_z": "z",
         "mlp.hook_post": "neurons",
+    }
+)
+#: Hooks of RhizoNymph's fork of vLLM, and the sites with the same rows; "post_block" is the later name of "post_mlp".
+FORK_HOOKS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "pre_attn": "resid_pre",
+        "post_attn": "resid_mid",
+        "post_mlp": "resid_post",
+        "post_block": "resid_post",
+        **{name: name for name in ("mlp_in", "mlp_out")},
+        **{f"mhc_streams_{where}": f"mhc_streams_{where}" for where in ("pre_attn", "pre_mlp", "final")},
+        **{f"mhc_{mix}_mix": f"mhc_{mix}_mix" for mix in ("attn_post", "ffn_post", "attn_res", "ffn_res")},
     }
 )
 #: Names of TransformerLens without a site of the same rows, and the difference.
@@ -80,15 +94,8 @@ def read_name(name: str) -> Name:
         UnknownName: a name of TransformerLens's whose rows differ from every site's, a path with several layers, a
             name that gives its layer twice, or brackets around something other than one layer.
     """
-    if found := _SHOWN.fullmatch(name):
-        inner = read_name(found[1])
-        if inner.layer is not None:
-            raise UnknownName(f"{shown(name)} says its layer twice, {inner.layer} and {found[2]}; say it once")
-        return inner._replace(layer=_number(found[2], name))
     if "[" in name or "]" in name:
-        path = re.sub(r"\[(-?\w+|\*)\]", r".\1", name)
-        hint = f"did you mean {path!r}?" if is_module(path) else "for several layers, give a name for each, or layers="
-        raise UnknownName(f"{shown(name)}: brackets hold the number of one layer, as in 'resid_post[5]'; {hint}")
+        return _bracketed(name)
     block = _BLOCK.fullmatch(name)
     layer, within = (block[1], block[2]) if block else (EVERY, name)
     if within in _OTHERS:
@@ -98,13 +105,27 @@ def read_name(name: str) -> Name:
     if within in TRANSFORMER_LENS:
         return Name(TRANSFORMER_LENS[within], None if layer == EVERY else _number(layer, name))
     if not is_module(name):
-        return Name(name)
+        return Name(FORK_HOOKS.get(name, name))
     layers = _LAYER.findall(name)
     if name.count(EVERY) > 1 or (EVERY in name and layers[:1] != [EVERY]):
         raise UnknownName(f"{shown(name)}: the first number in a path is that of the layer, which alone may be '*'")
     if not layers:
         return Name(name)
     return Name(_LAYER.sub(f".{EVERY}.", name, count=1), None if layers[0] == EVERY else _number(layers[0], name))
+
+
+def _bracketed(name: str) -> Name:
+    """Parse a name with the number of its layer in brackets."""
+    if found := _SHOWN.fullmatch(name):
+        inner = read_name(found[1])
+        if inner.layer is not None:
+            raise UnknownName(f"{shown(name)} says its layer twice, {inner.layer} and {found[2]}; say it once")
+        return inner._replace(layer=_number(found[2], name))
+    path = re.sub(r"\[(\d+|\*)\]", r".\1", name, flags=re.ASCII)
+    if is_module(path):
+        return read_name(path)
+    hint = "for several layers, give a name for each, or layers="
+    raise UnknownName(f"{shown(name)}: brackets hold the number of one layer, as in 'resid_post[5]'; {hint}")
 
 
 def _number(digits: str, name: str) -> int:

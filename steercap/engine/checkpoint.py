@@ -17,38 +17,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from steercap.adapters.gpus import gather_gpus, visible_of
-from steercap.adapters.hardware import free_memory
-from steercap.adapters.releases import built_for
 from steercap.core.extras import extra
-from steercap.errors import ModelNotLoaded, ModelTooLarge
+from steercap.errors import ModelNotLoaded
 
 #: Files by which vLLM recognises the folder of a model, in transformers' format or Mistral's own.
 CONFIGS: Final = ("config.json", "params.json")
-
-#: Memory of a worker's process besides weights and caches: libraries, and activations of a batch.
-PROCESS_BYTES: Final = 2 << 30
-#: Bytes of an element in dtypes that a model can be asked for.
-DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
-#: Bytes of an element of dtypes that vLLM converts to the model's, as headers of safetensors name them.
-_CONVERTED: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_UTILIZATION: Final = 0.92
-
-
-class MemoryNeed(msgspec.Struct, frozen=True):
-    """Memory that a model needs, in bytes, and the memory there is; None where it is unknown.
-
-    Args:
-        device: "cpu", for the machine's memory; or "cuda", for that of one GPU.
-        weights: weights of the model on each device, in the dtype asked for.
-        needed: the same with caches of a fixed size and the process itself.
-        available: memory that is free now, on the fullest device.
-    """
-
-    device: str
-    weights: int | None
-    needed: int | None
-    available: int | None
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -207,94 +180,20 @@ def local_folder(name: str) -> Path | None:
 
 def weights_of(folder: Path) -> int:
     """Return the bytes of a model's weights; vLLM reads .bin files only where there is no .safetensors."""
-    files = _safetensors(folder) or list(folder.glob("*.bin"))
+    files = weight_files(folder) or list(folder.glob("*.bin"))
     return sum(path.stat().st_size for path in files)
 
 
-def _safetensors(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights; beside those of an index there may be the same in Mistral's format."""
     try:
         named = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return list(folder.glob("*.safetensors"))
+        found = list(folder.glob("*.safetensors"))
+        return [path for path in found if not path.name.startswith("consolidated")] or found
     return [path for name in sorted(named) if (path := folder / name).exists()]
 
 
 def _first(config: dict[str, Any], *names: str) -> int:
     """Return the first of some settings that is set to an integer, 0 if none is."""
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
-
-
-def weights_in(checkpoint: Checkpoint, dtype: str) -> int:
-    """Return the bytes of a checkpoint's weights when vLLM holds them in a dtype; quantised ones stay as they are.
-
-    Args:
-        checkpoint: a checkpoint on this machine.
-        dtype: a name of `DTYPE_BYTES`; any other, such as "auto", leaves the stored dtype.
-    """
-    size = DTYPE_BYTES.get(dtype.removeprefix("torch."))
-    if size is None or checkpoint.quantization:
-        return checkpoint.bytes
-    if not (files := _safetensors(Path(checkpoint.folder))):
-        return checkpoint.bytes * size // DTYPE_BYTES.get(checkpoint.dtype, size)
-    return sum(_converted(file, size) for file in files)
-
-
-def _converted(file: Path, size: int) -> int:
-    """Return the bytes of the tensors in a file of safetensors, those of floats with `size` bytes an element."""
-    with file.open("rb") as content:
-        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
-    tensors = [one for name, one in header.items() if name != "__metadata__"]
-    held = [(one["data_offsets"][1] - one["data_offsets"][0], _CONVERTED.get(one["dtype"])) for one in tensors]
-    return sum(stored if element is None else stored // element * size for stored, element in held)
-
-
-def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> MemoryNeed:
-    """Compare the memory that a model needs with what is free, without starting an engine.
-
-    Args:
-        name: name or path of the model.
-        arguments: arguments of vLLM's engine.
-        environment: environment variables.
-
-    Returns:
-        The numbers; unknown ones are None: those of a model that is not on this machine, or that is quantised when it
-        is loaded, and the memory of GPUs that nvidia-smi does not report.
-
-    Raises:
-        ModelTooLarge: it does not fit.
-    """
-    copies, tensor, pipeline = (_count(arguments, f"{how}_parallel_size") for how in ("data", "tensor", "pipeline"))
-    parts = tensor * pipeline
-    checkpoint, dtype = look_up(name), str(arguments.get("dtype") or "auto")
-    unknown = not checkpoint.bytes or (arguments.get("quantization") and not checkpoint.quantization)
-    total = None if unknown else weights_in(checkpoint, dtype)
-    device, available = built_for(), None
-    if device == "cpu":
-        weights = None if total is None else total * copies
-        space = int(arguments.get("kv_cache_memory_bytes") or int(environment.get("VLLM_CPU_KVCACHE_SPACE") or 0) << 30)
-        caches, available = space * parts * copies, free_memory()
-    else:
-        weights = None if total is None else total // parts
-        caches, available = 0, _least_free(arguments, environment, parts * copies)
-    needed = None if weights is None else weights + caches + PROCESS_BYTES
-    if needed is not None and available is not None and needed > available:
-        where = "" if device == "cpu" else " on one of its GPUs"
-        raise ModelTooLarge(
-            f"{name} needs {needed / 1e9:.1f} GB{where} in dtype {dtype!r}, and {available / 1e9:.1f} GB are free; "
-            "use a smaller dtype or model, or more GPUs"
-        )
-    return MemoryNeed(device, weights, needed, available)
-
-
-def _count(arguments: Mapping[str, Any], name: str) -> int:
-    return int(arguments.get(name) or 1)
-
-
-def _least_free(arguments: Mapping[str, Any], environment: Mapping[str, str], workers: int) -> int | None:
-    """Return the memory that the fullest GPU of an engine leaves it, in bytes; None if unknown."""
-    share = float(arguments.get("gpu_memory_utilization") or _UTILIZATION)
-    lent = int(float(arguments.get("cpu_offload_gb") or 0) * (1 << 30))
-    gpus = visible_of(gather_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))[:workers]
-    known = [min(gpu.free, int(gpu.bytes * share)) + lent for gpu in gpus if gpu.free is not None and gpu.bytes]
-    return min(known, default=None)

@@ -16,6 +16,7 @@ from steercap.core.call_style import AWAITED
 from steercap.engine.checkpoint import look_up, require_reachable, require_there
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
+from steercap.engine.memory import require_room
 from steercap.errors import EngineDied, EngineFailure, ModelClosed, ModelNotProved
 from steercap.requests.equations import Claim
 from steercap.requests.probe import probe
@@ -97,6 +98,8 @@ class Serving:
         arguments = dict(self.engine_args)
         if "max_model_len" in arguments and self.cut and (context := look_up(self.model).context):
             arguments["max_model_len"] = min(arguments["max_model_len"], context)
+        if self.engine is None:  # else the memory of a dead one may still be on its way back
+            await asyncio.to_thread(require_room, self.model, arguments)
         for candidate in count():
             self._launch = Launch()
             engine = await Engine.start(self.model, self.settings, arguments, self._launch, candidate)

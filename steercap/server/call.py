@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
+import torch
+from safetensors.torch import save
 
 from steercap.captures.fetching import Arrived
+from steercap.captures.files import named, shape_of
 from steercap.captures.handle import CaptureHandle
-from steercap.core.spec import CaptureSpec
-from steercap.kernels.codecs.coded import coding_of
+from steercap.captures.rows import Rows
+from steercap.core.spec import CaptureSpec, Point
+from steercap.errors import CaptureMemoryFull
+from steercap.kernels.codecs.coded import CodedRows, coding_of
 from steercap.requests.job import Job, rows_so_far
 from steercap.steering.monitor import Monitor
 from steercap.steering.spec import SteeringSpec
 
 #: Delivery of the captured rows.
 Delivery = Literal["fetch", "inline", "folder"]
+#: Notes on tensors by the field of the answer that says where they are.
+PLACES: Final[Mapping[str, str]] = {
+    "data": "in `data`, base64 of a safetensors file",
+    "url": "at `url`, a safetensors file, until it expires",
+    "file": "in the server's folder, a safetensors file",
+}
+#: Maximum bytes of the logits of one sample in float32; more are not made.
+MOST_LOGITS: Final = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -30,12 +45,14 @@ class SteercapField:
         steering: edits, or None.
         delivery: delivery of rows: fetched later, in the answer, or written to the server's folder.
         monitors: monitors of each of its samples.
+        logits: True for the logits of all captured tokens beside the rows.
     """
 
     capture: CaptureSpec | None = None
     steering: SteeringSpec | None = None
     delivery: Delivery = "fetch"
     monitors: tuple[Monitor, ...] = ()
+    logits: bool = False
 
     def __bool__(self) -> bool:
         """Return whether the field asks for anything."""
@@ -143,25 +160,15 @@ class Numbers:
         self._call.live.append(Live(self._first + index, kind, content))
 
 
-def described(handle: CaptureHandle) -> dict[str, Any]:
+def described(handle: CaptureHandle, place: Mapping[str, Any]) -> dict[str, Any]:
     """Describe a handle for msgspec's JSON.
 
-    The result has its points with shapes and dtypes, its numbers of rows and tokens, and its file's header without the
-    text, which the answer has already.
+    The result has its points with shapes and dtypes, its numbers of rows and tokens, its file's header without the
+    text, which the answer has already, and the place of the file.
     """
     saved, receipt = handle.as_saved(), handle.receipt
-    points = []
-    for point in handle.points:
-        kept = saved.rows[point]
-        first = kept[0] if isinstance(kept, tuple) else kept
-        codec, parameters = coding_of(first)
-        rows = handle.captures[point] if codec == "raw" and not isinstance(kept, tuple) else None
-        one: dict[str, Any] = {"layer": point.layer, "site": point.site, "codec": codec, **parameters}
-        if rows is not None:
-            one |= {"shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}
-        points.append(one)
     return {
-        "points": points,
+        "points": [_point(point, rows, place) for point, rows in saved.rows.items()],
         "rows": len(handle.positions),
         "reduce": receipt.reduce,
         "prompt_tokens": len(handle.prompt_token_ids),
@@ -169,4 +176,59 @@ def described(handle: CaptureHandle) -> dict[str, Any]:
         "directions": list(handle.directions),
         "verified": receipt.verified,
         "header": msgspec.structs.replace(saved.header, text=""),
+        **place,
     }
+
+
+def _point(point: Point, kept: Rows, place: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the rows of one point: dtype and shape of the rows, and bytes as they are stored."""
+    first, _, row, _ = shape_of(kept)
+    codec, parameters = coding_of(first)
+    dtype = first.schema.dtype if isinstance(first, CodedRows) else str(first.dtype).removeprefix("torch.")
+    size = sum(tensor.nbytes for _, tensor in named(point, kept))
+    said = _tensor(dtype, (len(first), *row), size, place)
+    if codec != "raw":
+        said["note"] += f"; {codec} codes, of which CaptureHandle.load makes such rows"
+    return {"layer": point.layer, "site": point.site, "selector": str(point), "codec": codec, **parameters, **said}
+
+
+def _tensor(dtype: str, shape: Sequence[int], size: int, place: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a tensor that is at a place, or left out if there is none."""
+    where = next((note for name, note in PLACES.items() if name in place), "left out")
+    numel = math.prod(shape)
+    size_mb, included = round(size / 2**20, 2), "data" in place
+    facts = {"dtype": dtype, "shape": list(shape), "numel": numel, "size_mb": size_mb, "data_included": included}
+    return {**facts, "note": where}
+
+
+async def logits_of(handle: CaptureHandle, vocabulary: int, deliver: Callable[[bytes], dict[str, Any]]) -> Any:
+    """Describe the logits of all rows of a capture, [1, rows, vocabulary], and deliver them as a safetensors file.
+
+    They are in the dtype of the rows where that changes none of them, else in float32. What is too large to be made or
+    to be kept, or would be made of rounded rows, is left out, and `note` says why.
+
+    Args:
+        handle: fetched, with rows of the stream at the last layer.
+        vocabulary: number of tokens that have logits.
+        deliver: function that delivers a file and returns its place; CaptureMemoryFull if there is no room.
+    """
+    shape = (1, len(handle.positions), vocabulary)
+    size, place, why = 4 * math.prod(shape), dict[str, Any](), ""
+    dtype, codec = torch.float32, coding_of(shape_of(next(iter(handle.as_saved().rows.values()))).first)[0]
+    if codec != "raw":
+        why = f": the server keeps rows in {codec}, of which they would be others than the model's"
+    elif size > MOST_LOGITS:
+        why = f": they take {size:,} bytes, and {MOST_LOGITS:,} are made; POST .../captures/ID/lens gives the likeliest"
+    else:
+        found = (await handle.lens(full=True, top=1, max_bytes=MOST_LOGITS)).logits
+        assert found is not None
+        rows = next(iter(handle.captures.values())).dtype
+        if torch.equal(found.to(rows).float(), found):
+            found, dtype = found.to(rows), rows
+        size = found.nbytes
+        try:
+            place = deliver(await asyncio.to_thread(save, {"_logits": found[None]}))
+        except CaptureMemoryFull as error:
+            why = f": {error}"
+    said = _tensor(str(dtype).removeprefix("torch."), shape, size, place)
+    return {**said, "note": said["note"] + why, **place}

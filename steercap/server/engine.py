@@ -27,7 +27,7 @@ from steercap.requests.job import (
     receipts_of,
 )
 from steercap.requests.preparing import prepare
-from steercap.server.call import CURRENT, Numbers, SteercapField, SteercapRequest, described
+from steercap.server.call import CURRENT, Numbers, SteercapField, SteercapRequest, described, logits_of
 from steercap.server.folder import CaptureFolder, CaptureStore
 from steercap.server.recording import Recorder
 
@@ -71,6 +71,7 @@ class ServedEngine:
         self._folder = folder
         self._recorder = recorder
         self.failures: Counter[str] = Counter()
+        self._unembedding = asyncio.Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -238,7 +239,12 @@ class ServedEngine:
         try:
             await self._model.fetch_captures_batch(handles)
             for one, handle, place in zip(found, handles, await self._delivered(call, handles), strict=True):
-                one["capture"] = described(handle) | place
+                one["capture"] = described(handle, place)
+                if call.asked.logits:
+                    async with self._unembedding:  # one at a time, for their memory
+                        one["capture"]["_logits"] = await logits_of(
+                            handle, self._model.serving.here().vllm.vocabulary, partial(self._kept, call)
+                        )
         finally:
             for handle in handles:
                 handle.release()
@@ -256,7 +262,7 @@ class ServedEngine:
         return [self._handed(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
 
     def _handed(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
-        """Deliver a file in the answer or by the store; return its place for the answer."""
+        """Deliver a file in the answer if that is asked for, or by the store; return its place for the answer."""
         if call.asked.delivery == "inline":
             call.inline += len(content)
             if call.inline > MOST_INLINE:
@@ -265,6 +271,10 @@ class ServedEngine:
                     "and fetch them, or keep fewer"
                 )
             return {"bytes": len(content), "data": base64.b64encode(content).decode()}
+        return self._kept(call, content)
+
+    def _kept(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
+        """Put a file into the store, or raise CaptureMemoryFull; return its place for the answer."""
         waiting = self._captures.put(content, call.owner)
         call.unsaid.append(partial(self._captures.remove, waiting.name, call.owner))
         # The capture is removed when it expires, even if no further request comes.

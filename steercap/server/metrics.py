@@ -140,20 +140,21 @@ class Metrics:
 
 
 def _of_recorder(recorder: Recorder) -> Iterator[Metric]:
-    for what in ("requests", "rows", "bytes"):
-        says = f"{what.capitalize()} written to the folder of recordings."
+    of = {"requests": "Engine requests, one for each prompt with all its samples,", "rows": "Rows", "bytes": "Bytes"}
+    for what, named in of.items():
+        says = f"{named} written to the folder of recordings."
         yield CounterMetricFamily(f"steercap_recorded_{what}", says, value=recorder.recorded[what])
-    dropped = "Requests that could not be recorded, by reason."
+    dropped = "Engine requests that could not be recorded, by reason."
     yield _labelled(
         "steercap_recording_dropped_requests", dropped, "reason", dict.fromkeys(DROPPED, 0) | recorder.dropped
     )
-    skipped = "Requests that were not to be recorded, by reason."
+    skipped = "Engine requests that were not to be recorded, by reason."
     yield _labelled(
         "steercap_recording_skipped_requests", skipped, "reason", dict.fromkeys(SKIPPED, 0) | recorder.skipped
     )
     queued = "Bytes of rows that wait to be written."
     yield GaugeMetricFamily("steercap_recording_queue_bytes", queued, value=recorder.pending)
-    there = "Bytes of files in the folder of recordings."
+    there = "Bytes of files in the folder of recordings, manifests included."
     yield GaugeMetricFamily("steercap_recording_folder_bytes", there, value=recorder.folder.bytes)
 
 

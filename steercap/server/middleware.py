@@ -150,6 +150,7 @@ class SteercapRoute:
         if store is not None or selectors is not None:
             field = _shorthand(field, store, selectors)
         asked = SteercapField() if field is None else asked_of(field, self._library, owner)
+        asked = replace(asked, logits=bool(store) and selectors is None)
         if steering is not None:
             both = steering if asked.steering is None else steering + asked.steering
             asked = replace(asked, steering=both)

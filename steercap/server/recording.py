@@ -56,7 +56,7 @@ class RecordSettings:
         folder: folder to record to.
         codecs: sites that are recorded, with the codec of each.
         layers, tokens: layers and tokens that are recorded, as for `CaptureSpec`.
-        fraction: fraction of the requests that are recorded, drawn at random.
+        fraction: fraction of the engine's requests that are recorded, drawn at random; see `Recorder`.
         prompts: False to leave out the prompts' token ids; then `tokens` must be "generated".
         limits: limits of the folder.
         queue_bytes: maximum bytes of rows that wait to be written.
@@ -103,7 +103,8 @@ class Recorder:
         folder: the open folder, which it closes, unless the disk stalls.
 
     Attributes:
-        recorded: number of requests, rows and bytes that were written.
+        recorded: number of requests, rows and bytes that were written. Here and below a request is one of the engine: a
+            prompt with all its samples, or a beam.
         dropped: number of requests that could not be recorded, by reason: see `DROPPED`.
         skipped: number of requests that were not to be recorded, by reason: see `SKIPPED`.
         pending: bytes of rows in the queue.

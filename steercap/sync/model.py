@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from steercap.config import Overflow, Preset, Settings, Transport
     from steercap.core.schema import PointSchema
     from steercap.core.spec import CaptureSpec, Layers, Point
-    from steercap.engine.checkpoint import MemoryNeed
+    from steercap.engine.memory import MemoryNeed
     from steercap.requests.call_types import (
         ChatOptions,
         Conversation,

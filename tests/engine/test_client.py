@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import re
 from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -29,6 +30,7 @@ from steercap import (
     errors,
 )
 from steercap.adapters import server
+from steercap.cli.doctor import examine_server
 from steercap.client import RemoteModel
 from steercap.lab.directions import Exchange, extract
 from steercap.server.server import ServerSettings, application
@@ -624,3 +626,18 @@ async def test_without_await(tiny: SteerModel, url: str) -> None:
 
     await asyncio.to_thread(notebook)
     assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_a_running_server_is_checked_by_a_captured_chat(url: str, tiny: SteerModel) -> None:
+    """With the key of a client, by a preset's name, and with a wrong key or name, which is said."""
+    for key, name, last in (
+        ("mine", None, "captured chat ok"),
+        ("yours", "tiny+calm", "captured chat ok"),
+        ("nobody's", None, "models problem ServerFailure"),
+        ("mine", "tinny", "models problem InvalidRequest"),
+    ):
+        found = await examine_server(f"{url}/v1", key=key, model=name, seconds=60)
+        assert found[0].state == "ok"
+        assert f"{found[-1].name} {found[-1].state} {found[-1].found}".startswith(last)
+        assert last.startswith("models") or re.search(r" (\d+) rows of .* for \1 tokens", found[-1].found)
+    await settled(tiny)

@@ -142,6 +142,34 @@ async def test_many_prompts_and_samples_are_told_apart(served: Clients) -> None:
         assert len(tensors["rows.resid_post.1"]) == len(prompts[choice.index // 2]) + 4
 
 
+async def test_activations_alone_come_with_logits(served: Clients, monkeypatch) -> None:
+    """Their log probabilities are those that vLLM reports of the prompt's tokens; what is too large is said."""
+    prompt = random_prompt(12, 33)
+    body = {"model": "tiny", "prompt": prompt, "prompt_logprobs": 0, "store_activations": True, **GREEDY, **IGNORED}
+    answer = (await served.http().post("/v1/completions", json=body)).raise_for_status().json()
+    (choice,), (one,) = answer["choices"], answer["steercap"]["results"]
+    logits = one["capture"]["_logits"]
+    tensors = load((await served.http().get(logits["url"])).raise_for_status().content)
+    found = tensors["_logits"]
+    assert list(tensors) == ["_logits"]
+    assert logits["shape"] == list(found.shape) == [1, 17, found.shape[2]]
+    assert (logits["numel"], logits["size_mb"]) == (found.numel(), round(found.nbytes / 2**20, 2))
+    assert (logits["dtype"], logits["data_included"]) == ("float32", False)
+    known = torch.tensor(
+        [said[str(token)]["logprob"] for token, said in zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)]
+    )
+    mine = found[0, :11].log_softmax(-1)[range(11), prompt[1:]]
+    torch.testing.assert_close(mine, known, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr("steercap.server.call.MOST_LOGITS", 17 * found.shape[2])
+    answer = (await served.http().post("/v1/completions", json=body)).raise_for_status().json()
+    logits = answer["steercap"]["results"][0]["capture"]["_logits"]
+    assert (logits["shape"][1], logits["data_included"], "url" in logits) == (17, False, False)
+    assert logits["note"].startswith(f"left out: they take {4 * found.numel():,} bytes, and {found.numel():,} are made")
+    named = {**body, "selectors": ["model.layers[1].mlp.output"]}
+    refused = await served.http().post("/v1/completions", json=named)
+    assert (refused.status_code, "model.layers.1.mlp.output" in refused.text) == (400, True)
+
+
 async def test_a_preset_is_a_model(served: Clients, tiny: SteerModel) -> None:
     client = served.openai()
     assert [model.id async for model in client.models.list()] == ["tiny", "tiny+calm"]

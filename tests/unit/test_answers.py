@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from steercap.adapters.gpus import Gpu
+from steercap.adapters.gpus import Gpu, GpuProcess
 from steercap.core.spec import Point
-from steercap.engine import checkpoint
-from steercap.engine.checkpoint import check_memory, look_up, weights_in
+from steercap.engine import memory
+from steercap.engine.checkpoint import look_up
+from steercap.engine.memory import check_memory, require_room, weights_in
 from steercap.errors import InvalidFile, InvalidPrompt, InvalidRequest, ModelTooLarge, RunDiffers, UnknownName
 from steercap.files.folder import locked
 from steercap.lab.personas import read_answers, read_answers_by_dtype
@@ -425,7 +426,7 @@ def test_memory_of_a_model_in_a_dtype(family, tmp_path, monkeypatch) -> None:
     weights = sum(one.numel() for one in tensors) * 2
     more = (2 << 30) + 2 * (32 << 20)
     asked = {"dtype": "bfloat16", "tensor_parallel_size": 2, "kv_cache_memory_bytes": 32 << 20}
-    monkeypatch.setattr(checkpoint, "free_memory", lambda: weights + more)
+    monkeypatch.setattr(memory, "free_memory", lambda: weights + more)
     assert check_memory(str(path), asked).needed == weights + more
     with pytest.raises(ModelTooLarge, match="in dtype 'float32'"):
         check_memory(str(path), asked | {"dtype": "float32"})
@@ -438,8 +439,8 @@ def test_memory_of_a_model_in_a_dtype(family, tmp_path, monkeypatch) -> None:
     )
     assert check_memory(str(twice), asked).weights == weights
     gpus = tuple(Gpu("G", 8 << 30, free, None, "", index) for index, free in enumerate((7 << 30, 2 << 30, None)))
-    monkeypatch.setattr(checkpoint, "built_for", lambda: "cuda")
-    monkeypatch.setattr(checkpoint, "gather_gpus", lambda: gpus)
+    monkeypatch.setattr(memory, "built_for", lambda: "cuda")
+    monkeypatch.setattr(memory, "gather_gpus", lambda: gpus)
     assert check_memory(str(path), {}, {"CUDA_VISIBLE_DEVICES": "0"}).available == 7 << 30
     with pytest.raises(ModelTooLarge, match="on one of its GPUs"):
         check_memory(str(path), asked, {"CUDA_VISIBLE_DEVICES": "0,1"})
@@ -448,3 +449,41 @@ def test_memory_of_a_model_in_a_dtype(family, tmp_path, monkeypatch) -> None:
     found = check_memory(str(path), asked | {"gpu_memory_utilization": 0.5}, {"CUDA_VISIBLE_DEVICES": "0"})
     assert found.available == math.floor((8 << 30) * 0.5)
     assert found.weights == weights // 2
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_only_a_model_that_cannot_fit_is_refused_at_the_start(stored, tmp_path, monkeypatch) -> None:
+    """Nine tenths of the weights, in 16 bits where vLLM chooses the dtype, and caches of a fixed size must be free."""
+    from safetensors.torch import load_file, save_file
+
+    path = shutil.copytree(tiny_checkpoint("qwen3"), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text()) | {"dtype": stored}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = {name: one.to(getattr(torch, stored)) for name, one in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    half = sum(one.numel() for one in tensors.values()) * 2
+    monkeypatch.setattr(memory, "built_for", lambda: "cpu")
+    for dtype, size in ((None, half), ("float32", 2 * half), ("float16", half)):
+        asked = {"dtype": dtype, "kv_cache_memory_bytes": 5000}
+        least = size - size // 10 + 5000
+        monkeypatch.setattr(memory, "free_memory", lambda least=least: least)
+        require_room(str(path), asked, {})
+        monkeypatch.setattr(memory, "free_memory", lambda least=least: least - 1)
+        with pytest.raises(ModelTooLarge, match=f"in dtype {dtype or 'auto'!r}"):
+            require_room(str(path), asked, {})
+        require_room(str(path), asked | {"hf_overrides": {"num_hidden_layers": 1}}, {})
+        require_room(str(path), asked | {"distributed_executor_backend": "ray"}, {})
+    gpus = (
+        Gpu("H200", 1 << 40, half // 2, None, "", 0, "GPU-0"),
+        Gpu("H200", 1 << 40, half // 2, None, "", 1, "GPU-1"),
+    )
+    monkeypatch.setattr(memory, "built_for", lambda: "cuda")
+    monkeypatch.setattr(memory, "gather_gpus", lambda: gpus)
+    monkeypatch.setattr(memory, "gather_processes", lambda: (GpuProcess("GPU-0", 77, "python", 129 * 10**9),))
+    require_room(str(path), {"tensor_parallel_size": 2}, {})
+    require_room(str(path), {"data_parallel_size": 2, "enable_expert_parallel": True}, {})
+    for asked in ({}, {"data_parallel_size": 2}):
+        with pytest.raises(
+            ModelTooLarge, match=r"on one of its GPUs .*; process 77 \(python\) holds 129\.0 GB of GPU 0"
+        ):
+            require_room(str(path), asked, {})

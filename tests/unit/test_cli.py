@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from cli_calls import call, captured, directions, shell, vectors
 import steercap
 from steercap import Add, Cap, Point, Sketch, SteeringSpec
 from steercap.adapters import hardware
-from steercap.adapters.gpus import Gpu, gpu_of, visible_of
+from steercap.adapters.gpus import Gpu, GpuProcess, gather_gpus, gather_processes, gpu_of, named_holders, visible_of
 from steercap.adapters.hardware import BIND, free_memory
 from steercap.adapters.releases import TRIED
 from steercap.cli.doctor.checks import CHECKS, Check, examine
@@ -786,6 +788,68 @@ def test_numbers_that_nvidia_smi_does_not_know_are_unknown() -> None:
     assert gpu_of("A, 1, [Not Supported], [N/A], 1, 0, GPU-0").capability is None
 
 
+def test_processes_that_hold_memory_are_those_that_nvidia_smi_names(tmp_path, monkeypatch) -> None:
+    """Lines of an H200 and driver 580; of a name with commas; of what a container may not see; and of no such line."""
+    said = """GPU-0a7f10e6-814c-5242-d116-692d6f6a1956, 523, python3, 3590
+GPU-1b, 77, /usr/bin/python3, -c, x, 129000
+GPU-1b, 78, [Not Found], [N/A]
+No running processes found
+"""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\n[ $2 = --format=csv,noheader,nounits ] && cat <<'END'\n{said}END\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    first, second, third = gather_processes()
+    assert first == GpuProcess("GPU-1b", 77, "/usr/bin/python3, -c, x", 129_000 << 20)
+    assert second == GpuProcess("GPU-0a7f10e6-814c-5242-d116-692d6f6a1956", 523, "python3", 3590 << 20)
+    assert third == GpuProcess("GPU-1b", 78, "[Not Found]", None)
+    gpus = [Gpu("H200", 150 << 30, 9 << 30, (9, 0), "1", 4, "GPU-1b")]
+    assert named_holders(gpus, [first, second, third]) == (
+        "process 77 (/usr/bin/python3, -c, x) holds 135.3 GB of GPU 4, process 78 ([Not Found]) holds an unknown part of "
+        "GPU 4"
+    )
+    for failing in ("exit 9", "exec sleep 60"):
+        monkeypatch.setattr("steercap.adapters.gpus.SMI_SECONDS", 0.2)
+        smi.write_text(f"#!/bin/sh\n{failing}\n")
+        assert (gather_processes(), gather_gpus()) == ((), ())
+
+
+def test_a_server_that_is_none_of_ours_fails_the_smoke_test() -> None:
+    """Nobody at the address; one that is not well; one that is well, and no server of a model."""
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{other.server_address[1]}"
+        found = call("smoke", address, "--json")
+        assert (found.exit_code, [one["state"] for one in json.loads(found.stdout)["checks"]]) == (1, ["ok", "problem"])
+        nowhere = call("smoke", f"{address}/nowhere")
+        other.shutdown()
+    gone = call("smoke", address)
+    for result in (nowhere, gone):
+        assert (result.exit_code, "does not answer with status 200" in " ".join(result.stdout.split())) == (1, True)
+    assert call("smoke", "no address").exit_code == 1
+
+
+def test_the_doctor_names_who_holds_a_gpus_memory() -> None:
+    """Of GPUs that the workers use alone; and says where somebody holds it who cannot be seen."""
+    held, free = (Gpu("H200", 150 << 30, size << 30, (9, 0), "1", at, f"GPU-{at}") for at, size in enumerate((20, 149)))
+    holder = GpuProcess("GPU-0", 77, "python", 129 * 10**9)
+    found = check_of("GPU memory", changed(FINE, gpus=(held, free), holders=(holder,)))
+    assert (found.state, found.found) == ("warning", "process 77 (python) holds 129.0 GB of GPU 0")
+    assert check_of("GPU memory", changed(FINE, gpus=(free, held), holders=(holder,))).state == "ok"
+    found = check_of("GPU memory", changed(FINE, gpus=(held, free)))
+    assert (found.state, found.found) == ("warning", "139.6 GB of GPU 0 are held, and nvidia-smi names no process")
+    assert check_of("GPU memory", SMALL).found == "no GPU is used"
+
+
 @pytest.mark.parametrize(
     ("said", "seen"),
     [(None, [0, 1, 2]), ("", []), ("-1", []), ("2,0", [2, 0]), ("1,7,0", [1]), ("GPU-b", [1]), ("GPU-", [])],
@@ -842,7 +906,7 @@ def test_files_in_a_containers_cache_are_free_memory(tmp_path) -> None:
         ("memory.stat", "anon 5\ninactive_file 300000\nactive_file 70\n"),
     ):
         (tmp_path / name).write_text(text + "\n")
-    assert free_memory(tmp_path / "meminfo", tmp_path) == 400_000
+    assert free_memory(tmp_path / "meminfo", tmp_path) == 400_070
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(tmp_path / "meminfo", tmp_path) == 2 << 20
 

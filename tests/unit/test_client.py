@@ -470,7 +470,7 @@ except MissingExtra as error:
 def answered_with(handle: CaptureHandle, content: bytes, **others: Any) -> tuple[JSONResponse, Route]:
     """What a server of ours says of a capture, and the route where it waits."""
     saved = json.loads(
-        msgspec.json.encode(described(handle) | {"url": "/v1/steercap/captures/c", "bytes": len(content)})
+        msgspec.json.encode(described(handle, {"url": "/v1/steercap/captures/c", "bytes": len(content)}))
     )
     one = choice(token_ids=handle.output_token_ids, prompt_token_ids=handle.prompt_token_ids)
     answer = JSONResponse({"choices": [one], "steercap": {"results": [{"choice": 0, "capture": saved | others}]}})

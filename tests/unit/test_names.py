@@ -33,6 +33,9 @@ V = torch.ones(3)
         ("model.layers.*.self_attn.output", "model.layers.*.self_attn.output", None),
         ("transformer.h.3.mlp.experts.2.output", "transformer.h.*.mlp.experts.2.output", 3),
         ("lm_head.output", "lm_head.output", None),
+        ("model.layers[0].input_layernorm.output", "model.layers.*.input_layernorm.output", 0),
+        ("model.layers[*].mlp.output", "model.layers.*.mlp.output", None),
+        ("transformer.h[3].mlp.experts[2].output", "transformer.h.*.mlp.experts.2.output", 3),
     ],
 )
 def test_a_name_says_its_site_and_maybe_its_layer(name, site, layer) -> None:
@@ -53,6 +56,9 @@ def test_a_name_says_its_site_and_maybe_its_layer(name, site, layer) -> None:
         ("resid_post[5][3]", "says its layer twice, 5 and 3"),
         ("blocks.5.hook_resid_post[3]", "says its layer twice, 5 and 3"),
         ("model.layers.5.mlp.input[-1]", "says its layer twice, 5 and -1"),
+        ("model.layers[5].mlp.input[-1]", "says its layer twice, 5 and -1"),
+        ("model.layers[-1].mlp.input", "brackets hold the number of one layer"),
+        ("model.layers[0:3].mlp.input", "brackets hold the number of one layer"),
         (f"resid_post[{'9' * 5000}]", "no model has so many layers"),
         (f"blocks.{'9' * 5000}.hook_resid_post", "no model has so many layers"),
         (f"model.layers.{'9' * 5000}.mlp.input", "no model has so many layers"),

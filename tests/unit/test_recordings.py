@@ -10,17 +10,19 @@ import sys
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from full_disk import files_of_at_most
 from handles import a_handle
 
 from steercap import Manifest
+from steercap.captures.files import bytes_of, write
 from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSetting
 
-#: Bytes of the rows of one handle: 2 layers, 4 tokens, 2 elements of 4 bytes.
-ROWS = 64
+#: Most bytes of the entry of one file in a journal, with its layout.
+ENTRY = 1_500
 
 
 class Clock:
@@ -41,11 +43,9 @@ def ids(path: Path) -> list[str]:
     return [one.answer_id for one in Recordings.load(path).requests]
 
 
-def size_of_one(path: Path) -> int:
-    folder = opened(path)
-    size = folder.add([a_handle()], "a")
-    folder.close()
-    return size
+def on_disk(path: Path) -> int:
+    """Bytes of all files of the folder but the empty one that locks it."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def test_what_is_recorded_is_read_again(tmp_path) -> None:
@@ -70,50 +70,64 @@ def test_what_is_recorded_is_read_again(tmp_path) -> None:
         "second",
         "second",
     ]
+    assert "all its samples" in Manifest.load(tmp_path / "rows" / "000000").document.asked["request"]
     for path in [tmp_path / "rows", *(tmp_path / "rows").rglob("*")]:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_a_spent_quota_leaves_later_requests_out(tmp_path) -> None:
-    size = size_of_one(tmp_path / "size")
-    folder = opened(tmp_path / "rows", most_bytes=3 * size)
-    for number in range(3):
-        assert not folder.full
+    """Labels, headers, manifest and journal count, written or left from an earlier server."""
+    folder = opened(tmp_path, most_bytes=9_000)
+    for number in range(4):
         folder.add([a_handle()], str(number))
-    assert folder.full
-    with pytest.raises(CaptureMemoryFull, match=rf"{3 * size:,} bytes of recordings.*a request of {ROWS} is left out"):
-        folder.add([a_handle()], "more")
+        assert folder.bytes == on_disk(tmp_path) <= 9_000
+    with pytest.raises(CaptureMemoryFull, match=r"bytes of recordings, and 9,000 may be there; .* is left out"):
+        folder.add([a_handle()] * 9, "large")
+    found = ids(tmp_path)
+    assert len(found) == 4
     folder.close()
-    assert ids(tmp_path / "rows") == ["0", "1", "2"]
-    again = opened(tmp_path / "rows", most_bytes=3 * size)  # what is there counts
-    assert (again.bytes, again.full) == (3 * size, True)
-    again.close()
+    there = on_disk(tmp_path)  # what is there counts
+    for most, full in ((there, True), (there + 1, False)):
+        again = opened(tmp_path, most_bytes=most)
+        assert (again.bytes, again.full) == (there, full)
+        again.close()
+    assert on_disk(tmp_path) == there
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rotation_keeps_the_newest(tmp_path, seed) -> None:
-    """With segments of two requests and room for six, the oldest segments go; those that stay are the last ones."""
-    size, draw = size_of_one(tmp_path / "size"), random.Random(seed)
-    folder = opened(tmp_path / "rows", most_bytes=6 * size + ROWS, segment_bytes=2 * size, when_full="rotate")
-    for number in range(draw.randrange(8, 20)):
+    """Of segments of one to three requests the oldest go; those that stay are the last ones."""
+    draw = random.Random(seed)
+    size = draw.choice([1, 1_500, 3_000])
+    folder = opened(tmp_path, most_bytes=12_000, segment_bytes=size, when_full="rotate")
+    for number in range(draw.randrange(10, 20)):
         folder.add([a_handle()], str(number))
-        found = ids(tmp_path / "rows")
+        found = ids(tmp_path)
         assert found == [str(one) for one in range(number + 1 - len(found), number + 1)]
-        assert min(number + 1, 5) <= len(found) <= 7
-        assert folder.bytes == len(found) * size
+        assert len(found) >= min(number + 1, 2)
+        assert folder.bytes == on_disk(tmp_path) <= 12_000 + ENTRY
+    assert len(found) < number + 1
     folder.close()
 
 
 def test_a_request_larger_than_the_folder_takes_nothing_else_with_it(tmp_path) -> None:
     """Rotation would make no room for it: what is recorded stays."""
-    size = size_of_one(tmp_path / "size")
-    folder = opened(tmp_path / "rows", most_bytes=4 * size + ROWS, segment_bytes=size, when_full="rotate")
+    folder = opened(tmp_path, most_bytes=12_000, segment_bytes=1, when_full="rotate")
     for number in range(3):
         folder.add([a_handle()], str(number))
     with pytest.raises(CaptureMemoryFull, match="is left out"):
-        folder.add([a_handle()] * (4 * size // ROWS + 2), "large")
-    assert ids(tmp_path / "rows") == ["0", "1", "2"]
+        folder.add([a_handle()] * 13, "large")
+    assert ids(tmp_path) == ["0", "1", "2"]
     folder.close()
+
+
+def test_a_file_has_at_most_the_bytes_that_it_was_to_have(tmp_path) -> None:
+    """Few and many layers, long prompts, a text full of what JSON escapes: never more, and hardly less."""
+    for number, (layers, length) in enumerate([(1, 4), (4, 900), (2, 3), (4, 2000)]):
+        saved = a_handle(range(layers), prompt=tuple(range(length))).as_saved()
+        header = msgspec.structs.replace(saved.header, text='"\n\\é' * length)
+        path = write(saved._replace(header=header), tmp_path / f"{number}.safetensors")
+        assert 0 <= bytes_of(saved._replace(header=header)) - path.stat().st_size < 64 + 120 * (layers + 5)
 
 
 def test_old_requests_are_removed(tmp_path) -> None:

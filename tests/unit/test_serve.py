@@ -11,16 +11,18 @@ import httpx
 import msgspec
 import pytest
 import torch
+from handles import a_handle
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 
 from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
 from steercap.adapters import server
+from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
 from steercap.server.asks import asked_of, capture_of, ranges, steering_of
-from steercap.server.call import CURRENT
+from steercap.server.call import CURRENT, described, logits_of
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.library import OPERATOR, Library
 from steercap.server.middleware import SteercapRoute
@@ -81,6 +83,33 @@ def test_steering_is_edits_or_names(library) -> None:
     ).flat()
     assert (type(one), one.layer, float(one.vector[0])) == (Ablate, 5, -2.0)
     assert [type(edit) for edit in steering_of(["both", "mine"], library, ME).flat()] == [Add, Ablate, Add, Add]
+
+
+@pytest.mark.parametrize(("place", "note"), [("data", "in `data`"), ("url", "at `url`"), ("file", "server's folder")])
+def test_each_tensor_is_described(place, note) -> None:
+    """Mebibytes have two decimals, of the bytes that are stored: 151,936 rows of two elements of bfloat16 take 607,744."""
+    handle = a_handle((2,), prompt=tuple(range(151_935)), dtype=torch.bfloat16)
+    (one,) = described(handle, {place: "x"})["points"]
+    assert note in one.pop("note")
+    assert one == {
+        "layer": 2,
+        "site": "resid_post",
+        "selector": "resid_post[2]",
+        "codec": "raw",
+        "dtype": "bfloat16",
+        "shape": [151_936, 2],
+        "numel": 303_872,
+        "size_mb": 0.58,
+        "data_included": place == "data",
+    }
+
+
+async def test_logits_are_not_made_of_rounded_rows() -> None:
+    """A server whose rows are in a codec by default says so, and delivers nothing."""
+    handle = SiteCodecs.parse(["resid_post=full8", "z"]).parted(a_handle(sites=("resid_post", "z")))[0]
+    said = await logits_of(handle, 10, lambda _: {"url": "x"})
+    assert said["note"].startswith("left out: the server keeps rows in full8")
+    assert (said["shape"], said["data_included"], "url" in said) == ([1, 4, 10], False, False)
 
 
 #: Every place of a request where vectors stand by name.

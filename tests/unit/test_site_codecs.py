@@ -228,7 +228,7 @@ def test_settings_that_do_not_fit_are_told(tmp_path) -> None:
     attention = SiteCodecs.parse(["resid_post", "attention=8"])
     assert RecordSettings(tmp_path, attention, tokens=slice(0, 9)).capture.sites == ("resid_post", "q", "k")
     for tokens in ("generated", slice(1, 9), [0, 1], slice(0, 9, 2)):
-        with pytest.raises(InvalidSpec, match="give tokens='all', or a slice from 0"):
+        with pytest.raises(InvalidSpec, match="give 'all' as tokens, or a slice from 0"):
             RecordSettings(tmp_path, attention, tokens=tokens)  # type: ignore[arg-type]
 
 
@@ -237,13 +237,38 @@ def test_settings_that_do_not_fit_are_told(tmp_path) -> None:
     [
         ("--record-gib 3", {}, (2, "nothing is recorded without it")),
         ("", {"STEERCAP_RECORD_GIB": "3"}, (2, "nothing is recorded without it")),
-        ("--record r --record-site resid_post=rp9", {}, (1, "unknown codec 'rp9'")),
-        ("", {"STEERCAP_RECORD": "r", "STEERCAP_RECORD_SITE": "z resid_post=rp9"}, (1, "unknown codec 'rp9'")),
-        ("--record r --record-site nowhere", {}, (1, "nowhere")),
-        ("--record r --record-full never", {}, (1, "when_full='never'")),
+        ("--record r --record-site resid_post=rp9", {}, (2, "--record-site: unknown codec 'rp9'")),
+        (
+            "",
+            {"STEERCAP_RECORD": "r", "STEERCAP_RECORD_SITE": "z resid_post=rp9"},
+            (2, "--record-site: unknown codec 'rp9'"),
+        ),
+        ("--record r --record-site nowhere", {}, (2, "--record-site: unknown site 'nowhere'")),
+        ("--record r --record-full never", {}, (2, "--record-full: 'never'; known: 'drop', 'rotate'")),
         ("--record r --record-fraction 2", {}, (2, "less than or equal to 1")),
-        ("--record r --no-record-prompts", {}, (1, "give tokens='generated'")),
-        ("", {"STEERCAP_RECORD": "r", "STEERCAP_RECORD_PROMPTS": "0"}, (1, "give tokens='generated'")),
+        ("--record r --record-fraction 0", {}, (2, "--record-fraction: 0.0; give a number above 0, up to 1")),
+        ("--record r --record-fraction nan", {}, (2, "less than or equal to 1")),
+        ("--record r --record-gib 0", {}, (2, "--record-gib: 0.0; give a number of at least 1e-9")),
+        ("--record r --record-gib inf", {}, (2, "--record-gib: inf; give a number of at least 1e-9")),
+        ("--record r --record-hours 0", {}, (2, "--record-hours: 0.0; give a number above 0")),
+        ("--record r --record-layers x", {}, (2, "--record-layers: 'x': give all, an index")),
+        ("--record r --record-tokens x", {}, (2, "--record-tokens: 'x': give all")),
+        (
+            "--record r --record-site z --record-site attention=8 --record-tokens 1:9",
+            {},
+            (
+                2,
+                "--record-tokens: attention reads the keys of all tokens before; give 'all' as tokens, or a slice from",
+            ),
+        ),
+        (
+            "--record r --no-record-prompts",
+            {},
+            (2, "--no-record-prompts: rows of prompts are recorded; give --record-"),
+        ),
+        ("", {"STEERCAP_RECORD": "r", "STEERCAP_RECORD_PROMPTS": "0"}, (2, "give --record-tokens generated")),
+        ("--record=", {}, (2, "--record: ''; give the path of a folder")),
+        ("--record r --no-record", {}, (2, "--no-record: give --record or --no-record, not both")),
         ("--record r", {"STEERCAP_RECORD_CODEC": "rp8"}, (1, "STEERCAP_RECORD_CODEC is set in the environment")),
     ],
 )
@@ -311,3 +336,39 @@ def test_rows_that_indices_cannot_name_are_refused() -> None:
     ):
         encoded(torch.ones(1, 65_537), Coding("topk8", 4))
     assert encoded(torch.ones(1, 65_536), Coding("topk8", 4)).decoded().sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--record-layers 4", "--record-layers: layer 4"),
+        ("--record-layers 9:", "--record-layers: .*9"),
+        ("--record-site resid_post=rp8,k=129", "--record-site: codec='rp8' with k=129 keeps more numbers than the 128"),
+        ("--record-site resid_pots", "--record-site: .*'resid_pots'.*'resid_post'"),
+    ],
+)
+def test_what_the_model_lacks_is_told_before_it_is_loaded(tmp_path, monkeypatch, line, expected) -> None:
+    """A checkpoint without weights, of which nothing but its config.json can be read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 128, "model_type": "llama"}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    called = ["serve", tmp_path / "model", "--port", "0"]
+    result = call(*called, "--record", "r", *line.split())
+    assert result.exit_code == 2
+    assert re.search(expected, re.sub(r"[\s│]+", " ", result.output)), result.output
+    assert not (tmp_path / "r").exists()
+    for site in ("resid_post[4]", "model.layers[4].mlp.output"):
+        result = call(*called, "--sites", site)
+        assert (result.exit_code, "LayerOutOfRange" in result.output) == (1, True), result.output
+
+
+def test_a_flag_switches_the_environment_off(monkeypatch, tmp_path) -> None:
+    """The folder is no longer looked at: one that cannot be written is refused without the flag alone."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STEERCAP_RECORD", str(tmp_path / "file"))
+    monkeypatch.setenv("STEERCAP_RECORD_SITE", "resid_post=rp8")
+    assert "give a folder" in call("serve", "/no/such/model", "--port", "0").output
+    result = call("serve", "/no/such/model", "--port", "0", "--no-record")
+    assert (result.exit_code, "/no/such/model" in result.output, "give a folder" in result.output) == (1, True, False)

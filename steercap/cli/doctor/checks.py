@@ -8,13 +8,13 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from steercap.adapters import releases
-from steercap.adapters.gpus import Gpu
+from steercap.adapters.gpus import Gpu, named_holders
 from steercap.adapters.hardware import BIND
 from steercap.architectures.families.proved import records
 from steercap.cli.doctor.facts import Facts, is_offline
 from steercap.cli.engines import SMOLLM2
 from steercap.config import Settings
-from steercap.engine.checkpoint import DTYPE_BYTES, PROCESS_BYTES
+from steercap.engine.memory import DTYPE_BYTES, PROCESS_BYTES
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 
@@ -28,6 +28,8 @@ SHM: Final = "/dev/shm"  # noqa: S108 -- looked at, not written to
 #: Size of a converted SmolLM2.
 SMOLLM2_BYTES: Final = 600 << 20
 GB: Final = 1e9
+#: Bytes of a GPU that its driver may take without a process; an idle H200 with ECC has 0.6 GiB less than its total.
+HIDDEN_BYTES: Final = 2 << 30
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -146,6 +148,21 @@ def _found_of(used: Sequence[Gpu], count: int, frees: Sequence[int]) -> str:
     free = f"{min(frees) / GB:.0f} GB free" if frees else "free memory unknown"
     capability = "unknown" if first.capability is None else ".".join(map(str, first.capability))
     return f"{count} × {first.name}, {total}, {free}, compute {capability}, driver {first.driver}"
+
+
+def check_holders(facts: Facts) -> Check:
+    """Check that no other process holds memory of the GPUs that the workers use."""
+    used, name = facts.visible[: facts.workers], "GPU memory"
+    if facts.device != "cuda" or not used:
+        return Check(name, "ok", "no GPU is used")
+    if named := named_holders(used, facts.holders):
+        advice = "a killed engine may keep its memory until all of its processes are gone: end those that are yours"
+        return Check(name, "warning", named, advice)
+    taken = [(gpu, gpu.bytes - gpu.free) for gpu in used if gpu.bytes is not None and gpu.free is not None]
+    if hidden := ", ".join(f"{size / GB:.1f} GB of GPU {gpu.index}" for gpu, size in taken if size > HIDDEN_BYTES):
+        advice = "look on the host, or in other containers: nvidia-smi does not see their processes from here"
+        return Check(name, "warning", f"{hidden} are held, and nvidia-smi names no process", advice)
+    return Check(name, "ok", "held by no process that nvidia-smi names")
 
 
 def check_runner(facts: Facts) -> Check:
@@ -329,6 +346,7 @@ CHECKS: Final[tuple[Callable[[Facts], Check], ...]] = (
     check_vllm,
     check_companions,
     check_gpus,
+    check_holders,
     check_runner,
     check_triton,
     check_sharing,

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap.adapters import hardware, releases
-from steercap.adapters.gpus import Gpu, gather_gpus, visible_of
+from steercap.adapters.gpus import Gpu, GpuProcess, gather_gpus, gather_processes, visible_of
 from steercap.cli.engines import SMOLLM2, ModelOptions
 from steercap.engine.checkpoint import Checkpoint
 from steercap.errors import InvalidSetting, ModelNotLoaded
@@ -72,6 +72,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         triton: version, "" if not installed.
         triton_backends: names of its backends, such as "nvidia" and "cpu".
         gpus: all GPUs, hidden ones included.
+        holders: processes that hold memory of them, as far as nvidia-smi sees them.
         environment: environment variables of vLLM, the hub and CUDA.
         sharing: error of reading a worker's memory, "" if it works.
         shm_bytes: free bytes in /dev/shm.
@@ -100,6 +101,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     triton: str = ""
     triton_backends: frozenset[str] = frozenset()
     gpus: tuple[Gpu, ...] = ()
+    holders: tuple[GpuProcess, ...] = ()
     environment: Mapping[str, str] = {}
     sharing: str = ""
     shm_bytes: int
@@ -186,6 +188,7 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         triton=_version("triton"),
         triton_backends=frozenset(entry_points(group="triton.backends").names),
         gpus=gather_gpus(),
+        holders=gather_processes(),
         environment={name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "CUDA_"))},
         sharing=_sharing(),
         shm_bytes=_free(Path("/dev/shm")),  # noqa: S108 -- looked at, not written to

@@ -1,0 +1,248 @@
+"""Activations that RhizoNymph's fork of vLLM has written: raw bytes in `.bin` files, each with a `.json` beside it.
+
+    TAG/REQUEST/LAYER_HOOK.bin     rows of one hook at one layer
+    TAG/REQUEST/packed*.bin        all rows of a request, in chunks: entries of offset, nbytes, shape, dtype
+    TAG/shard-*.bin                chunks of many requests: entries that name the request too
+
+Bytes are little-endian, bfloat16 as uint16. The chunks of a layer and hook follow one another by shard and offset. Of
+rows of one position, which drafts and preempted tokens leave behind, the last counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+from jaxtyping import Int
+
+from steercap.core.names import FORK_HOOKS
+from steercap.core.rows import latest_per_position
+from steercap.core.spec import Point
+from steercap.core.values import choices, shown
+from steercap.errors import InvalidFile, UnknownName
+from steercap.files.base import blame
+
+#: Bytes on disk of each dtype, as NumPy reads them; it has no bfloat16.
+STORED: Final[Mapping[str, str]] = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "<i1",
+    "uint16": "<u2",
+    "uint8": "<u1",
+}
+#: Hooks that name what other rows have in models of several streams; we have no site of these.
+_ONE_STREAM: Final = ("pre_attn", "post_attn", "mlp_in")
+_INDEX: Final = re.compile(r"(packed|shard-).*\.json|(\d+)_.+\.json", re.ASCII)
+
+
+#: Whole number of a description.
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _ForkEntry(msgspec.Struct, frozen=True):
+    """One chunk of rows: in an index, or the whole `.json` of a file of one layer and hook."""
+
+    layer: _Count
+    hook: str
+    shape: tuple[_Count, _Count]
+    offset: _Count = 0
+    nbytes: _Count | None = None
+    dtype: str | None = None
+    row_shape: tuple[_Count, ...] | None = None
+    positions: tuple[_Count, ...] | None = None
+    request_id: str | None = None
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The `.json` of a file of several chunks."""
+
+    entries: tuple[_ForkEntry, ...]
+    dtype: str | None = None
+    request_id: str | None = None
+    seq: _Count = 0
+
+
+class _Chunk(NamedTuple):
+    """A chunk, checked: its file, the order of its file, its bytes and their dtype."""
+
+    path: Path
+    order: tuple[int, str]
+    entry: _ForkEntry
+    size: int
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class ForkRows:
+    """Rows of one hook at one layer.
+
+    Args:
+        rows: [rows, width], or [rows, *row_shape] where the file says so, in the dtype of the file.
+        positions: positions of the rows, ascending, int64 [rows]; None where not every row is labelled. Then repeated
+            rows cannot be told, and all are there in the order in which they were written.
+        repeated: number of rows that are left out, since a later one has their position.
+        point: the same point by steercap's name; None for a hook whose rows no site of ours has.
+    """
+
+    rows: torch.Tensor
+    positions: Int[torch.Tensor, " rows"] | None
+    repeated: int
+    point: Point | None
+
+
+class ForkCaptures:
+    """Captures of the fork in a folder: of one request, one tag, or several; made by `load`.
+
+    Only the `.json` files are held; `read` reads the rows of one request.
+
+    Attributes:
+        requests: ids of the requests, in the order of their files.
+        without_index: `.bin` files without a `.json`: of shards that were not sealed, or of a killed engine.
+    """
+
+    def __init__(self, chunks: Mapping[str, list[_Chunk]], without_index: tuple[Path, ...]) -> None:
+        self._chunks = chunks
+        self.requests, self.without_index = tuple(chunks), without_index
+
+    @staticmethod
+    def load(path: str | Path, *, dtype: str | None = None) -> ForkCaptures:
+        """Read the `.json` files of a folder and the folders in it, or of one file.
+
+        Args:
+            path: a folder, or a `.bin` or `.json` file.
+            dtype: dtype of files that name none, such as "bfloat16".
+
+        Raises:
+            InvalidFile: nothing of the kind is there, a `.json` does not fit, a `.bin` is shorter than it says, or a
+                request is in two places.
+            UnknownName: an unknown dtype.
+        """
+        path = Path(path)
+        if dtype is not None and dtype not in STORED:
+            raise UnknownName(f"dtype={shown(dtype)}; {choices(dtype, STORED)}")
+        there = sorted(path.rglob("*")) if path.is_dir() else [path.with_suffix(".json")]
+        indices = [one for one in there if _INDEX.fullmatch(one.name) and one.is_file()]
+        if not indices:
+            raise InvalidFile(f"{path} has no LAYER_HOOK.json, packed*.json or shard-*.json; give a folder that has")
+        found, labels = dict[str, list[_Chunk]](), dict[Any, Any]()
+        for index in indices:
+            for request, chunk in _chunks_of(index, dtype, labels):
+                found.setdefault(request, []).append(chunk)
+        for request, chunks in found.items():
+            _check_place(request, chunks)
+        known = {index.with_suffix(".bin") for index in indices}
+        lost = (one for one in there if one.name.endswith((".bin", ".bin.tmp")) and one not in known)
+        return ForkCaptures(found, tuple(lost))
+
+    def read(self, request: str) -> dict[tuple[int, str], ForkRows]:
+        """Read the rows of a request, by layer and hook.
+
+        Raises:
+            UnknownName: no such request.
+            InvalidFile: chunks that do not fit together, or a file that has become shorter.
+        """
+        if request not in self._chunks:
+            raise UnknownName(f"request={shown(request)}; {choices(request, self.requests)}")
+        parts = dict[tuple[int, str], list[_Chunk]]()
+        for chunk in sorted(self._chunks[request], key=lambda one: (one.order, one.entry.offset)):
+            parts.setdefault((chunk.entry.layer, chunk.entry.hook), []).append(chunk)
+        streams = any(hook.startswith("mhc_") for _, hook in parts)
+        return {key: _joined(chunks, streams=streams) for key, chunks in sorted(parts.items())}
+
+
+def _chunks_of(index: Path, default: str | None, labels: dict[Any, Any]) -> Iterator[tuple[str, _Chunk]]:
+    """Yield the chunks that a `.json` describes, with their requests; equal positions are kept once, in `labels`."""
+    path, kind = index.with_suffix(".bin"), _INDEX.fullmatch(index.name)
+    try:
+        size = path.stat().st_size
+        with blame(index):
+            if kind is not None and kind[2]:
+                entry = msgspec.json.decode(index.read_bytes(), type=_ForkEntry)
+                document = _Index((entry,), request_id=entry.request_id)
+            else:
+                document = msgspec.json.decode(index.read_bytes(), type=_Index)
+    except FileNotFoundError as error:
+        raise InvalidFile(f"{error.filename} is missing, of {path} and {index.name}; copy both") from error
+    for listed in document.entries:
+        entry = msgspec.structs.replace(listed, positions=labels.setdefault(listed.positions, listed.positions))
+        with blame(index):
+            chunk = _checked(path, entry, size, entry.dtype or document.dtype or default)
+        shared = index.name.startswith("shard-")
+        request = entry.request_id if shared else document.request_id or index.parent.name
+        if not request:
+            raise InvalidFile(f"{index} has an entry of layer {entry.layer} without request_id; copy it again")
+        yield request, chunk._replace(order=(document.seq, path.name))
+
+
+def _checked(path: Path, entry: _ForkEntry, size: int, dtype: str | None) -> _Chunk:
+    """Return a chunk whose bytes are there, and are as many as its shape says.
+
+    Raises:
+        ValueError: they are not.
+    """
+    what = f"layer {entry.layer}, {entry.hook}"
+    if dtype is None:
+        raise ValueError(f"{what} names no dtype; give dtype=")
+    if dtype not in STORED:
+        raise ValueError(f"{what} has dtype {shown(dtype)}; {choices(dtype, STORED)}")
+    needed = math.prod(entry.shape) * np.dtype(STORED[dtype]).itemsize
+    held = (size if entry.nbytes is None else entry.nbytes), entry.offset
+    if held[0] != needed:
+        raise ValueError(f"{what} has {held[0]:,} bytes, and {list(entry.shape)} of {dtype} takes {needed:,}")
+    if sum(held) > size:
+        raise ValueError(f"{what} ends at byte {sum(held):,}, and {path.name} has {size:,}; it is cut off")
+    if entry.row_shape and math.prod(entry.row_shape) != entry.shape[1]:
+        raise ValueError(f"{what} has row_shape {list(entry.row_shape)}, and rows of {entry.shape[1]} numbers")
+    if entry.positions is not None and len(entry.positions) != entry.shape[0]:
+        raise ValueError(f"{what} has {len(entry.positions)} positions for {entry.shape[0]} rows")
+    return _Chunk(path, (0, path.name), entry, needed, dtype)
+
+
+def _check_place(request: str, chunks: list[_Chunk]) -> None:
+    """Check that a request's rows of one layer and hook are in one file, or in shards of one folder."""
+    homes = dict[tuple[int, str], Path]()
+    for path, _, entry, *_ in chunks:
+        home = path.parent / "shard-*.bin" if path.name.startswith("shard-") else path
+        other = homes.setdefault((entry.layer, entry.hook), home)
+        if home != other or home.parent != next(iter(homes.values())).parent:
+            raise InvalidFile(f"request {shown(request)} is in {other} and in {home}; give the folder of one of them")
+
+
+def _joined(chunks: list[_Chunk], *, streams: bool) -> ForkRows:
+    """Read chunks of one layer and hook, and keep the last row of each position."""
+    first = chunks[0]
+    layer, hook, shape = first.entry.layer, first.entry.hook, first.entry.row_shape or first.entry.shape[1:]
+    if len({(one.entry.shape[1], one.entry.row_shape or None, one.dtype) for one in chunks}) > 1:
+        raise InvalidFile(f"{first.path}: rows of layer {layer}, {hook} differ in width or dtype from chunk to chunk")
+    stored = np.frombuffer(b"".join(map(_bytes, chunks)), STORED[first.dtype])
+    rows = torch.from_numpy(stored.astype(stored.dtype.newbyteorder("=")))
+    rows = rows.view(torch.bfloat16) if first.dtype == "bfloat16" else rows
+    rows = rows.reshape(sum(chunk.entry.shape[0] for chunk in chunks), *shape)
+    site = None if streams and hook in _ONE_STREAM else FORK_HOOKS.get(hook)
+    point = None if site is None else Point(layer, site)
+    if any(chunk.entry.positions is None for chunk in chunks):
+        return ForkRows(rows, None, 0, point)
+    labels = np.array([one for chunk in chunks for one in chunk.entry.positions or ()], dtype=np.int64)
+    kept = latest_per_position(labels)
+    return ForkRows(rows[kept], torch.from_numpy(labels[kept]), len(labels) - len(kept), point)
+
+
+def _bytes(chunk: _Chunk) -> bytes:
+    with chunk.path.open("rb") as file:
+        file.seek(chunk.entry.offset)
+        found = file.read(chunk.size)
+    if len(found) < chunk.size:
+        raise InvalidFile(f"{chunk.path} has become shorter since it was looked at; load it again")
+    return found

@@ -1,0 +1,159 @@
+"""Memory that a model needs, compared with what is free, before an engine is started."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from steercap.adapters.gpus import gather_gpus, gather_processes, named_holders, visible_of
+from steercap.adapters.hardware import free_memory
+from steercap.adapters.releases import built_for
+from steercap.engine.checkpoint import Checkpoint, look_up, weight_files
+from steercap.errors import ModelTooLarge
+
+#: Memory of a worker's process besides weights and caches: libraries, and activations of a batch.
+PROCESS_BYTES: Final = 2 << 30
+#: Bytes of an element in dtypes that a model can be asked for.
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
+#: Bytes of an element of dtypes that vLLM converts to the model's, as headers of safetensors name them.
+_CONVERTED: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_UTILIZATION: Final = 0.92
+#: Arguments with which a checkpoint's size says nothing of the memory of a GPU here.
+_CHANGING: Final = ("hf_overrides", "hf_config_path", "language_model_only", "offload_group_size")
+_BACKENDS: Final = ("distributed_executor_backend", "data_parallel_backend")
+
+
+class MemoryNeed(msgspec.Struct, frozen=True):
+    """Memory that a model needs, in bytes, and the memory there is; None where it is unknown.
+
+    Args:
+        device: "cpu", for the machine's memory; or "cuda", for that of one GPU.
+        weights: weights of the model on each device, in the dtype asked for.
+        needed: the same with caches of a fixed size and the process itself.
+        available: memory that is free now, on the fullest device.
+    """
+
+    device: str
+    weights: int | None
+    needed: int | None
+    available: int | None
+
+
+def weights_in(checkpoint: Checkpoint, dtype: str) -> int:
+    """Return the bytes of a checkpoint's weights when vLLM holds them in a dtype; quantised ones stay as they are.
+
+    Args:
+        checkpoint: a checkpoint on this machine.
+        dtype: a name of `DTYPE_BYTES`; any other, such as "auto", leaves the stored dtype.
+    """
+    size = DTYPE_BYTES.get(dtype.removeprefix("torch."))
+    if size is None or checkpoint.quantization:
+        return checkpoint.bytes
+    if not (files := weight_files(Path(checkpoint.folder))):
+        return checkpoint.bytes * size // DTYPE_BYTES.get(checkpoint.dtype, size)
+    return sum(_converted(file, size) for file in files)
+
+
+def _converted(file: Path, size: int) -> int:
+    """Return the bytes of the tensors in a file of safetensors, those of floats with `size` bytes an element."""
+    with file.open("rb") as content:
+        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+    tensors = [one for name, one in header.items() if name != "__metadata__"]
+    held = [(one["data_offsets"][1] - one["data_offsets"][0], _CONVERTED.get(one["dtype"])) for one in tensors]
+    return sum(stored if element is None else stored // element * size for stored, element in held)
+
+
+def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> MemoryNeed:
+    """Compare the memory that a model needs with what is free, without starting an engine.
+
+    Args:
+        name: name or path of the model.
+        arguments: arguments of vLLM's engine.
+        environment: environment variables.
+
+    Returns:
+        The numbers; unknown ones are None: those of a model that is not on this machine, or that is quantised when it
+        is loaded, and the memory of GPUs that nvidia-smi does not report.
+
+    Raises:
+        ModelTooLarge: it does not fit.
+    """
+    need = _need_of(name, arguments, environment)
+    if need.needed is not None and need.available is not None and need.needed > need.available:
+        raise _too_large(name, need.needed, need, arguments, environment)
+    return need
+
+
+def require_room(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a model whose weights and caches of a fixed size alone exceed what is free.
+
+    A tenth of the weights is not counted, since vLLM may leave some out. Nothing is refused where overrides change the
+    model, or where workers run on other machines.
+
+    Args:
+        name, arguments, environment: as for `check_memory`.
+
+    Raises:
+        ModelTooLarge: it cannot fit.
+    """
+    if any(arguments.get(one) for one in _CHANGING) or "ray" in {arguments.get(one) for one in _BACKENDS}:
+        return
+    need = _need_of(name, arguments, environment)
+    if need.weights is not None and need.needed is not None and need.available is not None:
+        least = need.needed - PROCESS_BYTES - need.weights // 10
+        if least > need.available:
+            raise _too_large(name, least, need, arguments, environment)
+
+
+def _need_of(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> MemoryNeed:
+    copies, tensor, pipeline = (_count(arguments, f"{how}_parallel_size") for how in ("data", "tensor", "pipeline"))
+    parts = tensor * pipeline
+    checkpoint, dtype = look_up(name), str(arguments.get("dtype") or "auto")
+    unknown = not checkpoint.bytes or (arguments.get("quantization") and not checkpoint.quantization)
+    # vLLM's "auto" serves what is stored as float32 in 16 bits.
+    dtypes = ("auto", "bfloat16") if dtype == "auto" else (dtype,)
+    total = None if unknown else min(weights_in(checkpoint, one) for one in dtypes)
+    device, available = built_for(), None
+    if device == "cpu":
+        weights = None if total is None else total * copies
+        space = int(arguments.get("kv_cache_memory_bytes") or int(environment.get("VLLM_CPU_KVCACHE_SPACE") or 0) << 30)
+        caches, available = space * parts * copies, free_memory()
+    else:
+        shares = parts * (copies if arguments.get("enable_expert_parallel") else 1)
+        weights = None if total is None else total // shares
+        caches, available = 0, _least_free(arguments, environment, parts * copies)
+    needed = None if weights is None else weights + caches + PROCESS_BYTES
+    return MemoryNeed(device, weights, needed, available)
+
+
+def _too_large(
+    name: str, needed: int, need: MemoryNeed, arguments: Mapping[str, Any], environment: Mapping[str, str]
+) -> ModelTooLarge:
+    """Return the error of a model that needs more than is available; on GPUs with the processes that hold the rest."""
+    where, held, free = "", "", need.available or 0
+    if need.device != "cpu":
+        gpus = visible_of(gather_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))
+        named = named_holders(gpus, gather_processes())
+        where, held = " on one of its GPUs", f"; {named}" if named else ""
+    return ModelTooLarge(
+        f"{name} needs {needed / 1e9:.1f} GB{where} in dtype {arguments.get('dtype') or 'auto'!r}, and "
+        f"{free / 1e9:.1f} GB are free; use a smaller dtype or model, or more GPUs{held}"
+    )
+
+
+def _count(arguments: Mapping[str, Any], name: str) -> int:
+    return int(arguments.get(name) or 1)
+
+
+def _least_free(arguments: Mapping[str, Any], environment: Mapping[str, str], workers: int) -> int | None:
+    """Return the memory that the fullest GPU of an engine leaves it, in bytes; None if unknown."""
+    share = float(arguments.get("gpu_memory_utilization") or _UTILIZATION)
+    lent = int(float(arguments.get("cpu_offload_gb") or 0) * (1 << 30))
+    gpus = visible_of(gather_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))[:workers]
+    known = [min(gpu.free, int(gpu.bytes * share)) + lent for gpu in gpus if gpu.free is not None and gpu.bytes]
+    return min(known, default=None)
