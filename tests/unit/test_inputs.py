@@ -618,8 +618,6 @@ def test_a_point_without_a_tap_is_armed_as_its_error_says(sites, layers, asked) 
         ("resid_post[]", "layers="),
         ("resid_post[5", "layers="),
         ("layers[5].resid_post", "layers="),
-        ("model.layers[5].mlp.input", "did you mean 'model.layers.5.mlp.input'"),
-        ("model.layers[*].mlp.input", "did you mean 'model.layers.*.mlp.input'"),
     ],
 )
 def test_brackets_hold_the_number_of_one_layer(name, hint) -> None:
