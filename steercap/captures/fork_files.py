@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
@@ -78,7 +79,7 @@ class _Chunk(NamedTuple):
     """A chunk, checked: its file, the order of its file, its bytes and their dtype."""
 
     path: Path
-    order: tuple[int, str]
+    order: tuple[int, list[str | int]]
     entry: _ForkEntry
     size: int
     dtype: str
@@ -183,7 +184,7 @@ def _chunks_of(index: Path, default: str | None, labels: dict[Any, Any]) -> Iter
         request = entry.request_id if shared else document.request_id or index.parent.name
         if not request:
             raise InvalidFile(f"{index} has an entry of layer {entry.layer} without request_id; copy it again")
-        yield request, chunk._replace(order=(document.seq, path.name))
+        yield request, chunk._replace(order=(document.seq, _natural(path.name)))
 
 
 def _checked(path: Path, entry: _ForkEntry, size: int, dtype: str | None) -> _Chunk:
@@ -207,7 +208,12 @@ def _checked(path: Path, entry: _ForkEntry, size: int, dtype: str | None) -> _Ch
         raise ValueError(f"{what} has row_shape {list(entry.row_shape)}, and rows of {entry.shape[1]} numbers")
     if entry.positions is not None and len(entry.positions) != entry.shape[0]:
         raise ValueError(f"{what} has {len(entry.positions)} positions for {entry.shape[0]} rows")
-    return _Chunk(path, (0, path.name), entry, needed, dtype)
+    return _Chunk(path, (0, []), entry, needed, dtype)
+
+
+def _natural(name: str) -> list[str | int]:
+    """Return the parts of a name, its numbers as numbers: shard-2 comes before shard-10."""
+    return [int(part) if number else part for number, part in zip(cycle((False, True)), re.split(r"(\d+)", name))]
 
 
 def _check_place(request: str, chunks: list[_Chunk]) -> None:

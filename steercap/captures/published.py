@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -179,6 +180,9 @@ def published_files(folder: str | Path) -> list[PublishedFile]:
         raise InvalidFile(f"{folder} has no file seqS_layerL_rankR.npz, such as seq0_layer12_rank0.npz")
     if others := [one.name for one, name in matched if not name]:
         warn(f"{folder}: {len(others)} files of other names are left out, {', '.join(others[:SHOWN])}")
+    for one, other in pairwise(found):
+        if one[:3] == other[:3]:
+            raise InvalidFile(f"{one.path} and {other.path.name} are of one place; keep one")
     places = {(one.seq, one.layer, one.rank) for one in found}
     for seq, layer, rank in sorted({(one.seq, one.layer, other.rank) for one in found for other in found}):
         if (seq, layer, rank) not in places:
@@ -191,7 +195,7 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
 
     Args:
         handle: a fetched handle.
-        folder: the folder; files of these names are replaced.
+        folder: the folder; files of these layers are replaced, those of further ranks deleted.
         seq: number of the sequence in the names.
 
     Raises:
@@ -206,10 +210,15 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
         raise InvalidSpec(f"{handle.request_id} has rows of {sorted(sites)}; names in this form have no site: give one")
     parts = {point.layer: _by_rank(rows) for point, rows in handle.as_saved().rows.items()}
     published = {(layer, rank): PublishedRows.of(rows) for layer, ranks in parts.items() for rank, rows in ranks}
-    return [
+    written = [
         rows.save(Path(folder) / f"seq{number}_layer{layer}_rank{rank}.npz")
         for (layer, rank), rows in published.items()
     ]
+    # Those of a capture with more ranks would be read as further shards of these rows.
+    replaced = {path for layer in parts for path in Path(folder).glob(f"seq{number}_layer{layer}_rank*.npz")}
+    for path in replaced.difference(written):
+        path.unlink()
+    return written
 
 
 def _by_rank(rows: Any) -> list[tuple[int, torch.Tensor | CodedRows]]:

@@ -82,13 +82,13 @@ class SiteCodecs:
             texts = [one for text in texts for one in _from_file(text)]
         for text in texts:
             site, _, codec = text.partition("=")
-            if site == ATTENTION:
-                attention = _targets(codec, text)
-                continue
-            name = name_of_site(site)
-            if name in found:
+            name = site if site == ATTENTION else name_of_site(site)
+            if name in found or (name == ATTENTION and attention):
                 raise InvalidSpec(f"{text!r}: the codec of {name!r} is given already; give each site once")
-            found[name] = _coding(codec, text) if codec else RAW
+            if name == ATTENTION:
+                attention = _targets(codec, text)
+            else:
+                found[name] = _coding(codec, text) if codec else RAW
         if not found:
             raise InvalidSpec("no site is given; give one, such as 'resid_post=rp8,k=512'")
         return SiteCodecs(found, attention)
@@ -225,6 +225,8 @@ def _coding(text: str, whole: str) -> Coding:
             raise InvalidSpec(
                 f"{whole!r}: {shown(one)} is no parameter of a codec; {choices(parameter, _PARAMETERS)}, such as k=512"
             )
+        if parameter in numbers:
+            raise InvalidSpec(f"{whole!r} gives {parameter} twice; give it once")
         numbers[parameter] = int(number)
     CaptureSpec(codec=name, **numbers)  # bounds of the numbers
     return codec_of(name, numbers.get("k"), numbers.get("seed"))

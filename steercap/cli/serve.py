@@ -5,8 +5,8 @@ served to this machine only.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import socket
-import urllib.error
 import urllib.request
 import webbrowser
 from collections.abc import Sequence
@@ -288,7 +288,7 @@ def answers(address: str) -> bool:
     try:
         with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address of our own
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (OSError, ValueError, http.client.HTTPException):  # nothing there, no address, or another protocol
         return False
 
 

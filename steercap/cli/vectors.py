@@ -296,6 +296,8 @@ def _register_compare(app: typer.Typer) -> None:
         --model, compare trained vectors with averaged ones and with system prompts, by the perplexity of held-out
         responses, too: this writes steering_vector_comparison.parquet into the first folder.
         """
+        import torch
+
         from steercap.lab.training import HookedModel, compare_trained, compare_vectors
 
         if out is not None:
@@ -307,7 +309,9 @@ def _register_compare(app: typer.Typer) -> None:
             with terminal.progress() as bar:
                 task = bar.add_task("reading held-out responses", total=None)
                 reading["progress"] = lambda done, total: bar.update(task, completed=done, total=total)
-                found = compare_trained(HookedModel(located(model), dtype_of(dtype)), first, second, **reading)
+                device = "cuda" if torch.cuda.is_available() else None
+                hooked = HookedModel(located(model), dtype_of(dtype), device=device)
+                found = compare_trained(hooked, first, second, **reading)
         if out is not None:
             found.save(out)
         about = {"compared": str(found), **found.left_out, **({} if out is None else {"file": out})}

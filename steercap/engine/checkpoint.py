@@ -180,7 +180,8 @@ def local_folder(name: str) -> Path | None:
 
 def weights_of(folder: Path) -> int:
     """Return the bytes of a model's weights; vLLM reads .bin files only where there is no .safetensors."""
-    files = weight_files(folder) or list(folder.glob("*.bin"))
+    others = {"optimizer.bin", "scheduler.bin", "training_args.bin"}
+    files = weight_files(folder) or [path for path in folder.glob("*.bin") if path.name not in others]
     return sum(path.stat().st_size for path in files)
 
 

@@ -24,7 +24,15 @@ DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "flo
 _CONVERTED: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _UTILIZATION: Final = 0.92
 #: Arguments with which a checkpoint's size says nothing of the memory of a GPU here.
-_CHANGING: Final = ("hf_overrides", "hf_config_path", "language_model_only", "offload_group_size")
+_CHANGING: Final = (
+    "hf_overrides",
+    "hf_config_path",
+    "language_model_only",
+    "limit_mm_per_prompt",
+    "offload_group_size",
+    "data_parallel_size_local",
+    "nnodes",
+)
 _BACKENDS: Final = ("distributed_executor_backend", "data_parallel_backend")
 
 
@@ -50,6 +58,9 @@ def weights_in(checkpoint: Checkpoint, dtype: str) -> int:
     Args:
         checkpoint: a checkpoint on this machine.
         dtype: a name of `DTYPE_BYTES`; any other, such as "auto", leaves the stored dtype.
+
+    Raises:
+        ValueError, OSError: a file of weights cannot be read, such as a pointer of Git LFS.
     """
     size = DTYPE_BYTES.get(dtype.removeprefix("torch."))
     if size is None or checkpoint.quantization:
@@ -60,11 +71,21 @@ def weights_in(checkpoint: Checkpoint, dtype: str) -> int:
 
 
 def _converted(file: Path, size: int) -> int:
-    """Return the bytes of the tensors in a file of safetensors, those of floats with `size` bytes an element."""
+    """Return the bytes of the tensors in a file of safetensors, those of floats with `size` bytes an element.
+
+    Raises:
+        ValueError, OSError: it cannot be read.
+    """
     with file.open("rb") as content:
-        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
-    tensors = [one for name, one in header.items() if name != "__metadata__"]
-    held = [(one["data_offsets"][1] - one["data_offsets"][0], _CONVERTED.get(one["dtype"])) for one in tensors]
+        length = int.from_bytes(content.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file} is no file of safetensors")
+        header = content.read(length)
+    try:
+        tensors = [one for name, one in json.loads(header).items() if name != "__metadata__"]
+        held = [(one["data_offsets"][1] - one["data_offsets"][0], _CONVERTED.get(one["dtype"])) for one in tensors]
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{file} is no file of safetensors: {error}") from error
     return sum(stored if element is None else stored // element * size for stored, element in held)
 
 
@@ -77,8 +98,9 @@ def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[s
         environment: environment variables.
 
     Returns:
-        The numbers; unknown ones are None: those of a model that is not on this machine, or that is quantised when it
-        is loaded, and the memory of GPUs that nvidia-smi does not report.
+        The numbers; unknown ones are None: those of a model that is not on this machine or cannot be read, that is
+        quantised when it is loaded, that arguments change or part over machines, and the memory of GPUs that nvidia-smi
+        does not report.
 
     Raises:
         ModelTooLarge: it does not fit.
@@ -92,8 +114,7 @@ def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[s
 def require_room(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
     """Refuse a model whose weights and caches of a fixed size alone exceed what is free.
 
-    A tenth of the weights is not counted, since vLLM may leave some out. Nothing is refused where overrides change the
-    model, or where workers run on other machines.
+    A quarter of the weights is not counted, since vLLM may leave some out.
 
     Args:
         name, arguments, environment: as for `check_memory`.
@@ -101,27 +122,25 @@ def require_room(name: str, arguments: Mapping[str, Any], environment: Mapping[s
     Raises:
         ModelTooLarge: it cannot fit.
     """
-    if any(arguments.get(one) for one in _CHANGING) or "ray" in {arguments.get(one) for one in _BACKENDS}:
-        return
     need = _need_of(name, arguments, environment)
     if need.weights is not None and need.needed is not None and need.available is not None:
-        least = need.needed - PROCESS_BYTES - need.weights // 10
+        least = need.needed - PROCESS_BYTES - need.weights // 4
         if least > need.available:
             raise _too_large(name, least, need, arguments, environment)
 
 
 def _need_of(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> MemoryNeed:
-    copies, tensor, pipeline = (_count(arguments, f"{how}_parallel_size") for how in ("data", "tensor", "pipeline"))
-    parts = tensor * pipeline
-    checkpoint, dtype = look_up(name), str(arguments.get("dtype") or "auto")
-    unknown = not checkpoint.bytes or (arguments.get("quantization") and not checkpoint.quantization)
-    # vLLM's "auto" serves what is stored as float32 in 16 bits.
-    dtypes = ("auto", "bfloat16") if dtype == "auto" else (dtype,)
-    total = None if unknown else min(weights_in(checkpoint, one) for one in dtypes)
     device, available = built_for(), None
+    try:
+        copies, tensor, pipeline = (_count(arguments, f"{how}_parallel_size") for how in ("data", "tensor", "pipeline"))
+        total = _total_of(name, arguments)
+    except (ValueError, OSError):  # vLLM refuses it in words of its own
+        return MemoryNeed(device, None, None, None)
+    parts = tensor * pipeline
     if device == "cpu":
         weights = None if total is None else total * copies
-        space = int(arguments.get("kv_cache_memory_bytes") or int(environment.get("VLLM_CPU_KVCACHE_SPACE") or 0) << 30)
+        given = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
+        space = int(arguments.get("kv_cache_memory_bytes") or (int(given) << 30 if given.isdecimal() else 0))
         caches, available = space * parts * copies, free_memory()
     else:
         shares = parts * (copies if arguments.get("enable_expert_parallel") else 1)
@@ -129,6 +148,21 @@ def _need_of(name: str, arguments: Mapping[str, Any], environment: Mapping[str, 
         caches, available = 0, _least_free(arguments, environment, parts * copies)
     needed = None if weights is None else weights + caches + PROCESS_BYTES
     return MemoryNeed(device, weights, needed, available)
+
+
+def _total_of(name: str, arguments: Mapping[str, Any]) -> int | None:
+    """Return the bytes of a model's weights; None if they are unknown here.
+
+    Raises:
+        ValueError, OSError: a file of weights cannot be read.
+    """
+    checkpoint, dtype = look_up(name), str(arguments.get("dtype") or "auto")
+    changed = any(arguments.get(one) for one in _CHANGING) or "ray" in {arguments.get(one) for one in _BACKENDS}
+    if changed or not checkpoint.bytes or (arguments.get("quantization") and not checkpoint.quantization):
+        return None
+    # vLLM's "auto" serves what is stored as float32 in 16 bits.
+    dtypes = ("auto", "bfloat16") if dtype == "auto" else (dtype,)
+    return min(weights_in(checkpoint, one) for one in dtypes)
 
 
 def _too_large(

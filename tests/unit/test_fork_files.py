@@ -119,6 +119,15 @@ def apart(folder: Path, request: Written) -> None:
         save(folder / f"{layer}_{hook}.bin", document | more, b"".join(stored for _, stored in mine))
 
 
+def test_shards_without_a_number_of_their_own_are_in_the_order_of_their_names(tmp_path) -> None:
+    """Of a repeated position the last counts, and shard-2 was written before shard-10."""
+    for number in (10, 2):
+        entry = {"layer": 0, "hook": "post_mlp", "shape": [1, 1], "positions": [0], "request_id": "r"}
+        pack(tmp_path / f"shard-{number}.bin", [(entry, np.array([number], "<f8").tobytes())])
+    (rows,) = ForkCaptures.load(tmp_path).read("r").values()
+    assert rows.rows.tolist() == [[10.0]]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_each_layout_is_read_as_it_was_written(tmp_path, seed) -> None:
     requests = {name: Written(seed * 10 + number) for number, name in enumerate(["a", "b", "c"])}

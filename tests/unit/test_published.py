@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 import zipfile
 from dataclasses import replace
@@ -162,6 +163,11 @@ def test_ranks_have_files_of_their_own(kept, tmp_path) -> None:
         known = part.flatten(1).double()
         step = (known.amax(1) - known.amin(1)) / 510
         assert ((PublishedRows.load(path).decoded() - known).abs().amax(1) <= step * 1.001 + 1e-6).all()
+    paths = save_published(one_point(parts[0]), tmp_path)  # of one rank: nothing is left of the two
+    assert [one.path for one in published_files(tmp_path)] == paths
+    shutil.copy(paths[0], tmp_path / "seq00_layer1_rank0.npz")
+    with pytest.raises(InvalidFile, match="are of one place; keep one"):
+        published_files(tmp_path)
 
 
 def joined(parts) -> CodedRows:

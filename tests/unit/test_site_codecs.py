@@ -211,6 +211,8 @@ def test_the_mix_of_two_is_as_small_as_said() -> None:
         (["resid_post", "attention=0"], "'attention=0': give a number of targets from 1 to 128, such as attention=8"),
         (["attention=8"], "no site is given"),
         (["resid_post", "resid_post=rp8"], "the codec of 'resid_post' is given already"),
+        (["z", "attention=8", "attention=2"], "the codec of 'attention' is given already"),
+        (["z=rp8,k=64,k=32"], "'z=rp8,k=64,k=32' gives k twice"),
     ],
 )
 def test_codecs_that_do_not_fit_are_told(texts, says) -> None:

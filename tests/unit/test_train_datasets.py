@@ -16,8 +16,16 @@ from cli_calls import call
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from steercap import SteeringSpec
-from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers, TrainingDiverged, UnknownName
+from steercap import Add, SteeringSpec
+from steercap.errors import (
+    InvalidFile,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSetting,
+    RunDiffers,
+    TrainingDiverged,
+    UnknownName,
+)
 from steercap.files.folder import locked
 from steercap.lab.training import (
     Example,
@@ -383,6 +391,14 @@ def test_perplexity_needs_system_prompts_where_it_is_asked_for(model) -> None:
         perplexity_of(model, [*prompted(2), *examples(1)], prompted=True)
 
 
+def test_what_has_no_loss_is_told(model) -> None:
+    """A target that PyTorch would leave out, -100, counts as a token otherwise; and losses that are not finite."""
+    with pytest.raises(InvalidPrompt, match="token id -100 in"):
+        perplexity_of(model, [Example([1, 2], [3, -100])])
+    with pytest.raises(TrainingDiverged, match=r"losses are not finite under Add\(.*use a smaller vector"):
+        perplexity_of(model, [Example([1, 2], [3, 4])], Add(torch.full((model.width,), 3e38), 10.0, layer=0))
+
+
 def test_folders_hold_data_sets_in_every_form(tmp_path) -> None:
     """By prefix; texts, conversations, persona answers of one label; anything else is named with file and line."""
 
@@ -394,7 +410,7 @@ def test_folders_hold_data_sets_in_every_form(tmp_path) -> None:
         "a__trait__x",
         {"text": "It rains."},
         {"conversation": turns},
-        {"prompt": [1, 2], "response": "b", "source": "s"},
+        {"prompt": [1, 2], "response": "b", "source": "s", "system": None},
     )
     write("a__trait__y", {"messages": [{"role": "system", "content": "Be kind."}, *turns]})
     keys = {"prompt_index": 0, "question_index": 7}
@@ -414,7 +430,10 @@ def test_folders_hold_data_sets_in_every_form(tmp_path) -> None:
         found["a_trait_x"]
     for number, (line, says) in enumerate(
         [
-            ({"text": "a", "more": 1}, "fields ['more', 'text']; give text"),
+            ({"text": "a", "more": 1}, "fields ['more', 'text']: text is the whole example; give text"),
+            ({"text": "a", "prompt": "kept?", "source": "s"}, "text is the whole example"),
+            ({"conversation": turns, "system": "Be kind."}, "conversation is the whole example"),
+            ({"conversation": turns, "messages": turns}, "conversation is the whole example"),
             ({"conversation": turns[:1]}, "turns of role and content"),
             ({"conversation": [*turns, *turns[:1]]}, "of 'assistant' as its last turn"),
             ({"messages": [{"role": "system", "content": "a"}, turns[1]]}, "give a turn of 'user'"),

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from steercap.core.values import choices, shown
-from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
+from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, TrainingDiverged, UnknownName
 from steercap.files.base import blame, require_file, write_whole
 from steercap.files.folder import differences
 from steercap.files.tables import write_table
@@ -263,7 +263,11 @@ def _compared(
     if config.target_layer not in averaged:
         return f"the averaged vector has no layer {config.target_layer}"
     pair = _pairs(folder.name, trained, averaged.at_layers([config.target_layer]))[0]
-    losses = {**result.validation, "averaged": _averaged_loss(model, folder, averaged, pair.layer, batch_size)}
+    try:
+        loss = _averaged_loss(model, folder, averaged, pair.layer, batch_size)
+    except TrainingDiverged as error:
+        return f"the averaged vector: {error}"
+    losses = {**result.validation, "averaged": loss}
     said: dict[str, Any] = {"loss_prompted": None, "perplexity_prompted": None}
     for label, loss in losses.items():
         said |= {f"loss_{label}": loss.loss, f"perplexity_{label}": loss.perplexity}

@@ -36,11 +36,14 @@ def example_of(given: Mapping[str, Any]) -> Example | Preference | Prompted:
     Raises:
         InvalidPrompt: no example has these fields, or these turns.
     """
-    fields = dict(given)
+    fields = {name: value for name, value in given.items() if name != "system" or value is not None}
+    forms = [name for name in ("text", "conversation", "messages") if name in fields]
+    if forms and len(fields.keys() - {"source"}) > 1:
+        raise InvalidPrompt(f"fields {shown(sorted(given))}: {forms[0]} is the whole example; give {ACCEPTED}")
     if "text" in fields:
         fields |= {"prompt": "", "response": fields.pop("text")}
-    for name in ("conversation", "messages"):
-        if name in fields:
+    for name in forms:
+        if name != "text":
             fields |= _turns(fields.pop(name))
     kind = FORMS.get(tuple(sorted(fields.keys() - {"source"})))
     if kind is None:

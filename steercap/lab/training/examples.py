@@ -101,6 +101,8 @@ def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> ExampleTokens:
     prompt_len = max(len(before), 1)
     if len(ids) <= prompt_len:
         raise InvalidPrompt(f"response={shown(response)} after prompt={shown(prompt)} has no token to predict")
+    if min(ids) < 0:
+        raise InvalidPrompt(f"token id {min(ids)} in {shown(response)} after prompt={shown(prompt)}; ids begin at 0")
     return ExampleTokens(tuple(map(int, ids)), prompt_len)
 
 

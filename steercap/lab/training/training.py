@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.values import shown
-from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.errors import InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.fingerprint import model_name, weights_of
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
 from steercap.lab.training.datasets import TextLoss
@@ -216,6 +217,7 @@ def perplexity_of(
 
     Raises:
         InvalidSetting: with `prompted`, an example has no system prompt.
+        TrainingDiverged: losses are not finite.
         The errors of `losses_of`.
     """
     hooked = hooked_of(model, TrainingSettings())
@@ -232,6 +234,8 @@ def perplexity_of(
     tokens = [one for (one,) in encoded(Likelihood(), tokenizer_of(hooked), read)]
     counts = torch.tensor([len(one.ids) - one.prompt_len for one in tokens], dtype=torch.float64)
     perplexity = float((losses * counts).sum().div(counts.sum()).exp())
+    if not math.isfinite(perplexity):
+        raise TrainingDiverged(f"losses are not finite under {shown(steering)}; use a smaller vector or a wider dtype")
     return TextLoss(float(losses.mean()), perplexity, int(counts.sum()))
 
 
