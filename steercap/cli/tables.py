@@ -189,7 +189,7 @@ def rollouts_table(found: Sequence[RolloutSummary]) -> Table:
     """Return a table with a row per variant: means over the data sets that have a score, and all refusals."""
     scorers = ["minilm", *(["judge"] if any(one.judge for one in found) else [])]
     heads = [f"{scorer}{what}" for scorer in scorers for what in ("", " refusals")]
-    table = titled(f"mean over {len(found):,} data sets", ["variant", *heads], words=["variant"])
+    table = titled(f"mean over the data sets with a score, of {len(found):,}", ["variant", *heads], words=["variant"])
     for variant in dict.fromkeys(name for one in found for name in one.minilm):
         cells = list[str]()
         for scorer in scorers:

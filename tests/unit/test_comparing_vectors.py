@@ -207,7 +207,17 @@ def test_trained_vectors_that_do_not_fit_are_named(trained, tmp_path) -> None:
     with pytest.raises(InvalidFile, match=r"averaged\.json"):
         compare_trained(model, copy, averaged)
     (copy / "tiny__trait__rain" / "averaged.json").unlink()
-    (copy / "tiny__trait__rain" / "held_out.jsonl").write_text('{"prompt": ')
+    held_out = copy / "tiny__trait__rain" / "held_out.jsonl"
+    whole = held_out.read_text()
+    held_out.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(InvalidFile, match=r"held_out\.jsonl.*examples are there, of"):
+        compare_trained(model, copy, averaged)
+    held_out.write_text(whole)
+    (copy / "tiny__trait__wind" / "result.json").unlink()
+    left_out = compare_trained(model, copy, averaged).left_out
+    assert left_out["tiny__trait__wind"] == "not finished; call train_datasets again"
+    (copy / "tiny__trait__rain" / "averaged.json").unlink()
+    held_out.write_text('{"prompt": ')
     with pytest.raises(InvalidFile, match=r"held_out\.jsonl"):
         compare_trained(model, copy, averaged)
 

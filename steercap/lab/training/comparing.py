@@ -228,6 +228,8 @@ def compare_trained(
     folders = sorted(file.parent for file in Path(out).glob(f"*/{RESULT}"))
     if not folders:
         raise InvalidFile(f"{out} holds no data set that was trained; give the folder of train_datasets")
+    begun = {file.parent for file in Path(out).glob(f"*/{RATES_FOLDER.file}")}
+    left_out |= {one.name: "not finished; call train_datasets again" for one in sorted(begun.difference(folders))}
     rows: list[TrainedComparison] = []
     for done, folder in enumerate(folders, 1):
         name = folder.name if folder.name in known else name_of(folder.name)
@@ -288,6 +290,8 @@ def _averaged_loss(model: HookedModel, folder: Path, averaged: LayerVectors, lay
     with blame(folder / HELD_OUT):
         lines = (folder / HELD_OUT).read_bytes().splitlines()
         held_out = [example_of(msgspec.json.decode(line, type=dict[str, Any])) for line in lines]
+        if len(lines) != (wanted := read_result(folder).held_out):
+            raise ValueError(f"{len(lines)} examples are there, of {wanted}; it was changed")
     (trained,) = SteeringSpec.load(folder / f"{folder.name}.safetensors").of_rows()
     edit = Add(averaged[layer], layer=layer, tokens=trained.selection)
     loss = perplexity_of(model, held_out, edit, batch_size=batch_size)  # type: ignore[arg-type]
