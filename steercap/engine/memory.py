@@ -105,7 +105,7 @@ def check_memory(name: str, arguments: Mapping[str, Any], environment: Mapping[s
     Raises:
         ModelTooLarge: it does not fit.
     """
-    need = _need_of(name, arguments, environment)
+    need = _known(name, arguments, environment)
     if need.needed is not None and need.available is not None and need.needed > need.available:
         raise _too_large(name, need.needed, need, arguments, environment)
     return need
@@ -122,25 +122,28 @@ def require_room(name: str, arguments: Mapping[str, Any], environment: Mapping[s
     Raises:
         ModelTooLarge: it cannot fit.
     """
-    need = _need_of(name, arguments, environment)
+    need = _known(name, arguments, environment)
     if need.weights is not None and need.needed is not None and need.available is not None:
         least = need.needed - PROCESS_BYTES - need.weights // 4
         if least > need.available:
             raise _too_large(name, least, need, arguments, environment)
 
 
-def _need_of(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> MemoryNeed:
-    device, available = built_for(), None
+def _known(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> MemoryNeed:
+    """Return what is known of a model's need: nothing, where weights or arguments cannot be read."""
     try:
-        copies, tensor, pipeline = (_count(arguments, f"{how}_parallel_size") for how in ("data", "tensor", "pipeline"))
-        total = _total_of(name, arguments)
-    except (ValueError, OSError):  # vLLM refuses it in words of its own
-        return MemoryNeed(device, None, None, None)
-    parts = tensor * pipeline
+        return _need_of(name, arguments, environment)
+    except (TypeError, ValueError, OSError):  # vLLM refuses it in words of its own
+        return MemoryNeed(built_for(), None, None, None)
+
+
+def _need_of(name: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> MemoryNeed:
+    copies, tensor, pipeline = (_count(arguments, f"{how}_parallel_size") for how in ("data", "tensor", "pipeline"))
+    parts, total = tensor * pipeline, _total_of(name, arguments)
+    device, available = built_for(), None
     if device == "cpu":
         weights = None if total is None else total * copies
-        given = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
-        space = int(arguments.get("kv_cache_memory_bytes") or (int(given) << 30 if given.isdecimal() else 0))
+        space = int(arguments.get("kv_cache_memory_bytes") or int(environment.get("VLLM_CPU_KVCACHE_SPACE") or 0) << 30)
         caches, available = space * parts * copies, free_memory()
     else:
         shares = parts * (copies if arguments.get("enable_expert_parallel") else 1)

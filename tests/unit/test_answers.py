@@ -456,8 +456,10 @@ def test_a_model_that_cannot_be_read_is_not_known(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(memory, "built_for", lambda: "cpu")
     monkeypatch.setattr(memory, "free_memory", lambda: 1000)
     path = shutil.copytree(tiny_checkpoint("qwen3"), tmp_path / "model")
-    for more in ({"tensor_parallel_size": "four"}, {"limit_mm_per_prompt": {"image": 0}}, {"nnodes": 2}):
-        require_room(str(path), {"dtype": "float32", **more}, {"VLLM_CPU_KVCACHE_SPACE": "1.5"})
+    changed = ({"limit_mm_per_prompt": {"image": 0}}, {"nnodes": 2})
+    for more in (*changed, {"tensor_parallel_size": "four"}, {"kv_cache_memory_bytes": "1GiB"}):
+        require_room(str(path), {"dtype": "float32", **more}, {})
+    require_room(str(path), {"dtype": "float32"}, {"VLLM_CPU_KVCACHE_SPACE": "1.5"})
     with pytest.raises(ModelTooLarge):
         require_room(str(path), {"dtype": "float32"}, {})
     whole = (path / "model.safetensors").read_bytes()
