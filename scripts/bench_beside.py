@@ -3,7 +3,7 @@
     for library in plain steercap interp-engine interp-engine-hooked; do
         python scripts/bench_beside.py $library --json out/beside.jsonl
     done
-    python scripts/bench_beside.py steercap --one-request [--profile]     # where the time of one short request goes
+    python scripts/bench_beside.py steercap --one-request [--profile]   # one short request, in turns with plain vLLM
     python scripts/bench_beside.py steercap --shape tiny --workloads 1x16+4 --rounds 1      # a trial, also on CPU
 
 One library a process and one engine at a time, with the same engine arguments, random weights and new random prompts
@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import cProfile
 import json
+import math
 import os
 import pstats
 import statistics
@@ -31,6 +32,7 @@ from typing import Any, Final, TypeAlias
 from bench_capture import plain_outputs, prompts, sampling
 from bench_gpu import listed
 from bench_server import with_tokenizer
+from gpu_engines import engines
 from gpu_rounds import Workload
 from gpu_shapes import SHAPES
 
@@ -256,39 +258,65 @@ async def measure(
             }
 
 
-async def one_request(model: Any, length: int, repeats: int, vocabulary: int) -> dict[str, list[float]]:
-    """Medians of the parts of one request of `length` tokens and one generated: ms of the call, and of fetching."""
+async def one_request(llm: Any, model: Any, length: int, repeats: int, vocabulary: int) -> dict[str, list[float]]:
+    """Time one request of `length` tokens and one generated, in turns with the same call of plain vLLM.
+
+    Args:
+        llm: plain vLLM's AsyncLLM.
+        model: a SteerModel.
+        length: tokens of each prompt, which was not sent before.
+        repeats: requests of each kind, behind three that warm up.
+        vocabulary: tokens that prompts are drawn of.
+
+    Returns:
+        Medians in ms for each kind: the call; fetching, NaN where nothing is fetched; and by how much both take longer
+        than the calls of plain vLLM right before and after.
+    """
     from steercap import CaptureSpec
 
-    spec, middle = middle_spec(model), [model.num_layers // 2]
-    variants: dict[str, tuple[dict[str, Any], float]] = {
-        "idle": ({}, 0.0),
-        "steered": ({"steering": spec}, 0.0),
-        "one layer": ({"capture": CaptureSpec(layers=middle)}, 0.0),
-        "all layers": ({"capture": CaptureSpec(layers="all")}, 0.0),
-        "one layer, fetched 50 ms later": ({"capture": CaptureSpec(layers=middle)}, 0.05),
-        "all layers, fetched 50 ms later": ({"capture": CaptureSpec(layers="all")}, 0.05),
+    middle = CaptureSpec(layers=[model.num_layers // 2])
+    kinds: dict[str, tuple[dict[str, Any], bool]] = {
+        "idle": ({}, False),
+        "steered": ({"steering": middle_spec(model)}, False),
+        "one layer, readable": ({"capture": middle}, False),
+        "one layer": ({"capture": middle}, True),
+        "all layers, readable": ({"capture": CaptureSpec(layers="all")}, False),
+        "all layers": ({"capture": CaptureSpec(layers="all")}, True),
     }
-    found = {}
-    for name, (asked, pause) in variants.items():
-        runs = [await _parts(model, random_prompt(length, vocabulary), asked, pause) for _ in range(repeats + 3)]
-        found[name] = [1e3 * statistics.median(part) for part in zip(*runs[3:], strict=True)]
-    return found
+    control = plain_calls(llm)["generate"]
+
+    async def plain() -> float:
+        start = time.perf_counter()
+        await control([random_prompt(length, vocabulary)], 1)
+        return time.perf_counter() - start
+
+    found: dict[str, list[list[float]]] = {name: [] for name in ["plain", *kinds]}
+    for _ in range(repeats + 3):
+        before = await plain()
+        for name, (asked, fetched) in kinds.items():
+            call, fetch = await _parts(model, random_prompt(length, vocabulary), asked, fetched=fetched)
+            after = await plain()
+            beside = (before + after) / 2
+            found[name].append([call, fetch, (call + fetch if fetched else call) - beside])
+            found["plain"].append([after, math.nan, after - before])
+            before = after
+    return {
+        name: [1e3 * statistics.median(part) for part in zip(*runs[3:], strict=True)] for name, runs in found.items()
+    }
 
 
-async def _parts(model: Any, prompt: list[int], asked: dict[str, Any], pause: float) -> list[float]:
-    """Seconds of the call, and of fetching if rows are captured."""
+async def _parts(model: Any, prompt: list[int], asked: dict[str, Any], *, fetched: bool) -> tuple[float, float]:
+    """Seconds of the call, and of fetching what it captured, NaN if it is not `fetched`."""
     start = time.perf_counter()
     result = await model.generate([prompt], sampling(1), **asked)
-    took = [time.perf_counter() - start]
-    if "capture" in asked:
-        _, (handle,) = result
-        await asyncio.sleep(pause)
-        start = time.perf_counter()
-        await model.fetch_captures_batch([handle])
-        took.append(time.perf_counter() - start)
+    called = time.perf_counter()
+    handles = result[1] if "capture" in asked else []
+    if fetched:
+        await model.fetch_captures_batch(handles)
+    ended = time.perf_counter()
+    for handle in handles:
         handle.release()
-    return took
+    return called - start, ended - called if fetched else math.nan
 
 
 def random_prompt(length: int, vocabulary: int) -> list[int]:
@@ -308,7 +336,7 @@ async def profile(model: Any, length: int, repeats: int, vocabulary: int) -> Non
         profiler = cProfile.Profile()
         with profiler:
             for _ in range(repeats):
-                await _parts(model, random_prompt(length, vocabulary), asked, 0.0)
+                await _parts(model, random_prompt(length, vocabulary), asked, fetched="capture" in asked)
         print(name)
         pstats.Stats(profiler).sort_stats("cumulative").print_stats(60)
 
@@ -317,14 +345,13 @@ async def profile(model: Any, length: int, repeats: int, vocabulary: int) -> Non
 
 
 async def parts_of_one_request(args: argparse.Namespace) -> None:
-    """Print where the time of one request goes."""
-    from steercap import SteerModel
-
-    vocabulary = SHAPES[args.shape].vocab_size - 2
+    """Print how long one request takes beside plain vLLM, both in one process."""
+    vocabulary, folder = SHAPES[args.shape].vocab_size - 2, str(with_tokenizer(args.shape))
     length = args.workloads[0].prompt
-    async with SteerModel(str(with_tokenizer(args.shape)), **ENGINE) as model:
-        for name, parts in (await one_request(model, length, args.repeats, vocabulary)).items():
-            print(f"{name:32s}", " + ".join(f"{part:7.2f}" for part in parts), "ms", flush=True)
+    memory = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30}
+    async with engines(folder, {}, {**ENGINE, **memory}, {**ENGINE, **memory}, in_turn=True) as (llm, model, _):
+        for name, parts in (await one_request(llm, model, length, args.repeats, vocabulary)).items():
+            print(f"{name:22s} call {parts[0]:6.2f}  fetch {parts[1]:6.2f}  over plain {parts[2]:+6.2f} ms", flush=True)
             write(args.json, {"library": "steercap", "one request": name, "ms": parts})
         if args.profile:
             await profile(model, length, args.repeats, vocabulary)
@@ -371,7 +398,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--workloads", type=listed(Workload.parse), default=WORKLOADS)
     add("--modes", type=listed(str), default=[], help="all that the library has, if left out")
     add("--rounds", type=int, default=5)
-    add("--one-request", action="store_true", help="the parts of one request instead, its length the first workload's")
+    add(
+        "--one-request",
+        action="store_true",
+        help="one request instead, in turns with plain vLLM, its length the first workload's",
+    )
     add("--repeats", type=int, default=30, help="requests of each kind, with --one-request")
     add("--profile", action="store_true", help="and what the client spends on them")
     add("--json", type=Path, default=None, help="lines are added to it")
