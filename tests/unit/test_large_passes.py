@@ -32,7 +32,7 @@ def asking(runtime: Any, question: Any) -> Any:
 
 
 def small_ring(tokens: int, graph_tokens: int = 0) -> Any:
-    """A rank whose ring has room for the largest layer of a pass, encoded too, and little more."""
+    """A rank whose ring has room for the largest layer of a pass, encoded too."""
     lines = tokens * max(LAYER_LINES) * 2
     return some_runtime(
         "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=lines * LINE_BYTES, layers=LAYERS,
@@ -40,16 +40,15 @@ def small_ring(tokens: int, graph_tokens: int = 0) -> Any:
     )  # fmt: skip
 
 
-def run(runtime: Any, names: list[str], starts: list[int], counts: list[int], order: list[int], skip: int = -1) -> None:
+def run(runtime: Any, names: list[str], starts: list[int], counts: list[int], order: list[int]) -> None:
     """One pass: a row says its request, position, point and column."""
     positions = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
     owner = np.repeat([float(name[1:]) for name in names], counts)
     runtime.begin_step(batch("cuda", names, starts, counts, positions + 7, positions))
     for point in order:
-        if point != skip:
-            width = SCHEMAS[point].width
-            base = torch.from_numpy(owner * 100 + positions).float()[:, None] + torch.arange(width) / 64 + point / 4096
-            tap(runtime, base.to(device_of("cuda")), None, point)
+        width = SCHEMAS[point].width
+        base = torch.from_numpy(owner * 100 + positions).float()[:, None] + torch.arange(width) / 64 + point / 4096
+        tap(runtime, base.to(device_of("cuda")), None, point)
     runtime.end_step()
 
 

@@ -4,8 +4,8 @@ All tables of the taps are on the device before vLLM traces or captures the mode
 between passes every token's entry is -1, so dummy runs, warm-up and graph capture find idle taps. A pass takes
 one copy to the device on the model's stream; the pass; one kernel that writes each token's report and makes the
 tables idle again. Rows wait in a ring on the device while a stream of their own copies them into the pinned arena
-that the client maps; those of a large pass leave it layer by layer while the pass runs (`taps.large`). The model's stream
-never waits for the host, and for a copy only when the ring is full.
+that the client maps; those of a large pass leave it layer by layer while the pass runs (`taps.large`). The model's
+stream never waits for the host, and for a copy only when the ring is full.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A pass with more rows than the ring should hold: they leave it layer by layer while the pass runs.
 
-Such a pass runs no CUDA graph, so each tap is launched from Python. The rows of a few layers at a time have a part of the
-ring: before the first tap of the next layers the part is encoded, reduced and copied away, and every token's line is
-written anew. The model's stream waits for a copy only when the ring is full.
+Such a pass runs no CUDA graph, so each tap is launched from Python. The rows of a few layers at a time have a part of
+the ring: before the first tap of the next layers the part is encoded, reduced and copied away, and every token's line
+is written anew. The model's stream waits for a copy only when the ring is full.
 
 A token's line is where its record would begin if all of its points were in the part, so that offsets in a record stay
-what they are; the ring has a head of unused lines for that. Until the first tap runs, and once a tap runs out of order or
-does not say its point, no token has a line: its rows are missed and its requests fail.
+what they are; the ring has a head of unused lines for that. Until the first tap runs, and once a tap runs out of order
+or does not say its point, no token has a line: its rows are missed and its requests fail.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -126,7 +127,7 @@ class LargePass:
     def _parts(self, layers: Sequence[int], most: int) -> Iterator[range]:
         """Return the points of the parts: as many whole layers each as go into `most` lines, one at least."""
         first = 0
-        for stop, after in zip(layers[1:-1], layers[2:], strict=True):
+        for stop, after in pairwise(layers[1:]):
             if self._lines(range(first, after)) > most:
                 yield range(first, stop)
                 first = stop
@@ -187,7 +188,7 @@ class LargePass:
         if self._updates is not None:
             whole = np.full((2, len(self._step)), NONE, dtype=np.int64)
             whole[:, self._kept] = part.records, part.raw
-            memory.sums.update(memory.rows, self._step, self._updates, *whole, points=part.points)
+            memory.sums.update(memory.rows, self._step, self._updates, whole[0], whole[1], part.points)
         for number, layout in enumerate(self._layouts):
             own = self._encoded & (self._of == number)
             if own.any():

@@ -237,7 +237,7 @@ def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, 
     return np.repeat(targets, parts) + done, np.repeat(sources, parts) + done, np.minimum(left, most)
 
 
-def grids(targets: Ints, sources: Ints, sizes: Ints, target_steps: Ints, source_steps: Ints) -> Ints:  # noqa: PLR0917
+def grids(targets: Ints, sources: Ints, sizes: Ints, target_steps: Ints, source_steps: Ints) -> Ints:
     """Merge copies at regular distances into grids.
 
     Args:
@@ -245,7 +245,7 @@ def grids(targets: Ints, sources: Ints, sizes: Ints, target_steps: Ints, source_
         target_steps, source_steps: bytes from each copy to the next one of the same grid, if there is one.
 
     Returns:
-        Target, source, bytes of a row, number of rows, and bytes from row to row of target and source: int64 [grids, 6].
+        Target, source, bytes of a row, rows, and bytes from row to row of target and source: int64 [grids, 6].
     """
     same = (sizes[1:] == sizes[:-1]) & (targets[1:] - targets[:-1] == target_steps[:-1])
     same &= (sources[1:] - sources[:-1] == source_steps[:-1]) & (target_steps[1:] == target_steps[:-1])
