@@ -64,7 +64,7 @@ class LateTransfers:
         found: list[tuple[int, int, int]] = []
         for target, source, size, rows, target_step, source_step in copies.tolist():
             found += [(target + row * target_step, source + row * source_step, size) for row in range(rows)]
-        return self.fetch(None, *np.array(found, dtype=np.int64).T, urgent=False)
+        return self.fetch(None, *np.array(found, dtype=np.int64).reshape(-1, 3).T, urgent=False)
 
     def done(self, event: object) -> bool:
         return all(event is not queued for queued, *_ in self.queued)

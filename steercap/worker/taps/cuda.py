@@ -37,7 +37,7 @@ from steercap.worker.taps.base import Installed, RowKind, Taps, TapSizes
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
 from steercap.worker.taps.large import LargePass, Part, RowMemory
 from steercap.worker.taps.pattern import Pattern
-from steercap.worker.taps.transfers import Ring, Transfers, pieces, runs
+from steercap.worker.taps.transfers import GRID_COLUMNS, Ring, Transfers, pieces, runs
 
 #: Maximum passes that are running or being copied to the host.
 AHEAD: Final = 64
@@ -276,7 +276,8 @@ class CudaTaps(Taps):
             self._bundle()
             self._queue(BESIDE_BYTES + int(BESIDE_SHARE * num_tokens * self._record_bytes))
         if done.large is not None:
-            done.copied = done.large.leaving[-1].copied if done.large.leaving else done.closed
+            # After its report too, which comes behind the copies of the parts.
+            done.copied = self._transfers.fetch_grids(done.closed, np.empty((0, GRID_COLUMNS), dtype=np.int64))
         elif self.arena is not None and done.pattern.drains:
             self._lines.hold(done.line, done.pattern.lines, done)
             self._waiting.append(done)

@@ -21,6 +21,8 @@ _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _HOST: Final = 1  # CU_MEMORYTYPE_HOST
 _DEVICE: Final = 2  # CU_MEMORYTYPE_DEVICE
+#: Columns of `grids`.
+GRID_COLUMNS: Final = 6
 #: Maximum bytes of one copy of a grid, so that other copies can come in between.
 GRID_BYTES: Final = 32 << 20
 
