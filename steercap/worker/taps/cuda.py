@@ -35,7 +35,7 @@ from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Installed, RowKind, Taps, TapSizes
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
-from steercap.worker.taps.large import LargePass, Part, RowMemory
+from steercap.worker.taps.large import LargePass, LayerRows, RowMemory
 from steercap.worker.taps.pattern import Pattern
 from steercap.worker.taps.transfers import GRID_COLUMNS, Ring, Transfers, pieces, runs
 
@@ -158,7 +158,7 @@ class CudaTaps(Taps):
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
         self._tables: list[npt.NDArray[np.int32]] = [upload.numpy() for upload in self._uploads]
         self._pattern: Pattern | None = None
-        self._lines: Ring[_Pass | Part] = Ring(lines)
+        self._lines: Ring[_Pass | LayerRows] = Ring(lines)
         # Of a small ring at most a quarter waits: the next passes need the rest.
         self._bundle_lines = min(BUNDLE_BYTES // LINE_BYTES, lines // 4)
         self._passed: deque[_Pass] = deque()
@@ -243,7 +243,7 @@ class CudaTaps(Taps):
             opened.encoded = self._encoder.upload(self._number, layouts, of, records)
             sources[encoded] = targets
 
-    def _leave(self, done: _Pass | Part) -> None:
+    def _leave(self, done: _Pass | LayerRows) -> None:
         """Make the model's stream wait until rows are copied away."""
         if isinstance(done, _Pass):
             self._copy_away(through=done)

@@ -30,7 +30,7 @@ from steercap.worker.layouts import Layouts, RecordLayout
 from steercap.worker.step import Step
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder
 from steercap.worker.taps.pattern import Pattern
-from steercap.worker.taps.transfers import Ring, Transfers, grids
+from steercap.worker.taps.transfers import Ring, Transfers
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RowMemory:
 
 
 @dataclass(eq=False)
-class Part:
+class LayerRows:
     """Rows of the layers whose taps run, per kept token: int64 [kept].
 
     Args:
@@ -116,11 +116,11 @@ class LargePass:
         self._layouts = [layouts[number] for number in numbers.tolist()]
         self._encoded, self._drained = pattern.encoded[self._kept], pattern.drained[self._kept]
         self._left = deque(self._parts(layers, most))
-        self._now: Part | None = None
+        self._now: LayerRows | None = None
         #: Greatest number of lines of a part.
         self.lines = max((self._lines(points) for points in self._left), default=0)
         #: Parts with rows for the arena, in their order.
-        self.leaving: list[Part] = []
+        self.leaving: list[LayerRows] = []
         #: True once a tap ran out of order, or did not say its point.
         self.lost = False
 
@@ -168,7 +168,7 @@ class LargePass:
         records = start + np.cumsum(raw) - raw - first
         ends = start + total + np.cumsum(coded) - coded - begins // LINE_BYTES
         sources, steps = np.where(self._encoded, ends, records), np.where(self._encoded, coded, raw)
-        self._now = Part(points, line, lines, records, sources, raw, steps, begins, sizes)
+        self._now = LayerRows(points, line, lines, records, sources, raw, steps, begins, sizes)
         self._write(records)
 
     def _write(self, records: Ints) -> None:
@@ -197,7 +197,7 @@ class LargePass:
         if self._arena is not None:
             self._copy(part, self._arena)
 
-    def _copy(self, part: Part, arena: torch.Tensor) -> None:
+    def _copy(self, part: LayerRows, arena: torch.Tensor) -> None:
         """Queue the copies of a part to the arena, and hold its places until they are made."""
         own = self._drained & (part.sizes > 0)
         if not own.any():
@@ -235,3 +235,22 @@ def _extent(layout: RecordLayout, points: range) -> tuple[int, int, int, int]:
 def _lines_of(begins: Any, sizes: Any) -> Any:
     """Return the lines that bytes of a record lie in, whole lines before them left out: numbers or arrays."""
     return -(-(begins + sizes) // LINE_BYTES) - begins // LINE_BYTES
+
+
+def grids(targets: Ints, sources: Ints, sizes: Ints, target_steps: Ints, source_steps: Ints) -> Ints:
+    """Merge copies at regular distances into grids.
+
+    Args:
+        targets, sources, sizes: addresses and bytes of each copy, one at least: int64 [copies].
+        target_steps, source_steps: bytes from each copy to the next one of the same grid, if there is one.
+
+    Returns:
+        The grids, as for `Transfers.fetch_grids`.
+    """
+    same = (sizes[1:] == sizes[:-1]) & (targets[1:] - targets[:-1] == target_steps[:-1])
+    same &= (sources[1:] - sources[:-1] == source_steps[:-1]) & (target_steps[1:] == target_steps[:-1])
+    same &= source_steps[1:] == source_steps[:-1]
+    first = np.flatnonzero(np.concatenate([[True], ~same]))
+    rows = np.diff(np.append(first, len(sizes)))
+    columns = (targets[first], sources[first], sizes[first], rows, target_steps[first], source_steps[first])
+    return np.stack(columns, axis=1)

@@ -97,7 +97,8 @@ class Transfers(Protocol):
 
         Args:
             after: an event on the model's stream.
-            copies: see `grids`.
+            copies: target, source, bytes of a row, rows, and bytes from row to row of target and source: int64 [copies,
+                GRID_COLUMNS].
 
         Returns:
             The event after these copies.
@@ -237,25 +238,6 @@ def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, 
     done = number * most
     left = np.repeat(sizes, parts) - done
     return np.repeat(targets, parts) + done, np.repeat(sources, parts) + done, np.minimum(left, most)
-
-
-def grids(targets: Ints, sources: Ints, sizes: Ints, target_steps: Ints, source_steps: Ints) -> Ints:
-    """Merge copies at regular distances into grids.
-
-    Args:
-        targets, sources, sizes: addresses and bytes of each copy, one at least: int64 [copies].
-        target_steps, source_steps: bytes from each copy to the next one of the same grid, if there is one.
-
-    Returns:
-        Target, source, bytes of a row, rows, and bytes from row to row of target and source: int64 [grids, 6].
-    """
-    same = (sizes[1:] == sizes[:-1]) & (targets[1:] - targets[:-1] == target_steps[:-1])
-    same &= (sources[1:] - sources[:-1] == source_steps[:-1]) & (target_steps[1:] == target_steps[:-1])
-    same &= source_steps[1:] == source_steps[:-1]
-    first = np.flatnonzero(np.concatenate([[True], ~same]))
-    rows = np.diff(np.append(first, len(sizes)))
-    columns = (targets[first], sources[first], sizes[first], rows, target_steps[first], source_steps[first])
-    return np.stack(columns, axis=1)
 
 
 Holder = TypeVar("Holder")
