@@ -60,6 +60,12 @@ class LateTransfers:
         self.queued.append((event, targets, sources, sizes))
         return event
 
+    def fetch_grids(self, _after: object, copies: Ints) -> object:
+        found: list[tuple[int, int, int]] = []
+        for target, source, size, rows, target_step, source_step in copies.tolist():
+            found += [(target + row * target_step, source + row * source_step, size) for row in range(rows)]
+        return self.fetch(None, *np.array(found, dtype=np.int64).reshape(-1, 3).T, urgent=False)
+
     def done(self, event: object) -> bool:
         return all(event is not queued for queued, *_ in self.queued)
 
@@ -97,14 +103,20 @@ def some_runtime(
     held: int = 1,
     schemas: Sequence[PointSchema] | None = None,
     shard: int = 0,
+    layers: Sequence[int] = (),
+    graph_tokens: int = 0,
 ) -> Runtime:
-    """One rank of `points` points, those of `local` on it, or all; alike, or of `schemas`."""
-    sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, accumulators, lag, held)
+    """One rank of `points` points, those of `local` on it, or all; alike, or of `schemas`.
+
+    With `layers` it knows the layer of each, so that rows of large passes leave while the pass runs.
+    """
+    sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, accumulators, lag, held, graph_tokens)
     own = tuple(range(points) if local is None else local)
     if schemas is None:
         schemas = schemas_of(len(own), width, dtype)
     kept = tuple(captures and (shard == 0 or schema.shards > 1) for schema in schemas)
-    taps = some_taps(kind, Installed(own, tuple(schemas), kept, shard), sizes)
+    at = tuple(torch.tensor([number], dtype=torch.int32, device=device_of(kind)) for number in range(len(layers)))
+    taps = some_taps(kind, Installed(own, tuple(schemas), kept, shard, tuple(layers), at), sizes)
     return Runtime(taps, [f"resid_post[{point}]" for point in range(points)], device_of(kind))
 
 
@@ -156,7 +168,7 @@ def tap(runtime: Runtime, hidden: torch.Tensor, residual: torch.Tensor | None, p
     """Call a tap as the operator does."""
     installed = runtime.taps.installed
     kind = installed.kinds.index(installed.kind_of(installed.schemas[point]))
-    runtime.taps.on_tap(hidden, residual, torch.tensor([point], dtype=torch.int32, device=hidden.device), kind)
+    runtime.taps.on_tap(hidden, residual, number_of(runtime, point), kind)
 
 
 def tap_norm(  # noqa: PLR0917 -- as the operator
@@ -165,5 +177,11 @@ def tap_norm(  # noqa: PLR0917 -- as the operator
     """Call a tap with the norm behind it, as the operator does."""
     installed = runtime.taps.installed
     kind = installed.kinds.index(installed.kind_of(installed.schemas[point]))
-    at = torch.tensor([point], dtype=torch.int32, device=hidden.device)
-    runtime.taps.on_tap_norm(hidden, residual, weight, at, epsilon, kind)
+    runtime.taps.on_tap_norm(hidden, residual, weight, number_of(runtime, point), epsilon, kind)
+
+
+def number_of(runtime: Runtime, point: int) -> torch.Tensor:
+    """The number of a point as its tap holds it."""
+    if at := runtime.taps.installed.at:
+        return at[point]
+    return torch.tensor([point], dtype=torch.int32, device=runtime.device)

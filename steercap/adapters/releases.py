@@ -59,6 +59,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "VllmConfig": (
         "additional_config",
         "cache_config.kv_sharing_fast_prefill",
+        "compilation_config.cudagraph_capture_sizes",
         "device_config.device_type",
         "kv_transfer_config",
         "lora_config",

@@ -99,7 +99,14 @@ def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
         accumulators=min(5 * config.scheduler_config.max_num_seqs // 4 + 4, found["reduce_bytes"] // max(each, 1)),
         lag=lag,
         held=held,
+        graph_tokens=_graph_tokens(config.compilation_config),
     )
+
+
+def _graph_tokens(compilation: Any) -> int:
+    """Return the maximum tokens of a pass that runs a CUDA graph, 0 where none does."""
+    replayed = getattr(compilation, "decoder_replay_cudagraph_capture_sizes", ())  # not in older releases
+    return max((*(compilation.cudagraph_capture_sizes or ()), *replayed), default=0)
 
 
 def drafts(config: Any) -> int:

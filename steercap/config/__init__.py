@@ -45,8 +45,9 @@ DEFAULT_CAPTURE_BYTES: Final = 4 << 30
 #: Eight times `DEFAULT_CAPTURE_BYTES`, on disk; allocated when rows are spilled.
 DEFAULT_SPILL_BYTES: Final = 32 << 30
 
-#: Enough for 900 requests of an 8B model that reduce at all layers; less is taken where fewer can run at once.
-DEFAULT_REDUCE_BYTES: Final = 1 << 30
+#: Enough for 450 requests of an 8B model that reduce at all layers; less is taken where fewer can run at once. With the
+#: rows on their way and the tables of edits it is less than 4 GB, with every site of such a model armed.
+DEFAULT_REDUCE_BYTES: Final = 1 << 29
 
 #: 16,384 vectors of an 8B model; resident only when used.
 DEFAULT_VECTOR_BYTES: Final = 256 << 20
@@ -110,9 +111,9 @@ class Settings:
         steering_slots: different steering configurations that can be in use at once; requests beyond wait.
         vector_bytes: memory of the vector bank on each worker, float32, in bytes.
         edits_per_point: rank-one edits that one configuration can have at one point.
-        arena_bytes: device memory on each capturing worker for rows on their way to shared memory; None for twice
-            what the largest pass can need at all armed points, or once, if that is more than a tenth of the
-            device. Not used on CPU.
+        arena_bytes: device memory on each capturing worker for rows on their way to shared memory; None for
+            at most 2.5 GiB and a tenth of the device, unless a pass in a CUDA graph or the rows of one layer need
+            more; rows of larger passes leave it while the pass runs. Not used on CPU.
         reduce_bytes: maximum memory on each capturing worker's device for reductions that run along with their
             requests,
             in bytes; requests beyond wait, whatever `overflow` says. 0: rows are kept until their request ends, and

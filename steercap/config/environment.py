@@ -63,7 +63,7 @@ SETTINGS: Final[Mapping[str, Variable]] = {
         "device memory of rows on their way to shared memory on each worker, in bytes",
         int,
         flag=True,
-        default="by the largest pass",
+        default="at most 2.5 GiB",
     ),
     "reduce_bytes": Variable("maximum device memory of running reductions on each worker, in bytes", int, flag=True),
     "sketch_bytes": Variable("maximum device memory of sketches on each worker, in bytes", int),

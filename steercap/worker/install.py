@@ -60,13 +60,13 @@ def install_taps(
     }
     local, schemas = tuple(found), tuple(found.values())
     kept = tuple(schema.shards > 1 or shard == 0 for schema in schemas)
-    installed = Installed(local, schemas, kept, shard)
+    at = tuple(torch.tensor([number], dtype=torch.int32, device=device) for number in range(len(local)))
+    installed = Installed(local, schemas, kept, shard, tuple(armed[index].layer for index in local), at)
     kinds = {kind: number for number, kind in enumerate(installed.kinds)}
     numbers = sorted(range(len(local)), key=lambda number: not SITES[armed[local[number]].site].first)
     for number in numbers:
         index, schema = local[number], schemas[number]
-        at = torch.tensor([number], dtype=torch.int32, device=device)
-        tap = Tap(at, kinds[installed.kind_of(schema)], len(schema.shape))
+        tap = Tap(at[number], kinds[installed.kind_of(schema)], len(schema.shape))
         norm = norm_after(armed[index], decoder, family, armed, num_layers)
         if norms is not None and type(norm) is norms and _plain(norm, dtype):
             norm_tap(norm, tap)

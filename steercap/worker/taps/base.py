@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,11 +36,12 @@ class TapSizes:
         bank_rows: number of rows of the vector bank.
         entries: maximum rank-one edits of a point.
         tokens: maximum tokens of a pass, padding included.
-        arena_bytes: device memory for the rows of passes that are being copied to the host; None for twice the largest
-            pass's rows, unless that is much of the device. Unused on CPU, where rows need no copy.
+        arena_bytes: device memory for the rows of passes that are being copied to the host; None for what is needed.
+            Unused on CPU, where rows need no copy.
         accumulators: number of reductions that can run at once, each in an accumulator.
         lag: maximum positions that vLLM may compute past the end of a sequence, rejected drafts included.
         held: maximum rows of a request at once that may turn out not to belong to its sequence.
+        graph_tokens: maximum tokens of a pass that runs a CUDA graph; 0 where none does.
     """
 
     slots: int
@@ -51,6 +52,7 @@ class TapSizes:
     accumulators: int = 0
     lag: int = 0
     held: int = 1
+    graph_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,16 @@ class Installed:
         schemas: schemas of these points.
         kept: True for the points whose rows this rank keeps; rows that every rank holds whole are kept by the first.
         shard: index of this rank's shard of rows that are split.
+        layers: layer of each point; () if unknown.
+        at: tensor with each point's number, by whose address its tap says which one it is; () if unknown.
     """
 
     points: tuple[int, ...]
     schemas: tuple[PointSchema, ...]
     kept: tuple[bool, ...]
     shard: int = 0
+    layers: tuple[int, ...] = ()
+    at: tuple[torch.Tensor, ...] = field(default=(), compare=False)
 
     @property
     def kinds(self) -> tuple[RowKind, ...]:

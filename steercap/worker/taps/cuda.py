@@ -4,7 +4,8 @@ All tables of the taps are on the device before vLLM traces or captures the mode
 between passes every token's entry is -1, so dummy runs, warm-up and graph capture find idle taps. A pass takes
 one copy to the device on the model's stream; the pass; one kernel that writes each token's report and makes the
 tables idle again. Rows wait in a ring on the device while a stream of their own copies them into the pinned arena
-that the client maps. The model's stream never waits for the host, and for a copy only when the ring is full.
+that the client maps; those of a large pass leave it layer by layer while the pass runs (`taps.large`). The model's
+stream never waits for the host, and for a copy only when the ring is full.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from math import inf
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.messages import TableBytes
-from steercap.core.program import MAX_REPLACEMENTS, Configuration
+from steercap.core.program import MAX_REPLACEMENTS, NONE, Configuration
 from steercap.core.rows import Ints
 from steercap.core.schema import LINE_BYTES
 from steercap.kernels import triton_tap as kernel
@@ -34,13 +35,17 @@ from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Installed, RowKind, Taps, TapSizes
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
+from steercap.worker.taps.large import LargePass, LayerRows, RowMemory
 from steercap.worker.taps.pattern import Pattern
-from steercap.worker.taps.transfers import Ring, Transfers, pieces, runs
+from steercap.worker.taps.transfers import GRID_COLUMNS, Ring, Transfers, pieces, runs
 
 #: Maximum passes that are running or being copied to the host.
 AHEAD: Final = 64
-#: Maximum share of the device's memory for the ring of rows, unless one pass needs more.
+#: Maximum device memory for the ring of rows, as a share and in bytes, unless a CUDA graph or one layer needs more.
 SHARE: Final = 0.1
+RING_BYTES: Final = 5 << 29
+#: Share of the ring that a pass, or a part of a large one, may have.
+PART: Final = 1 / 8
 #: Maximum vectors that wait to be written to the device.
 VECTORS: Final = 256
 #: Passes whose reports are read together, and passes that wait until as many can be read. A call of the client does not
@@ -55,6 +60,7 @@ PIECE_BYTES: Final = 32 << 20
 #: rows of a large pass do not hold up the small passes after it, and are gone before the ring is full.
 BESIDE_BYTES: Final = 64 << 20
 BESIDE_SHARE: Final = 1.25
+_NOTHING: Final[Ints] = np.empty(0, dtype=np.int64)
 
 
 @dataclass(eq=False)
@@ -71,6 +77,7 @@ class _Pass:
             [tracked].
         updates: number of requests whose accumulators it updates.
         encoded: layouts with an encoding, and the slice of the encoder's upload with the records of each.
+        large: its rows, if they leave while it runs.
         failure: reason why it cannot be trusted.
         closed: event at its end on the device.
         copied: event after the last copy of its rows to the host; None until all are queued.
@@ -85,6 +92,7 @@ class _Pass:
     sources: Ints
     updates: int
     encoded: Sequence[tuple[RecordLayout, slice]] = ()
+    large: LargePass | None = None
     failure: str | None = None
     closed: Any = None
     copied: Any = None
@@ -120,10 +128,11 @@ class CudaTaps(Taps):
         device, count = transfers.device, max(len(self.points), 1)
         kept = [schema for schema, keeps in zip(self.schemas, installed.kept, strict=True) if keeps]
         record = record_of(kept).lines
-        # A token's raw record, and its encoded form besides: at most half as much, 8 bits of 16.
-        ring_bytes = _ring_bytes(sizes, record * LINE_BYTES * 3 // 2, device)
-        lines = ring_bytes // LINE_BYTES if installed.captures else 1
         self._record_bytes = record * LINE_BYTES
+        #: First point of each layer, and the number of points; and each point by the address of its number.
+        self._layers = [*np.unique(installed.layers, return_index=True)[1].tolist(), len(installed.points)]
+        self._addresses = {at.data_ptr(): number for number, at in enumerate(installed.at)}
+        lines = max(self._ring_bytes(device) // LINE_BYTES, 1) if installed.captures else 1
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -136,7 +145,8 @@ class CudaTaps(Taps):
         self._layouts = table(LAYOUTS, count) - 1
         self._replacements = table(sizes.tokens * MAX_REPLACEMENTS)
         self._checksums = table(sizes.tokens, 2, dtype=torch.int64)
-        self._rows = _ring(max(lines, 1), device)
+        head = record if self._addresses else 0
+        self._rows = _ring(head + lines, device)
         self._launchers = [self._launcher(kind) for kind in self._kinds]
         self._sums = DeviceAccumulators(installed, self.accumulators, self._layouts, transfers, AHEAD)
         self._encoder = DeviceEncoder(
@@ -148,9 +158,9 @@ class CudaTaps(Taps):
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
         self._tables: list[npt.NDArray[np.int32]] = [upload.numpy() for upload in self._uploads]
         self._pattern: Pattern | None = None
-        self._lines: Ring[_Pass] = Ring(len(self._rows))
+        self._lines: Ring[_Pass | LayerRows] = Ring(lines)
         # Of a small ring at most a quarter waits: the next passes need the rest.
-        self._bundle_lines = min(BUNDLE_BYTES // LINE_BYTES, len(self._rows) // 4)
+        self._bundle_lines = min(BUNDLE_BYTES // LINE_BYTES, lines // 4)
         self._passed: deque[_Pass] = deque()
         self._waiting: list[_Pass] = []  # with rows that no bundle has yet
         self._waiting_lines = 0
@@ -160,6 +170,8 @@ class CudaTaps(Taps):
         self._dirty: set[int] = set()
         self._vectors: list[tuple[Sequence[int], torch.Tensor]] = []
         nothing = table(1)  # compile the kernels that no dummy run of the model would compile
+        works = self._encoder, self._sums, transfers
+        self._memory = RowMemory(self._rows, head, self._lines, self._tokens, nothing, *works, self._leave)
         kernel.launch_close(self._tokens, self._checksums, self._reports, nothing, nothing.long(), 0, 1)
         self._sums.launch(self._rows, 1)
 
@@ -186,41 +198,56 @@ class CudaTaps(Taps):
     def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
         self._write_tables()
         pattern, failure = self._pattern_of(step, batch), None
-        if pattern.lines > self._lines.size:
-            failure = self._too_many(pattern.lines)
-            step, updates = step.keeping_nothing(), None
-            pattern = self._pattern_of(step, batch)
-        line = 0
+        self._number += 1  # `blocking` ensures that the last pass to use these buffers is completed
+        opened = _Pass(step, pattern, batch.token_ids, batch.positions, self._number % AHEAD, 0, _NOTHING, 0)
+        if (large := self._large(step, pattern, updates)) is not None:
+            opened.large = large
+            self._upload(step, pattern, np.full(len(step), NONE, dtype=np.int64))
+        else:
+            if pattern.lines > self._lines.size:
+                failure = self._too_many(pattern.lines)
+                opened.step, updates = step.keeping_nothing(), None
+                opened.pattern = self._pattern_of(opened.step, batch)
+            self._place(opened, updates)
+        self._open, self.open_step = opened, opened.step
+        return failure
+
+    def _large(self, step: Step, pattern: Pattern, updates: Updates | None) -> LargePass | None:
+        """Return the rows of a pass that runs no CUDA graph and needs much of the ring; None for any other pass."""
+        most = int(self._lines.size * PART)
+        if not self._addresses or pattern.lines <= most or len(pattern.table) <= self.sizes.graph_tokens:
+            return None
+        arena = None if self.arena is None else self.arena.lines
+        large = LargePass(self._memory, step, pattern, updates, self.layouts, self._layers, most, arena)
+        return large if large.lines <= self._lines.size else None
+
+    def _place(self, opened: _Pass, updates: Updates | None) -> None:
+        """Give the rows of a pass their places in the ring, and fill the tables."""
+        step, pattern = opened.step, opened.pattern
         if pattern.lines:
             line, busy = self._lines.reserve(pattern.lines)
+            opened.line = line
             for done in busy:
-                self._copy_away(through=done)
-                self._transfers.hold(done.copied)
-        self._number += 1  # `blocking` ensures that the last pass to use these buffers is completed
-        sources = pattern.sources(line)
+                self._leave(done)
+        first = self._memory.head + opened.line
+        opened.sources = sources = pattern.sources(first)
         self._upload(step, pattern, sources)
         if updates is not None:
-            self._sums.upload(self._number, step, updates, sources, self.layouts.raw_lines)
-        work: list[tuple[RecordLayout, slice]] = []
+            opened.updates = len(updates)
+            self._sums.upload(self._number, step, updates, sources, self.layouts.raw_lines[step.layouts])
         if pattern.encodes:
             encoded = pattern.encoded
-            targets, of = pattern.targets(line), step.layouts[encoded]
+            targets, of = pattern.targets(first), step.layouts[encoded]
             layouts = [self.layouts[number] for number in np.unique(of).tolist()]
-            work = self._encoder.upload(self._number, layouts, of, np.stack([sources[encoded], targets], axis=1))
+            records = np.stack([sources[encoded], targets], axis=1)
+            opened.encoded = self._encoder.upload(self._number, layouts, of, records)
             sources[encoded] = targets
-        self._open = _Pass(
-            step,
-            pattern,
-            batch.token_ids,
-            batch.positions,
-            self._number % AHEAD,
-            line,
-            sources,
-            len(updates or ()),
-            work,
-        )
-        self.open_step = step
-        return failure
+
+    def _leave(self, done: _Pass | LayerRows) -> None:
+        """Make the model's stream wait until rows are copied away."""
+        if isinstance(done, _Pass):
+            self._copy_away(through=done)
+        self._transfers.hold(done.copied)
 
     def _pattern_of(self, step: Step, batch: BatchRows) -> Pattern:
         if self._pattern is None or self._pattern.series is not step.series:
@@ -238,13 +265,20 @@ class CudaTaps(Taps):
         if done.updates:
             self._sums.launch(self._rows, done.updates)
         self._encoder.launch(self._rows, done.encoded)
+        if done.large is not None:
+            done.large.leave()
+            if done.large.lost:  # taps of this model do not run layer by layer, or do not say their point
+                self._addresses = {}
         done.closed = self._transfers.now()
         # Rows of earlier passes only: this pass's own would delay its sampled tokens, which the runner copies next.
         full = len(self._waiting) >= BUNDLE or self._waiting_lines >= self._bundle_lines
         if full or self._bundles:
             self._bundle()
             self._queue(BESIDE_BYTES + int(BESIDE_SHARE * num_tokens * self._record_bytes))
-        if self.arena is not None and done.pattern.drains:
+        if done.large is not None:
+            # After its report too, which comes behind the copies of the parts.
+            done.copied = self._transfers.fetch_grids(done.closed, np.empty((0, GRID_COLUMNS), dtype=np.int64))
+        elif self.arena is not None and done.pattern.drains:
             self._lines.hold(done.line, done.pattern.lines, done)
             self._waiting.append(done)
             self._waiting_lines += done.pattern.lines
@@ -323,7 +357,8 @@ class CudaTaps(Taps):
             said = self._said[[done.number for done in passes], : len(steps[0])]
             for done in passes:
                 self._passed.popleft()
-                self._lines.free(done)
+                for held in (done,) if done.large is None else done.large.leaving:
+                    self._lines.free(held)
             if last.step is through:
                 through = None
             token_ids, positions, *checksums = np.moveaxis(said, 2, 0)
@@ -341,6 +376,21 @@ class CudaTaps(Taps):
                 break
         return found
 
+    def _ring_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the ring: `arena_bytes`, or as many as passes need.
+
+        A pass that runs a CUDA graph has all its rows in the ring, and any other one those of a layer.
+        """
+        if self.sizes.arena_bytes is not None:
+            return self.sizes.arena_bytes
+        tokens, whole = self.sizes.tokens, _token_bytes(self.installed, 0, len(self.points))
+        least = tokens * whole
+        if self._addresses:
+            layer = max(_token_bytes(self.installed, *layer) for layer in pairwise(self._layers))
+            least = max(min(self.sizes.graph_tokens, tokens) * whole, tokens * layer)
+        share = int(torch.cuda.mem_get_info(device)[1] * SHARE)
+        return max(least, min(2 * tokens * whole, share, RING_BYTES))
+
     def _launcher(self, kind: RowKind) -> kernel.TapLauncher:
         bank, ring = self._bank[:, kind.first : kind.first + kind.width], typed(self._rows, kind.schema)
         programs = self._counts, self._entries, self._responses
@@ -356,6 +406,7 @@ class CudaTaps(Taps):
         kind: int,
     ) -> None:
         self._check(hidden, residual, kind)
+        self._before(point)
         self._launchers[kind].launch(hidden, residual, point, idle=self.open_step is None)
 
     def on_tap_norm(  # noqa: PLR0917 -- as the operator
@@ -370,7 +421,13 @@ class CudaTaps(Taps):
         self._check(hidden, residual, kind)
         if residual.stride(-1) != 1 or weight.stride(-1) != 1 or len(weight) != hidden.shape[-1]:
             raise ValueError(f"a tap saw a residual of strides {residual.stride()}, weights of {weight.stride()}")
+        self._before(point)
         self._launchers[kind].launch_norm(hidden, residual, weight, point, epsilon, idle=self.open_step is None)
+
+    def _before(self, point: torch.Tensor) -> None:
+        """Make room for the rows of a point, in a large pass."""
+        if self._open is not None and self._open.large is not None:
+            self._open.large.before(self._addresses.get(point.data_ptr(), NONE))
 
     def _check(self, hidden: torch.Tensor, residual: torch.Tensor | None, kind: int) -> None:
         """Check that the rows of a tap are those of its kind.
@@ -449,12 +506,10 @@ class CudaTaps(Taps):
         return pieces(targets, sources, lines * LINE_BYTES, PIECE_BYTES)
 
 
-def _ring_bytes(sizes: TapSizes, token_bytes: int, device: torch.device) -> int:
-    if sizes.arena_bytes is not None:
-        return sizes.arena_bytes
-    once = sizes.tokens * token_bytes
-    share = int(torch.cuda.mem_get_info(device)[1] * SHARE)
-    return max(once, min(2 * once, share))
+def _token_bytes(installed: Installed, first: int, stop: int) -> int:
+    """Return the bytes of a token's raw rows at some points, and of their encoded form: half as much, 8 bits of 16."""
+    points = zip(installed.schemas[first:stop], installed.kept[first:stop], strict=True)
+    return record_of([schema for schema, keeps in points if keeps]).lines * LINE_BYTES * 3 // 2
 
 
 def _ring(lines: int, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ records, where a layout has an encoding.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,13 +91,30 @@ class DeviceEncoder:
     def launch(self, ring: torch.Tensor, work: Sequence[tuple[RecordLayout, slice]]) -> None:
         """Encode the records of a pass that has been launched."""
         for layout, records in work:
-            encoding = ENCODINGS[layout.form.coding.encoding]
             reads = [encoder for _, encoder in layout.form.reads]
-            for number, (kind, known) in enumerate(self._alike(layout)):
-                alike = replace(known, reads=reads[number]) if reads else known
-                matrix = self._matrix(kind, alike.coding)
-                vectors = self._bank[:, kind.first : kind.first + kind.width] if matrix is None else matrix
-                encoding.launch(ring, self._records[records], alike, vectors)
+            self._launch(ring, self._records[records], self._alike(layout), reads)
+
+    def encode(self, ring: torch.Tensor, layout: RecordLayout, records: Ints, points: range) -> None:
+        """Encode the rows of some points in records of one layout.
+
+        Args:
+            ring: memory with the records.
+            layout: their layout.
+            records: first line of each record in raw form, and in encoded form: int64 [records, 2].
+            points: numbers of the points.
+        """
+        pairs = zip(layout.locals, layout.form.reads, strict=False)
+        reads = [encoder for local, (_, encoder) in pairs if local in points]
+        self._launch(ring, self._there(records), list(self._find_alike(layout, points)), reads)
+
+    def _launch(
+        self, ring: torch.Tensor, records: torch.Tensor, alike: Sequence[tuple[RowKind, Alike]], reads: Sequence[Any]
+    ) -> None:
+        for number, (kind, known) in enumerate(alike):
+            found = replace(known, reads=reads[number]) if reads else known
+            matrix = self._matrix(kind, found.coding)
+            vectors = self._bank[:, kind.first : kind.first + kind.width] if matrix is None else matrix
+            ENCODINGS[found.coding.encoding].launch(ring, records, found, vectors)
 
     def _matrix(self, kind: RowKind, coding: Coding) -> torch.Tensor | None:
         """Return the rank's part of an encoding's own matrix, in the dtype of the rows; None if it has none."""
@@ -116,26 +134,28 @@ class DeviceEncoder:
         """Return the points of a layout, grouped by equal schemas; cached."""
         known = self._known.get(layout.number)
         if known is None or known[0]() is not layout or known[1] != self._programs.written:
-            found = list(self._find_alike(layout))
+            found = list(self._find_alike(layout, range(len(self._installed.points))))
             known = self._known[layout.number] = ref(layout), self._programs.written, found
         return known[2]
 
-    def _find_alike(self, layout: RecordLayout) -> Iterator[tuple[RowKind, Alike]]:
+    def _find_alike(self, layout: RecordLayout, points: range) -> Iterator[tuple[RowKind, Alike]]:
         if layout.form.reads:
-            yield from self._find_read(layout)
+            yield from self._find_read(layout, points)
             return
         kinds = [self._installed.kind_of(self._installed.schemas[local]) for local in layout.locals]
         directions = self._programs.projections.get(layout.form.slot)
         raw, stored = np.array(layout.raw.offsets) // LINE_BYTES, np.array(layout.stored.offsets)
-        for kind in dict.fromkeys(kinds):
-            own = np.array([number for number, other in enumerate(kinds) if other == kind])
+        wanted = [local in points for local in layout.locals]
+        for kind in dict.fromkeys(kind for kind, here in zip(kinds, wanted, strict=True) if here):
+            own = np.array([number for number, other in enumerate(kinds) if other == kind and wanted[number]])
             bank_rows = None if directions is None else self._there(directions[np.array(layout.locals)[own]])
-            points = self._there(np.stack([raw[own], stored[own]], axis=1))
-            yield kind, Alike(kind.schema, layout.form.coding, points, bank_rows)
+            places = self._there(np.stack([raw[own], stored[own]], axis=1))
+            yield kind, Alike(kind.schema, layout.form.coding, places, bank_rows)
 
-    def _find_read(self, layout: RecordLayout) -> Iterator[tuple[RowKind, Alike]]:
+    def _find_read(self, layout: RecordLayout, points: range) -> Iterator[tuple[RowKind, Alike]]:
         """Return the points of a layout whose rows SAEs read, each by itself, in the order of the SAEs."""
-        for local, raw, stored in zip(layout.locals, layout.raw.offsets, layout.stored.offsets, strict=True):
+        found = zip(layout.locals, layout.raw.offsets, layout.stored.offsets, strict=True)
+        for local, raw, stored in ((local, *both) for local, *both in found if local in points):
             schema = self._installed.schemas[local]
             at = self._there(np.array([[raw // LINE_BYTES, stored]], dtype=np.int64))
             yield self._installed.kind_of(schema), Alike(schema, layout.form.coding, at)
@@ -150,11 +170,13 @@ class _Group:
 
     Args:
         schema: schema of all these points.
+        numbers: the points, ascending.
         points: columns `NUMBER`, `SUM_AT`, `HELD_AT` of `kernels.triton_accumulate`, on the device.
         sums, held: memory of all sums and of all held rows, as elements.
     """
 
     schema: PointSchema
+    numbers: Sequence[int]
     points: torch.Tensor
     sums: torch.Tensor
     held: torch.Tensor
@@ -219,9 +241,10 @@ class DeviceAccumulators:
                 if other == kind
             ]
             there = self._transfers.there(torch.tensor(points, dtype=torch.int32))
-            yield _Group(kind.schema, there, self._sums.view(torch.float32), held)
+            numbers = [number for number, *_ in points]
+            yield _Group(kind.schema, numbers, there, self._sums.view(torch.float32), held)
 
-    def upload(self, number: int, step: Step, updates: Updates, sources: Ints, raw_lines: Ints) -> None:
+    def upload(self, number: int, step: Step, updates: Updates, sources: Ints, records: Ints) -> None:
         """Upload the updates of a pass, in one copy.
 
         Args:
@@ -229,29 +252,40 @@ class DeviceAccumulators:
             step: step of its tracked tokens.
             updates: updates of the accumulators.
             sources: first line in the ring of each token's record, int64 [tracked].
-            raw_lines: lines of a raw record of each layout, int64 [layouts].
+            records: lines from there to the next token's record, int64 [tracked].
         """
         buffer = self._uploads[number % len(self._uploads)]
-        layouts = step.layouts[updates.first]
-        table = self._table_of(updates, layouts, 1)
-        table[:, kernel.LINE], table[:, kernel.RECORD] = sources[updates.first], raw_lines[layouts]
-        table[:, -self._accumulators.held :] = np.where(updates.holds == NONE, NONE, sources[updates.holds])
-        buffer.numpy()[: len(updates)] = table
-        for accumulator in updates.accumulators[updates.fresh].tolist():
-            if accumulator in self._leaving:
-                self._transfers.hold(self._leaving.pop(accumulator))
+        buffer.numpy()[: len(updates)] = self._table(step, updates, sources, records)
         self._transfers.put(self._updates[: len(updates)], buffer[: len(updates)])
 
     def launch(self, ring: torch.Tensor, updates: int) -> None:
         """Apply the first `updates` updates of the upload."""
         self._launch(ring, self._updates[:updates])
 
-    def _launch(self, ring: torch.Tensor, updates: torch.Tensor) -> None:
+    def update(  # noqa: PLR0917 -- as for `upload`
+        self, ring: torch.Tensor, step: Step, updates: Updates, sources: Ints, records: Ints, points: range
+    ) -> None:
+        """Apply the updates of a pass at some points; see `upload`."""
+        table = self._table(step, updates, sources, records).astype(np.int32)
+        self._launch(ring, self._transfers.there(torch.from_numpy(table)), points)
+
+    def _launch(self, ring: torch.Tensor, updates: torch.Tensor, points: range | None = None) -> None:
         for one in self._groups:
-            rows = typed(ring, one.schema)
-            kernel.launch_accumulate(
-                updates, one.points, one.schema.shard_width, self._layouts, one.sums, one.held, rows
-            )
+            own, rows = one.points, typed(ring, one.schema)
+            if points is not None:
+                own = own[bisect_left(one.numbers, points.start) : bisect_left(one.numbers, points.stop)]
+            if len(own):
+                kernel.launch_accumulate(updates, own, one.schema.shard_width, self._layouts, one.sums, one.held, rows)
+
+    def _table(self, step: Step, updates: Updates, sources: Ints, records: Ints) -> Ints:
+        """Return the updates of a pass as a table for the kernel; new reductions wait for copies of earlier ones."""
+        table = self._table_of(updates, step.layouts[updates.first], 1)
+        table[:, kernel.LINE], table[:, kernel.RECORD] = sources[updates.first], records[updates.first]
+        table[:, -self._accumulators.held :] = np.where(updates.holds == NONE, NONE, sources[updates.holds])
+        for accumulator in updates.accumulators[updates.fresh].tolist():
+            if accumulator in self._leaving:
+                self._transfers.hold(self._leaving.pop(accumulator))
+        return table
 
     def _table_of(self, updates: Updates, layouts: Ints, divisors: Ints | int) -> Ints:
         """Return updates as a table for the kernel, without the lines: int64 [requests, columns]."""

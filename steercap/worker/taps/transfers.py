@@ -19,6 +19,12 @@ from steercap.errors import WorkerFailure
 
 _IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_HOST: Final = 1  # CU_MEMORYTYPE_HOST
+_DEVICE: Final = 2  # CU_MEMORYTYPE_DEVICE
+#: Columns of `grids`.
+GRID_COLUMNS: Final = 6
+#: Maximum bytes of one copy of a grid, so that other copies can come in between.
+GRID_BYTES: Final = 32 << 20
 
 
 class _Location(ctypes.Structure):
@@ -31,6 +37,29 @@ class _Attributes(ctypes.Structure):
         ("source", _Location),
         ("target", _Location),
         ("flags", ctypes.c_uint),
+    )
+
+
+class _Grid(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_int),
+        ("source_host", ctypes.c_void_p),
+        ("source", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_step", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_type", ctypes.c_int),
+        ("target", ctypes.c_void_p),
+        ("target_device", ctypes.c_uint64),
+        ("target_array", ctypes.c_void_p),
+        ("target_step", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+        ("rows", ctypes.c_size_t),
     )
 
 
@@ -63,6 +92,18 @@ class Transfers(Protocol):
             The event after these copies.
         """
 
+    def fetch_grids(self, after: Any, copies: Ints) -> Any:
+        """Copy rows at regular distances to pinned memory, once `after` was reached; the runner's own copies go first.
+
+        Args:
+            after: an event on the model's stream.
+            copies: target, source, bytes of a row, rows, and bytes from row to row of target and source: int64 [copies,
+                GRID_COLUMNS].
+
+        Returns:
+            The event after these copies.
+        """
+
     def done(self, event: Any) -> bool:
         """Return whether the device has reached an event."""
 
@@ -90,6 +131,7 @@ class CudaTransfers:
         self._stream = torch.cuda.Stream(device)
         driver = ctypes.CDLL("libcuda.so.1")
         self._one: Any = driver.cuMemcpyDtoHAsync_v2
+        self._grid: Any = driver.cuMemcpy2DAsync_v2
         # The call lost its `failIdx` argument with CUDA 13; the driver keeps the older one under the older name.
         self._batch: Any = getattr(driver, "cuMemcpyBatchAsync_v2", None)
         self._older = self._batch is None
@@ -124,6 +166,28 @@ class CudaTransfers:
                 status = self._one(ctypes.c_void_p(target), ctypes.c_uint64(source), ctypes.c_size_t(size), handle)
                 if status:
                     raise WorkerFailure(f"a copy of {size} bytes to host memory failed (CUDA error {status})")
+        return self._event()
+
+    def fetch_grids(self, after: torch.cuda.Event, copies: Ints) -> torch.cuda.Event:
+        self._stream.wait_event(after)
+        if self._first_stream is not None:
+            self._stream.wait_stream(self._first_stream)
+        handle = ctypes.c_void_p(self._stream.cuda_stream)
+        for target, source, size, rows, target_step, source_step in copies.tolist():
+            together = max(GRID_BYTES // size, 1)
+            for first in range(0, rows, together):
+                to, start, count = (
+                    target + first * target_step,
+                    source + first * source_step,
+                    min(together, rows - first),
+                )
+                here, there = (_DEVICE, None, start, None, source_step), (_HOST, to, 0, None, target_step)
+                grid = _Grid(0, 0, *here, 0, 0, *there, size, count)
+                if status := self._grid(ctypes.byref(grid), handle):
+                    raise WorkerFailure(f"a copy of {count} × {size} bytes to host memory failed (CUDA error {status})")
+        return self._event()
+
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
