@@ -100,6 +100,17 @@ def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point)
     return replace(rows, constants=constants or rows.constants, schema=schema or rows.schema)
 
 
+def parts_of(expected: Expected, rows: int) -> list[Expected]:
+    """Split what must come into parts of at most `rows` rows, one after another; one part at least."""
+    capture = expected.plan.capture
+    assert capture is not None
+    known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)
+    firsts = range(expected.first, max(len(known), expected.first + 1), rows)
+    stops = [int(known[first - 1]) + 2 for first in firsts[1:]]
+    tokens = [*(expected.tokens[:stop] for stop in stops), expected.tokens]
+    return [replace(expected, first=first, tokens=own) for first, own in zip(firsts, tokens, strict=True)]
+
+
 def check_labelled(expected: Expected, shares: Sequence[CapturedRows]) -> Ints:
     """Check the owner, encoding and labels of every worker's rows; return their positions, int64 [rows].
 

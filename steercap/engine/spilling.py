@@ -107,6 +107,14 @@ class Spilling:
         self._known[ticket] = rows
         self._settle()
 
+    def reserve(self, size: int) -> object:
+        """Count bytes that workers will write to files of their own, as long as somebody holds what is returned.
+
+        Raises:
+            CaptureMemoryFull: the quota has no room for them.
+        """
+        return self.file.reserve(size, partial(self._home.call, self._dropped))
+
     def begin(self) -> None:
         """Begin to move rows if that makes room for the queue."""
         if self._task is None and not self._closed and self._retry is None and self._next():
