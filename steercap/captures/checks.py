@@ -49,6 +49,13 @@ class Expected:
     read: Mapping[Point, PointSchema] = field(default_factory=dict)
     verified: bool | None = None
 
+    @property
+    def rows(self) -> int:
+        """Number of rows, before any reduction."""
+        capture = self.plan.capture
+        assert capture is not None
+        return len(rows_selected(capture.ranges, self.plan.limit, len(self.tokens) - 1)) - self.first
+
 
 def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> tuple[dict[Point, Rows], Receipt]:
     """Check a delivery against what must come, and return its rows and receipt.

@@ -267,7 +267,7 @@ class Engine:
         """Return the pages that `rows` rows of the plan, or their accumulator, take on the worker with most of them."""
         return max((rank.pages(plan, rows) for rank in self._all_ranks), default=0)
 
-    def windowed(self, plan: CapturePlan, limit: int, samples: int) -> CapturePlan:
+    def windowed(self, plan: CapturePlan, limit: int, samples: int, room: int | None = None) -> CapturePlan:
         """Return a plan whose rows leave memory while the request runs, if they do not all fit in there at once.
 
         With overflow="spill" alone. The rows of one pass must fit, since all of them are written before any can leave;
@@ -277,16 +277,16 @@ class Engine:
             plan: plan of the rows of one sample.
             limit: number of positions that can be inputs of the model.
             samples: number of samples.
+            room: number of pages that they may have; all by default.
         """
         rows = count_selected(plan.ranges, limit)
-        room = self.admission.budget.pages
+        room = self.admission.budget.pages if room is None else room
         has_files = self.spilling is not None and all(rank.attached.file for rank in self._all_ranks)
         if not has_files or plan.reduce or self.pages_needed(plan, rows) * samples <= room:
             return plan
-        window = max(CHUNK_TOKENS, self.vllm.batch_tokens)
-        if window >= rows or self.pages_needed(plan, window) * samples > room:
-            return plan
-        return msgspec.structs.replace(plan, window=window)
+        windows = (max(CHUNK_TOKENS, self.vllm.batch_tokens), self.vllm.batch_tokens)
+        fitting = (one for one in windows if one < rows and self.pages_needed(plan, one) * samples <= room)
+        return msgspec.structs.replace(plan, window=next(fitting, 0))
 
     async def admit_rows(self, plan: Plan, call: object, engine: int | None = None) -> Ticket:
         """Reserve memory, and with a window disk space, for all rows that the samples of a plan can get.
