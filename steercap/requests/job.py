@@ -174,6 +174,15 @@ def pages_of(job: Job) -> int:
     return job.engine.pages_needed(plan.capture, min(rows, plan.capture.window or rows)) * plan.samples
 
 
+def leaving(job: Job, room: int) -> Job:
+    """Return a job whose rows leave memory while it runs, if they do not fit in `room` pages; see `Engine.windowed`."""
+    plan = job.plan
+    if plan is None or plan.capture is None:
+        return job
+    capture = job.engine.windowed(plan.capture, plan.limit, plan.samples, room)
+    return replace(job, plan=msgspec.structs.replace(plan, capture=capture))
+
+
 def planned(job: Job) -> AbstractAsyncContextManager[Planned]:
     """Return a context that holds the slots and SAEs that a request needs, and gives its plan completed with them."""
     wanted = [one.lowered for one in (job.change, job.projected, job.calibrated) if one is not None]

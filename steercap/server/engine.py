@@ -7,7 +7,6 @@ import base64
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +20,7 @@ from steercap.requests.job import (
     Job,
     Sample,
     handles_of,
+    leaving,
     memory_for,
     outputs_of,
     pages_of,
@@ -122,10 +122,7 @@ class ServedEngine:
         except Exception as error:  # noqa: BLE001 -- whatever it is, the request itself goes on
             recorder.drop("unsupported", error)
             return None
-        if job.plan is not None and job.plan.capture is not None:  # rows that would fill memory leave it meanwhile
-            room = job.engine.admission.budget.pages // 2
-            capture = job.engine.windowed(job.plan.capture, job.plan.limit, job.plan.samples, room)
-            job = replace(job, plan=msgspec.structs.replace(job.plan, capture=capture))
+        job = leaving(job, job.engine.admission.budget.pages // 2)
         return job if recorder.fits(job, pages_of(job)) else None
 
     async def _prepared(

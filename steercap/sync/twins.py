@@ -106,6 +106,8 @@ class HandleTwin(Twin[CaptureHandle]):
 class StreamTwin(Twin["ActivationStream"], IterableDataset["Rows | Labelled"]):
     """Blocking stream: an iterable, a data set for torch, and a context manager that closes it."""
 
+    awaited: ActivationStream
+
     def __iter__(self) -> Iterator[Rows | Labelled]:
         """Iterate over the remaining batches; a loop that ends, however it ends, closes the stream.
 

@@ -12,11 +12,18 @@ import torch
 from support.bench import POINTS, Bench, expected
 from workers import some_runtime
 
+from steercap import CaptureHandle
+from steercap.captures.checks import Expected, parts_of
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Captures, Found
 from steercap.core.messages import Attach, Attached, Collect, GetStats, Lines, Owner, Read, Wanted
 from steercap.core.plan import CapturePlan, Plan
+from steercap.core.receipt import Receipt
 from steercap.core.rows import page_shape
 from steercap.core.schema import LINE_BYTES, RAW
+from steercap.core.spec import Point
 from steercap.core.tokens import Range
+from steercap.errors import CaptureReleased, InvalidRequest
 from steercap.worker.chunk_file import ChunkFile
 from steercap.worker.memory import WireReader, open_reader
 
@@ -198,3 +205,50 @@ def test_without_a_folder_there_is_no_file(tmp_path) -> None:
     bench.long("r1", 6, 60)
     bench.step(("r1", 0, 3))
     assert bench.ask(GetStats()).requests == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_what_must_come_have_all_rows_once(seed) -> None:
+    """Against a list of positions: each part's tokens end where its last row is read, and no part has too many."""
+    draw = random.Random(seed)
+    ranges = draw.choice([(Range(0, None),), (Range(3, None, 2),), (Range(0, 4), Range(9, 30)), (Range(50, None),)])
+    total, first, most = draw.randint(2, 40), draw.randint(0, 3), draw.randint(1, 50)
+    capture = CapturePlan((0,), ranges, None, RAW)
+    expected = Expected("r", Plan("r", 2, 60, capture=capture), (), tuple(range(total + 1)), first)
+    selected = [p for p in range(total) if any(p in range(r.start, r.stop or 60, r.step) for r in ranges)]
+    assert expected.rows == len(selected) - first
+    found = []
+    parts = parts_of(expected, most)
+    for part in parts:
+        own = [p for p in selected if p < len(part.tokens) - 1][part.first :]
+        assert len(own) <= most
+        found += own
+    assert found == selected[first:]
+    assert parts[-1].tokens == expected.tokens
+    assert len(parts) == max(1, -(-len(selected[first:]) // most))
+
+
+async def test_chunks_of_rows_that_are_here_come_in_one(tmp_path) -> None:
+    """As of a file; and a wrong number names the argument."""
+    positions = np.arange(5)
+    receipt = Receipt((Point(0, "resid_post"),), positions, positions + 7, 5, None)
+    rows = {Point(0, "resid_post"): torch.randn(5, 4)}
+    handle = CaptureHandle(
+        request_id="r",
+        model="m",
+        text="",
+        prompt_token_ids=tuple(range(7, 12)),
+        output_token_ids=(1,),
+        points=tuple(rows),
+        num_layers=1,
+        lifecycle=Lifecycle("r", found=Found(Captures(rows, 1), receipt)),
+    )
+    again = CaptureHandle.load(handle.save(tmp_path / "r.safetensors"))
+    (chunk,) = [one async for one in again.chunks(2)]
+    assert torch.equal(chunk.captures[0], rows[Point(0, "resid_post")])
+    for wrong in (0, -1, 1.5, "2", None, True, float("nan")):
+        with pytest.raises(InvalidRequest, match=r"rows=.*from 1 on"):
+            await anext(again.chunks(wrong))
+    again.release()
+    with pytest.raises(CaptureReleased):
+        await anext(again.chunks(2))
