@@ -156,11 +156,12 @@ def write_tensors(
     """
     check_extension(path, ".safetensors")
     pieces = {name: (tensor,) for name, tensor in tensors.items()}
-    try:
-        with write_whole(path, mode) as scratch, scratch.open("wb") as file:
-            file.writelines(encoded(pieces, _metadata(header)))  # tensors may be mapped, and larger than memory
-    except OSError as error:
-        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
+    with write_whole(path, mode) as scratch:
+        try:
+            with scratch.open("wb") as file:
+                file.writelines(encoded(pieces, _metadata(header)))  # tensors may be mapped, and larger than memory
+        except OSError as error:
+            raise OSError(f"{path} cannot be written: {error.strerror}") from error
     return path
 
 
