@@ -161,7 +161,7 @@ def write_tensors(
             with scratch.open("wb") as file:
                 file.writelines(encoded(pieces, _metadata(header)))  # tensors may be mapped, and larger than memory
         except OSError as error:
-            raise OSError(f"{path} cannot be written: {error.strerror}") from error
+            raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
     return path
 
 
