@@ -305,8 +305,11 @@ class Engine:
             size = max(sum(rank.file_bytes(capture, rows) for rank in ranks) for ranks in self._ranks)
             disk = self.spilling.reserve(size * samples)
         pages = self.pages_needed(capture, min(rows, capture.window or rows)) * samples
-        ticket = await self.admit(pages, call, engine, samples if capture.accumulates else 0)
-        ticket.disk = disk
+        try:
+            ticket = await self.admit(pages, call, engine, samples if capture.accumulates else 0)
+            ticket.disk = disk
+        finally:
+            del disk  # the frame of an error may live on
         return ticket
 
     def generate(

@@ -89,7 +89,7 @@ async def test_a_reduction_that_does_not_fit_by_itself_is_refused_however_it_is_
 async def test_rows_of_a_sequence_larger_than_memory_leave_it_in_chunks(spilling) -> None:
     """Generated, read, in a stream, in chunks and in a sketch: those of captures that fit, site by site."""
     prompt, wide = random_prompt(240, 1), CaptureSpec(sites=WIDE)
-    assert 245 * 4 * len(WIDE) * 512 > 2 * LITTLE
+    assert 245 * 4 * len(WIDE) * 512 > 1.9 * LITTLE
     text, handle = await spilling.generate(prompt, SIX, capture=wide)
     chunks = [chunk async for chunk in handle.chunks(100)]
     assert [len(chunk.positions) for chunk in chunks] == [100, 100, 45]
@@ -145,17 +145,15 @@ async def test_more_than_the_quota_is_refused_and_cancelled_requests_leave_nothi
 
 
 async def test_a_request_larger_than_memory_is_recorded(spilling, tmp_path) -> None:
-    """By a codec for each site, with attention: the files hold what the same codecs make of rows fetched at once."""
+    """By a codec for each site: the files hold what the same codecs make of rows fetched at once."""
     from steercap.adapters import server
     from steercap.captures.recordings import Recordings
     from steercap.captures.site_codecs import SiteCodecs
     from steercap.server.recording import Recorder, RecordSettings
     from steercap.server.server import ServerSettings, application
 
-    codecs, prompt = (
-        SiteCodecs.parse(["resid_post=rp8,k=32", "resid_pre=topk8,k=8", "attention=4"]),
-        random_prompt(240, 1),
-    )
+    codecs = SiteCodecs.parse(["resid_post=rp8,k=32", "resid_pre=topk8,k=8", "attn_out=full8", "mlp_out"])
+    prompt = random_prompt(240, 1)
     settings = RecordSettings(folder=tmp_path, codecs=codecs)
     async with Recorder.of(settings, spilling.serving.model) as recorder:
         flags = server.read_flags(spilling.serving.model, ["--served-model-name", "tiny"])
@@ -175,10 +173,6 @@ async def test_a_request_larger_than_memory_is_recorded(spilling, tmp_path) -> N
         assert torch.equal(kept.positions, wanted.positions)
         for point, rows in wanted.captures.items():
             assert torch.equal(kept.captures[point], rows)
-        for layer, summary in wanted.recorded_attention.items():
-            for name, tensor in summary.parts.items():
-                assert torch.equal(kept.recorded_attention[layer].parts[name], tensor)
-    assert sorted(request.handles()[0].recorded_attention) == [0, 1, 2, 3]
     handle.release()
     assert await settled(spilling) == await empty(spilling) == (0, 0, 0)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -435,3 +438,15 @@ def test_a_disk_without_room_for_chunks_is_an_error(tmp_path, monkeypatch) -> No
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         SiteCodecs.parse(["neurons"]).parted_chunks(in_chunks(a_request(23), 7), 23, tmp_path)
+
+
+def test_a_kill_between_chunks_leaves_nothing(tmp_path) -> None:
+    """Files that gather rows have no name: what a killed process had written is gone with it."""
+    codecs, handle = SiteCodecs.parse(["resid_post=full8", "neurons"]), a_request(23)
+    if not (child := os.fork()):
+        chunks = in_chunks(handle, 7)
+        codecs.parted_chunks(
+            chain([next(chunks)], (os.kill(os.getpid(), signal.SIGKILL) for _ in chunks)), 23, tmp_path
+        )
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert not list(tmp_path.iterdir())
