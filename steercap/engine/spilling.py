@@ -113,7 +113,13 @@ class Spilling:
         Raises:
             CaptureMemoryFull: the quota has no room for them.
         """
-        return self.file.reserve(size, partial(self._home.call, self._dropped))
+        try:
+            return self.file.reserve(size, partial(self._home.call, self._dropped))
+        except CaptureMemoryFull as error:
+            raise CaptureMemoryFull(
+                f"rows of this request do not fit in capture_bytes, so they leave memory while it runs: {error}; lower "
+                "max_tokens, capture fewer layers or tokens, release handles, or raise SteerModel(..., spill_bytes=)"
+            ) from error
 
     def begin(self) -> None:
         """Begin to move rows if that makes room for the queue."""
