@@ -139,10 +139,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         disk after their request, that are reduced to one, or that a server holds, come in one handle.
 
         Args:
-            rows: maximum number of rows of a handle.
-
-        Yields:
-            Handles of the same request, fetched, with the next rows and their labels.
+            rows: maximum number of rows of a handle, each of which is of the same request, fetched and labelled.
 
         Raises:
             InvalidRequest: `rows` is no whole number above 0.
@@ -519,13 +516,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
 
 def holding(handle: CaptureHandle, found: Found, *, prompts: bool = True) -> CaptureHandle:
-    """Return a handle of the same request that holds other rows of it.
-
-    Args:
-        handle: a handle of the request.
-        found: the rows, and the receipt that labels them.
-        prompts: False to put -1 in place of each token id of the prompt.
-    """
+    """Return a handle of the same request that holds other rows of it; without `prompts`, its prompt's ids are -1."""
     rows = found.captures.all_kept()
     exact = all(isinstance(one, torch.Tensor) for one in rows.values())
     return CaptureHandle(
