@@ -49,6 +49,13 @@ class Expected:
     read: Mapping[Point, PointSchema] = field(default_factory=dict)
     verified: bool | None = None
 
+    @property
+    def rows(self) -> int:
+        """Number of rows, before any reduction."""
+        capture = self.plan.capture
+        assert capture is not None
+        return len(rows_selected(capture.ranges, self.plan.limit, len(self.tokens) - 1)) - self.first
+
 
 def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> tuple[dict[Point, Rows], Receipt]:
     """Check a delivery against what must come, and return its rows and receipt.
@@ -98,6 +105,17 @@ def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point)
     if not constants and schema is None:  # nothing, as a rule, and there are many points
         return rows
     return replace(rows, constants=constants or rows.constants, schema=schema or rows.schema)
+
+
+def parts_of(expected: Expected, rows: int) -> list[Expected]:
+    """Split what must come into parts of at most `rows` rows, one after another; one part at least."""
+    capture = expected.plan.capture
+    assert capture is not None
+    known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)
+    firsts = range(expected.first, max(len(known), expected.first + 1), rows)
+    stops = [int(known[first - 1]) + 2 for first in firsts[1:]]
+    tokens = [*(expected.tokens[:stop] for stop in stops), expected.tokens]
+    return [replace(expected, first=first, tokens=own) for first, own in zip(firsts, tokens, strict=True)]
 
 
 def check_labelled(expected: Expected, shares: Sequence[CapturedRows]) -> Ints:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from steercap.captures.checks import Expected, received
-from steercap.captures.lifecycle import Lifecycle, Stage
-from steercap.captures.rows import Captures
+from steercap.captures.checks import Expected, parts_of, received
+from steercap.captures.lifecycle import Lifecycle, Source, Stage
+from steercap.captures.rows import Captures, Found
 from steercap.concurrency.bounded import each_of
 from steercap.core.messages import Owner, Wanted
 from steercap.core.rows import Ints
@@ -58,6 +58,35 @@ async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
         pending = [one for one in dict.fromkeys(wanted) if one.stage in {Stage.KEPT, Stage.SPILLED}]
         if pending:
             await _fetch(pending)
+
+
+async def fetched_in_parts(one: Lifecycle, rows: int) -> AsyncGenerator[Found, None]:
+    """Yield the rows of a handle in order, at most `rows` at a time, and leave them in the worker.
+
+    Rows that are here already, on the client's disk, or reduced to one, come in one part, and stay here.
+
+    Raises:
+        As `fetch_all`; a part that was yielded is right.
+    """
+    if one.stage is Stage.KEPT and one.source is not None:
+        one.source.require_open()
+    async with one.turn:
+        await one.rested()
+        one.require_wanted()
+        source = one.source
+        in_parts = one.stage is Stage.KEPT and isinstance(source, Source) and source.again is None and source.divisible
+        if in_parts and isinstance(source, Source):
+            one.fetch()
+            try:
+                for part in (replace(source, expected=each) for each in parts_of(source.expected, rows)):
+                    (delivery,) = await part.collect([part])
+                    yield part.found(delivery)
+                    one.require_wanted()
+            finally:
+                one.end_fetch()
+            return
+    await fetch_all([one])
+    yield one.require_here()
 
 
 async def _fetch(pending: Sequence[Lifecycle]) -> None:

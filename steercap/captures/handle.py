@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,7 @@ import torch
 from steercap.captures import files, npz
 from steercap.captures.attention import Attending, AttentionSummary, RecordedAttention, pattern, summarised
 from steercap.captures.experts import Experts, experts, logits_of
-from steercap.captures.fetching import fetch_all
+from steercap.captures.fetching import fetch_all, fetched_in_parts
 from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
 from steercap.captures.lifecycle import Lifecycle, Source, Stage
 from steercap.captures.rows import Captures, Coded, Featured, Found
@@ -43,6 +44,8 @@ INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHan
 DEEPEST: Final = 8
 #: Default maximum size of a whole attention pattern: 32 heads and 1,400 tokens.
 PATTERN_BYTES: Final = 256 << 20
+#: Default number of rows of a chunk.
+CHUNK_ROWS: Final = 128
 #: Stages in words; the two others are "released".
 _STATES: Final = {
     Stage.KEPT: "not fetched",
@@ -128,6 +131,26 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         """
         await fetch_all([self.lifecycle])
         return self
+
+    async def chunks(self, rows: int = CHUNK_ROWS) -> AsyncGenerator[CaptureHandle, None]:
+        """Yield the rows in order in small handles, for sequences that are larger than memory.
+
+        The rows stay in the worker until this handle is released. Rows that are fetched already, that were moved to
+        disk after their request, that are reduced to one, or that a server holds, come in one handle.
+
+        Args:
+            rows: maximum number of rows of a handle, each of which is of the same request, fetched and labelled.
+
+        Raises:
+            InvalidRequest: `rows` is no whole number above 0.
+            CaptureIncomplete, CaptureNotFinite, CaptureReleased, EngineFailure: as for `fetch`.
+        """
+        count = index_of(rows)
+        if count is None or count < 1:
+            raise InvalidRequest(f"rows={shown(rows)}; give a number of rows from 1 on, such as {CHUNK_ROWS}")
+        async with aclosing(fetched_in_parts(self.lifecycle, count)) as parts:
+            async for part in parts:
+                yield holding(self, part)
 
     @property
     def fetched(self) -> bool:
@@ -490,6 +513,27 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
     def __repr__(self) -> str:
         state = _STATES.get(self.lifecycle.stage, "released")
         return f"CaptureHandle({self.request_id}, {len(self.points)} points, {state}, text={self.text[:40]!r})"
+
+
+def holding(handle: CaptureHandle, found: Found, *, prompts: bool = True) -> CaptureHandle:
+    """Return a handle of the same request that holds other rows of it; without `prompts`, its prompt's ids are -1."""
+    rows = found.captures.all_kept()
+    exact = all(isinstance(one, torch.Tensor) for one in rows.values())
+    return CaptureHandle(
+        request_id=handle.request_id,
+        model=handle.model,
+        text=handle.text,
+        prompt_token_ids=handle.prompt_token_ids if prompts else (-1,) * len(handle.prompt_token_ids),
+        output_token_ids=handle.output_token_ids,
+        points=tuple(rows),
+        num_layers=handle.num_layers,
+        lifecycle=Lifecycle(handle.request_id, found=found),
+        messages=handle.messages,
+        media=handle.media if prompts else (),
+        directions=handle.directions,
+        marks=handle.marks,
+        attention_rules=handle.attention_rules if exact else {},
+    )
 
 
 def flat(handles: Any, depth: int = 0) -> list[CaptureHandle]:

@@ -157,7 +157,13 @@ class Source:
     @property
     def wanted(self) -> Wanted:
         """Request for these rows to the workers."""
-        return Wanted(self.owner, len(self.expected.tokens) - 1)
+        return Wanted(self.owner, len(self.expected.tokens) - 1, self.expected.first)
+
+    @property
+    def divisible(self) -> bool:
+        """True if its rows can be fetched in parts: they are not reduced to one."""
+        capture = self.expected.plan.capture
+        return capture is not None and capture.reduce is None
 
     @property
     def place(self) -> object:

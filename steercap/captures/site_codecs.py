@@ -6,7 +6,7 @@ codes are those of the workers on the host, and a file has one codec, as any fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,9 +15,9 @@ import msgspec
 import torch
 
 from steercap.captures.attention import RecordedAttention
-from steercap.captures.handle import CaptureHandle
-from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.handle import CaptureHandle, holding
 from steercap.captures.rows import Captures, Found, Rows
+from steercap.captures.spilled import GatheredRows
 from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point, name_of_site
 from steercap.core.tokens import TokenSelection
@@ -182,19 +182,67 @@ class SiteCodecs:
         Raises:
             CaptureNotFetched, CaptureReleased: as for `handle.captures`.
         """
-        kept = handle.captures.all_kept()
+        found = self._coded(handle, prompts=prompts)
+        if self.attention:
+            found[0].recorded_attention |= self._summaries(handle)
+        return found
+
+    def parted_chunks(
+        self, chunks: Iterable[CaptureHandle], rows: int, folder: Path, *, prompts: bool = True
+    ) -> list[CaptureHandle]:
+        """Encode the rows of a handle that come in chunks, and gather them in nameless files, mapped into memory.
+
+        Args:
+            chunks: handles of `CaptureHandle.chunks`, of a capture by `spec`.
+            rows: number of rows of all chunks together.
+            folder: folder of the files.
+            prompts: as for `parted`.
+
+        Returns:
+            What `parted` returns for all rows at once.
+
+        Raises:
+            CaptureIncomplete: fewer or more rows came.
+            OSError: the disk has no room.
+        """
+        gathered: list[GatheredRows] = []
+        parts: list[CaptureHandle] = []
+        for chunk in chunks:
+            parts = self._coded(chunk, prompts=prompts)
+            if self.attention:
+                parts.append(_with_points(chunk, [one for one in chunk.points if one.site in QUERIES_AND_KEYS]))
+            gathered = gathered or [GatheredRows(folder, part.captures, rows) for part in parts]
+            for one, part in zip(gathered, parts, strict=True):
+                one.add(Found(part.captures, part.receipt))
+        found = [holding(part, one.found()) for one, part in zip(gathered, parts, strict=True)]
+        if self.attention:
+            found[0].recorded_attention |= self._summaries(found.pop())
+        return found
+
+    def _coded(self, handle: CaptureHandle, *, prompts: bool) -> list[CaptureHandle]:
+        """Return a handle for each codec, without attention."""
         if self.alike:
-            return [handle if prompts else _derived(handle, kept, prompts=False)]
+            whole = Found(handle.captures, handle.receipt)
+            return [handle if prompts else holding(handle, whole, prompts=False)]
         found = []
         for coding in dict.fromkeys(self.codings.values()):
             points = [point for point in handle.points if self.codings.get(point.site) == coding]
-            rows: dict[Point, Rows] = {point: encoded(handle.captures[point], coding) for point in points}
-            found.append(_derived(handle, rows, prompts=prompts))
-        if self.attention:
-            layers = sorted({point.layer for point in handle.points if point.site == QUERIES_AND_KEYS[0]})
-            summaries = {layer: handle.attention(layer, top=self.attention) for layer in layers}
-            found[0].recorded_attention |= {one: RecordedAttention.of(summary) for one, summary in summaries.items()}
+            found.append(_with_points(handle, points, coding, prompts=prompts))
         return found
+
+    def _summaries(self, handle: CaptureHandle) -> dict[int, RecordedAttention]:
+        """Compute the strongest targets of each head by layer, from the queries and keys of a handle."""
+        layers = sorted({point.layer for point in handle.points if point.site == QUERIES_AND_KEYS[0]})
+        return {layer: RecordedAttention.of(handle.attention(layer, top=self.attention)) for layer in layers}
+
+
+def _with_points(
+    handle: CaptureHandle, points: Sequence[Point], coding: Coding = RAW, *, prompts: bool = True
+) -> CaptureHandle:
+    """Return a handle with the rows of some points, encoded."""
+    rows: dict[Point, Rows] = {point: encoded(handle.captures[point], coding) for point in points}
+    found = Found(Captures(rows, handle.num_layers), replace(handle.receipt, points=tuple(points)))
+    return holding(handle, found, prompts=prompts)
 
 
 def _spec(sites: tuple[str, ...], coding: Coding, others: Mapping[str, Any]) -> CaptureSpec:
@@ -230,25 +278,6 @@ def _coding(text: str, whole: str) -> Coding:
         numbers[parameter] = int(number)
     CaptureSpec(codec=name, **numbers)  # bounds of the numbers
     return codec_of(name, numbers.get("k"), numbers.get("seed"))
-
-
-def _derived(handle: CaptureHandle, rows: Mapping[Point, Rows], *, prompts: bool) -> CaptureHandle:
-    """Return a handle of the same request with other rows."""
-    receipt = replace(handle.receipt, points=tuple(rows))
-    exact = all(isinstance(one, torch.Tensor) for one in rows.values())
-    return CaptureHandle(
-        request_id=handle.request_id,
-        model=handle.model,
-        text=handle.text,
-        prompt_token_ids=handle.prompt_token_ids if prompts else (-1,) * len(handle.prompt_token_ids),
-        output_token_ids=handle.output_token_ids,
-        points=tuple(rows),
-        num_layers=handle.num_layers,
-        lifecycle=Lifecycle(handle.request_id, found=Found(Captures(rows, handle.num_layers), receipt)),
-        messages=handle.messages,
-        media=handle.media if prompts else (),
-        attention_rules=handle.attention_rules if exact else {},
-    )
 
 
 def read_settings(path: str | Path) -> SiteCodecsFile:

@@ -1,15 +1,21 @@
-"""Rows of a handle that were moved to disk: an outline in memory, with the numbers in the spill file."""
+"""Rows of a handle on disk: moved there, with an outline in memory; or gathered there from parts, and mapped."""
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 
-from steercap.captures.rows import Found
-from steercap.files.spill import Bytes, SpillFile, Stored
+from steercap.captures.rows import Captures, Found
+from steercap.core.receipt import Receipt
+from steercap.errors import CaptureIncomplete
+from steercap.files.spill import Bytes, SpillFile, Stored, nameless_file, needed_bytes
 
 _META: Final = torch.device("meta")
 
@@ -62,3 +68,80 @@ class Spilled:
             return torch.from_numpy(next(arrays)).view(outline.dtype).view(outline.shape)
 
         return self.outline._replace(captures=self.outline.captures.changed(filled))
+
+
+class GatheredRows:
+    """Rows of one request that come in parts, in memory mapped from a nameless file; the kernel writes them there when
+    memory is short.
+
+    Args:
+        folder: folder of the file.
+        like: the first part, which says what a row is.
+        rows: number of rows of all parts together.
+
+    Raises:
+        InvalidSetting, OSError: no such file can be made, or the disk has no room for it.
+    """
+
+    def __init__(self, folder: Path, like: Captures, rows: int) -> None:
+        shapes: list[tuple[torch.Size, torch.dtype]] = []
+
+        def noted(tensor: torch.Tensor) -> torch.Tensor:
+            shapes.append((torch.Size((rows, *tensor.shape[1:])), tensor.dtype))
+            return tensor
+
+        like.changed(noted)
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in shapes]
+        starts = np.cumsum([0, *(needed_bytes([size]) for size in sizes)]).tolist()
+        self._memory = _mapped(folder, max(1, starts[-1]))
+        self._tensors = [
+            torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=size).view(dtype).view(shape)
+            if size
+            else torch.empty(shape, dtype=dtype)
+            for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)
+        ]
+        self._like, self._receipts = like, list[Receipt]()
+        self._rows, self._filled = rows, 0
+
+    def add(self, part: Found) -> None:
+        """Copy the next rows.
+
+        Raises:
+            CaptureIncomplete: they are more than were announced.
+        """
+        count, tensors = len(part.receipt.positions), iter(self._tensors)
+        if self._filled + count > self._rows:
+            raise CaptureIncomplete(f"{self._filled + count} rows came of a request that has {self._rows}")
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            next(tensors)[self._filled : self._filled + count] = tensor
+            return tensor
+
+        part.captures.changed(copied)
+        self._filled += count
+        self._receipts.append(part.receipt)
+
+    def found(self) -> Found:
+        """Return all rows; they are valid as long as somebody holds them.
+
+        Raises:
+            CaptureIncomplete: parts are missing.
+        """
+        if self._filled < self._rows:
+            raise CaptureIncomplete(f"{self._filled} rows came of a request that has {self._rows}")
+        receipts, tensors = self._receipts, iter(self._tensors)
+        positions, token_ids = (
+            np.concatenate([getattr(one, name) for one in receipts]) for name in ("positions", "token_ids")
+        )
+        receipt = replace(receipts[-1], positions=positions, token_ids=token_ids)
+        return Found(self._like.changed(lambda _: next(tensors)), receipt)
+
+
+def _mapped(folder: Path, size: int) -> mmap.mmap:
+    """Map a new nameless file, whose space is allocated, so that a full disk is an error here and no signal later."""
+    fd = nameless_file(folder)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)

@@ -29,6 +29,7 @@ class Ticket:
         phase: state of the claim.
         engine: index of the engine whose arena it is, or None for the first one with room.
         reductions: number of reductions that run along with the request.
+        disk: reservation of disk space for rows that leave memory while the request runs, or None.
     """
 
     pages: int
@@ -36,6 +37,7 @@ class Ticket:
     phase: Phase = "waiting"
     engine: int | None = None
     reductions: int = 0
+    disk: object = None
 
 
 class Budget:
@@ -106,7 +108,8 @@ class Budget:
             The tickets of the handles, and the tickets admitted into the freed pages.
         """
         self._drop(ticket)
-        handles = [Ticket(pages, ticket.call, "finished", ticket.engine) for pages in parts]
+        handles = [Ticket(pages, ticket.call, "finished", ticket.engine, disk=ticket.disk) for pages in parts]
+        ticket.disk = None
         for handle in handles:
             self._hold(handle)
         return handles, self.admit()
@@ -114,6 +117,7 @@ class Budget:
     def release(self, ticket: Ticket) -> list[Ticket]:
         """Free a ticket's pages, or remove it from the queue, and return the tickets admitted."""
         self._drop(ticket)
+        ticket.disk = None
         return self.admit()
 
     def _hold(self, ticket: Ticket) -> None:

@@ -47,6 +47,8 @@ class CapturePlan(msgspec.Struct, frozen=True):
         allow_nonfinite: True to hand over rows that are not finite.
         gather: True if the client joins shards.
         saes: digests of the encoders that read the rows of each point, or ().
+        window: number of records that are in the arena at once, while the others are in the worker's file; 0 where all
+            of them are in the arena.
     """
 
     points: tuple[Whole, ...]
@@ -59,6 +61,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     allow_nonfinite: bool = False
     gather: bool = True
     saes: tuple[Digest, ...] = ()
+    window: Whole = 0
 
     def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
         """Return the plan with the slot of its vectors filled in, if it has some.

@@ -22,7 +22,10 @@ _REMEDY: Final = (
 )
 _SPILL: Final = "; with overflow='spill', rows of finished requests go to disk"
 _MORE: Final = ", or spill_bytes="
-_ENDED: Final = "; overflow='spill' moves rows of requests that have ended"
+_ENDED: Final = (
+    "; with overflow='spill' rows that are not reduced leave memory while their request runs, where those of one "
+    "forward pass fit: lower max_num_batched_tokens="
+)
 
 
 class Admission:

@@ -11,6 +11,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
+import msgspec
+
 from steercap.architectures.families import FAMILIES
 from steercap.architectures.families.base import Family
 from steercap.architectures.families.proved import verified
@@ -21,6 +23,7 @@ from steercap.core.messages import CapturedRows, Chosen, Counted, Owner, Unembed
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point
+from steercap.core.tokens import count_selected
 from steercap.engine.admission import Admission
 from steercap.engine.compiler import Compiler
 from steercap.engine.configurations import Configurations
@@ -52,6 +55,8 @@ Value = TypeVar("Value")
 #: Maximum wait at shutdown, in seconds, for a cancelled start, or for tasks of a loop that may be blocked.
 GIVE_UP_SECONDS: Final = 0.5
 
+#: Minimum number of a sequence's rows that are in memory at once, where not all of them are.
+CHUNK_TOKENS: Final = 128
 #: Bytes of an element of a vector.
 _FLOAT_BYTES: Final = 4
 
@@ -261,6 +266,51 @@ class Engine:
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
         """Return the pages that `rows` rows of the plan, or their accumulator, take on the worker with most of them."""
         return max((rank.pages(plan, rows) for rank in self._all_ranks), default=0)
+
+    def windowed(self, plan: CapturePlan, limit: int, samples: int, room: int | None = None) -> CapturePlan:
+        """Return a plan whose rows leave memory while the request runs, if they do not all fit in there at once.
+
+        With overflow="spill" alone. The rows of one pass must fit, since all of them are written before any can leave;
+        a plan whose rows do not is returned as it is, and refused when it claims memory.
+
+        Args:
+            plan: plan of the rows of one sample.
+            limit: number of positions that can be inputs of the model.
+            samples: number of samples.
+            room: number of pages that they may have; all by default.
+        """
+        rows = count_selected(plan.ranges, limit)
+        room = self.admission.budget.pages if room is None else room
+        has_files = self.spilling is not None and all(rank.attached.file for rank in self._all_ranks)
+        if not has_files or plan.reduce or self.pages_needed(plan, rows) * samples <= room:
+            return plan
+        windows = (max(CHUNK_TOKENS, self.vllm.batch_tokens), self.vllm.batch_tokens)
+        fitting = (one for one in windows if one < rows and self.pages_needed(plan, one) * samples <= room)
+        return msgspec.structs.replace(plan, window=next(fitting, 0))
+
+    async def admit_rows(self, plan: Plan, call: object, engine: int | None = None) -> Ticket:
+        """Reserve memory, and with a window disk space, for all rows that the samples of a plan can get.
+
+        Args:
+            plan: plan with a capture.
+            call, engine: as for `admit`.
+
+        Raises:
+            CaptureMemoryFull, EngineFailure: as for `admit`; or the quota on disk has no room.
+        """
+        capture, samples = plan.capture, plan.samples
+        assert capture is not None
+        rows, disk = count_selected(capture.ranges, plan.limit), None
+        if capture.window and self.spilling is not None:
+            size = max(sum(rank.file_bytes(capture, rows) for rank in ranks) for ranks in self._ranks)
+            disk = self.spilling.reserve(size * samples)
+        pages = self.pages_needed(capture, min(rows, capture.window or rows)) * samples
+        try:
+            ticket = await self.admit(pages, call, engine, samples if capture.accumulates else 0)
+            ticket.disk = disk
+        finally:
+            del disk  # the frame of an error may live on
+        return ticket
 
     def generate(
         self,

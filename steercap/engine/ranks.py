@@ -12,8 +12,9 @@ from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import Attached, CapturedRows, Loaded
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
-from steercap.core.schema import Coding, PointSchema
+from steercap.core.schema import LINE_BYTES, Coding, PointSchema
 from steercap.errors import WorkerFailure
+from steercap.files.spill import BLOCK_BYTES
 from steercap.kernels.codecs import ENCODINGS, record_of
 from steercap.kernels.codecs.reduced import accumulator_records
 from steercap.worker.memory import LineReader
@@ -65,11 +66,11 @@ class Rank:
         if len(captured_rows.positions) != len(captured_rows.token_ids) or len(captured_rows.positions) % _LABEL_BYTES:
             positions, tokens = len(captured_rows.positions), len(captured_rows.token_ids)
             return f"rows came with {positions} bytes of positions, {tokens} of tokens"
-        lines = self.attached.pages * self.attached.page_lines
+        lines = max(self.attached.pages * self.attached.page_lines, self.attached.file_lines)
         if (captured_rows.points and captured_rows.stored_rows > lines) or sum(
             one.count for one in captured_rows.lines
         ) > lines:
-            return f"the worker names more lines than the {lines:,} of its arena"
+            return f"the worker names more lines than the {lines:,} that it may have"
         return None
 
     def kept(self, points: Sequence[int]) -> list[PointSchema]:
@@ -85,6 +86,11 @@ class Rank:
             records = accumulator_records(schemas, self.attached.held) if rows else 0
             return self.page.pages(records, record_of(schemas).lines)
         return self.page.pages(rows, self._record_lines(plan.points, plan.coding))
+
+    def file_bytes(self, plan: CapturePlan, rows: int) -> int:
+        """Return the most bytes that `rows` rows of a plan take in its file."""
+        lines = self._record_lines(plan.points, plan.coding) if self.kept(plan.points) else 0
+        return -(-rows * lines * LINE_BYTES // BLOCK_BYTES) * BLOCK_BYTES
 
     @cached_property
     def _record_lines(self) -> Callable[[tuple[int, ...], Coding], int]:

@@ -107,6 +107,20 @@ class Spilling:
         self._known[ticket] = rows
         self._settle()
 
+    def reserve(self, size: int) -> object:
+        """Count bytes that workers will write to files of their own, as long as somebody holds what is returned.
+
+        Raises:
+            CaptureMemoryFull: the quota has no room for them.
+        """
+        try:
+            return self.file.reserve(size, partial(self._home.call, self._dropped))
+        except CaptureMemoryFull as error:
+            raise CaptureMemoryFull(
+                f"rows of this request do not fit in capture_bytes, so they leave memory while it runs: {error}; lower "
+                "max_tokens, capture fewer layers or tokens, release handles, or raise SteerModel(..., spill_bytes=)"
+            ) from error
+
     def begin(self) -> None:
         """Begin to move rows if that makes room for the queue."""
         if self._task is None and not self._closed and self._retry is None and self._next():

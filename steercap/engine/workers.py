@@ -49,6 +49,7 @@ from steercap.core.messages import (
 )
 from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
+from steercap.engine.spilling import folder_of
 from steercap.errors import EngineFailure, ModelClosed, SteeringNotApplied, UnsupportedRunner, WorkerFailure
 from steercap.worker.memory import open_reader
 
@@ -121,7 +122,10 @@ class Workers:
 
     async def attach(self, settings: Settings) -> Ranks:
         """Make every worker allocate its memory for rows; must be the first question."""
-        engines = await self.ask(Attach(settings.capture_bytes), Attached)
+        spills = settings.overflow == "spill"
+        folder = str(folder_of(settings).absolute()) if spills else ""
+        question = Attach(settings.capture_bytes, folder, settings.spill_bytes if spills else 0)
+        engines = await self.ask(question, Attached)
         self._engines = len(engines)
 
         def rank(engine: int, index: int, attached: Attached) -> Rank:

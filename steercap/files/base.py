@@ -20,9 +20,10 @@ import msgspec
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
 from steercap.errors import InvalidFile, SteercapError
+from steercap.files.tensors import encoded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -154,12 +155,13 @@ def write_tensors(
         OSError: it cannot be written.
     """
     check_extension(path, ".safetensors")
-    with write_whole(path, mode) as scratch, _room(path) as room:
-        scratch.touch()
-        wanted = scratch.stat().st_mode  # safetensors would leave a file that only its owner can read
-        save_file(tensors, room / path.name, _metadata(header))
-        (room / path.name).chmod(wanted)
-        (room / path.name).replace(scratch)
+    pieces = {name: (tensor,) for name, tensor in tensors.items()}
+    with write_whole(path, mode) as scratch:
+        try:
+            with scratch.open("wb") as file:
+                file.writelines(encoded(pieces, _metadata(header)))  # tensors may be mapped, and larger than memory
+        except OSError as error:
+            raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
     return path
 
 
@@ -170,17 +172,6 @@ def encode_tensors(header: msgspec.Struct, tensors: dict[str, torch.Tensor]) -> 
 
 def _metadata(header: msgspec.Struct) -> dict[str, str]:
     return {"steercap": msgspec.json.encode(header).decode()}
-
-
-@contextmanager
-def _room(path: Path) -> Iterator[Path]:
-    """Make a temporary folder beside a file, for a library that first writes under file names of its own."""
-    room = _scratch(path)
-    room.mkdir()
-    try:
-        yield room
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
 
 
 def _scratch(path: Path) -> Path:

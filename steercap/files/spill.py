@@ -95,7 +95,7 @@ class SpillFile:
         # Finalizers run at any moment, also of a thread that holds the lock: they may do no more than append.
         self._dropped: list[list[Extent]] = []
         self._stored = 0
-        self._fd = _made_in(folder)
+        self._fd = nameless_file(folder)
         self._stopped = False
         self.closed = False
 
@@ -144,6 +144,19 @@ class SpillFile:
             raise
         self.bytes_written += sum(chunk.size for chunk in chunks)
         stored = Stored(sizes, chunks)
+        weakref.finalize(stored, self._drop, extents, dropped).atexit = False
+        return stored
+
+    def reserve(self, size: int, dropped: Callable[[], object] = lambda: None) -> Stored:
+        """Count bytes against the quota that another process writes to a file of its own.
+
+        They are free once the returned reference is dropped, which calls `dropped`, as for `put`.
+
+        Raises:
+            CaptureMemoryFull: the quota has no room for them.
+        """
+        extents = self._take(-(-size // BLOCK_BYTES))
+        stored = Stored((), ())
         weakref.finalize(stored, self._drop, extents, dropped).atexit = False
         return stored
 
@@ -215,13 +228,13 @@ class SpillFile:
                 chunk = scratch[:size]
                 _fill(chunk, pieces)
                 digest = hashlib.sha256(chunk.data).digest()
-                _write_all(self._fd, chunk, offset)
+                write_all(self._fd, chunk, offset)
                 yield FileRange(offset, size, digest)
                 offset, left = offset + size, left - size
 
     def _read_chunk(self, chunk: FileRange, into: Bytes) -> None:
         try:
-            count = _read_all(self._fd, into, chunk.offset)
+            count = read_all(self._fd, into, chunk.offset)
         except OSError as error:
             raise CaptureIncomplete(f"{self.name} cannot be read at byte {chunk.offset:,}: {error}") from error
         if count < chunk.size or hashlib.sha256(into.data).digest() != chunk.digest:
@@ -243,14 +256,18 @@ class SpillFile:
             while count < len(extents) and extents[count].start == start + length:
                 length, count = length + extents[count].length, count + 1
             extents, offset = extents[count:], start * BLOCK_BYTES
-            size = min(length * BLOCK_BYTES, end - offset)
-            if size > 0:
-                with contextlib.suppress(OSError), mmap.mmap(self._fd, size, offset=offset) as memory:
-                    memory.madvise(mmap.MADV_REMOVE)
+            punch(self._fd, offset, min(length * BLOCK_BYTES, end - offset))
 
     def _require_open(self) -> None:
         if self._stopped:
             raise ModelClosed("the model was closed while rows were moved to or from disk")
+
+
+def punch(fd: int, offset: int, size: int) -> None:
+    """Free the disk space of bytes of a file, from a multiple of `BLOCK_BYTES` on; where it cannot be, it stays."""
+    if size > 0:
+        with contextlib.suppress(OSError), mmap.mmap(fd, size, offset=offset) as memory:
+            memory.madvise(mmap.MADV_REMOVE)
 
 
 def needed_bytes(sizes: Sequence[int]) -> int:
@@ -267,7 +284,7 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _made_in(folder: Path) -> int:
+def nameless_file(folder: Path) -> int:
     """Create and open a file without a name in a folder; return its descriptor.
 
     Raises:
@@ -320,14 +337,20 @@ def _fill(chunk: Bytes, pieces: deque[Bytes]) -> None:
             pieces.appendleft(piece[used:])
 
 
-def _write_all(fd: int, data: Bytes, offset: int) -> None:
+def write_all(fd: int, data: Bytes, offset: int) -> None:
+    """Write all bytes, uint8 [bytes], at an offset.
+
+    Raises:
+        OSError: the disk does not take them.
+    """
     view = data.data
     while view:
         count = os.pwrite(fd, view, offset)
         view, offset = view[count:], offset + count
 
 
-def _read_all(fd: int, into: Bytes, offset: int) -> int:
+def read_all(fd: int, into: Bytes, offset: int) -> int:
+    """Read bytes from an offset on, and return their number: fewer than `into` has at the end of the file."""
     view = into.data
     while view and (count := os.preadv(fd, [view], offset)):
         view, offset = view[count:], offset + count

@@ -521,8 +521,8 @@ class Calls(Generic[Handle]):
 
         Yields:
             Chunks, whose texts, token ids and rows concatenate to those of the whole request; the first chunk has the
-            rows of the prompt. Closing the generator (`contextlib.aclosing`, or dropping it after leaving the loop)
-            cancels the request.
+            rows of the prompt, or the first chunks, where they are larger than memory. Closing the generator
+            (`contextlib.aclosing`, or dropping it after leaving the loop) cancels the request.
 
         Raises:
             InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.

@@ -162,8 +162,7 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
     plan = job.plan
     if plan is None or plan.capture is None:
         return None
-    reductions = plan.samples if plan.capture.accumulates else 0
-    return await job.engine.admit(pages_of(job), call, job.options.get("data_parallel_rank"), reductions)
+    return await job.engine.admit_rows(plan, call, job.options.get("data_parallel_rank"))
 
 
 def pages_of(job: Job) -> int:
@@ -171,7 +170,17 @@ def pages_of(job: Job) -> int:
     plan = job.plan
     if plan is None or plan.capture is None:
         return 0
-    return job.engine.pages_needed(plan.capture, count_selected(plan.capture.ranges, plan.limit)) * plan.samples
+    rows = count_selected(plan.capture.ranges, plan.limit)
+    return job.engine.pages_needed(plan.capture, min(rows, plan.capture.window or rows)) * plan.samples
+
+
+def leaving(job: Job, room: int) -> Job:
+    """Return a job whose rows leave memory while it runs, if they do not fit in `room` pages; see `Engine.windowed`."""
+    plan = job.plan
+    if plan is None or plan.capture is None:
+        return job
+    capture = job.engine.windowed(plan.capture, plan.limit, plan.samples, room)
+    return replace(job, plan=msgspec.structs.replace(plan, capture=capture))
 
 
 def planned(job: Job) -> AbstractAsyncContextManager[Planned]:
@@ -347,6 +356,8 @@ def _pages_kept(job: Job, plan: Plan, generated: int) -> int:
     otherwise as far as vLLM runs ahead.
     """
     assert plan.capture is not None
+    if plan.capture.window:
+        return 0  # all of them are in the workers' files
     total = plan.prompt_len + generated - 1 + job.engine.vllm.overshoot
     total = plan.limit if job.stops else min(plan.limit, total)
     return job.engine.pages_needed(plan.capture, count_selected(plan.capture.ranges, total))

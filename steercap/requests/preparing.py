@@ -118,6 +118,7 @@ async def prepare(
             accumulates=not stops and asked.samples <= engine.reductions,
             vectors=None if needed is None else needed.plan,
         )
+        capture = engine.windowed(capture, limit, asked.samples)
     change = None
     if lowered is not None:
         change = CompiledSteering(lowered, *scopes_of(lowered, *known), biased_by(lowered, *known))

@@ -11,11 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from steercap.captures.checks import Expected, parts_of
+from steercap.captures.fetching import arrived
 from steercap.captures.rows import Captures
 from steercap.core.budget import Ticket
 from steercap.core.chat import types_at
+from steercap.core.messages import Owner
 from steercap.core.receipt import SteeringReceipt
-from steercap.requests.job import Job, enter_sketches, memory_for, outputs_of, planned, receipts_of, rows_so_far
+from steercap.requests.job import Job, enter_sketches, expected_of, memory_for, outputs_of, planned, receipts_of
 from steercap.requests.monitoring import Crossing, MonitorReport
 
 
@@ -106,10 +109,14 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
     try:
         last, rows = Grown("", (), finished=False), 0
         while (grown := await outputs.get()) is not None:
-            captures, positions = await _new_rows(job, grown.token_ids, rows)
+            *parts, part = _parts(job, grown.token_ids, rows)
+            for earlier in parts:
+                captures, positions, types = await _new_rows(job, earlier)
+                yield Chunk("", (), captures, positions, finished=False, token_types=types)
+            captures, positions, types = await _new_rows(job, part)
             if grown.finished:
                 await enter_sketches(job, [(0, grown.token_ids)])
-            rows += 0 if positions is None else len(positions)
+            rows = 0 if part is None or positions is None else part.first + len(positions)
             yield Chunk(
                 grown.text[len(last.text) :],
                 grown.token_ids[len(last.token_ids) :],
@@ -117,7 +124,7 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
                 positions,
                 grown.finished,
                 grown.receipt if grown.finished else None,
-                None if positions is None else types_at(job.prompt.media, positions.numpy()),
+                types,
                 grown.crossings[len(last.crossings) :],
                 grown.monitors if grown.finished else (),
                 grown.finish_reason,
@@ -145,9 +152,21 @@ async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown 
             outputs.put_nowait(replace(grown, receipt=receipts[0] if receipts else None))
 
 
-async def _new_rows(job: Job, generated: Sequence[int], first: int) -> tuple[Captures | None, torch.Tensor | None]:
-    """Return the rows that came so far of a sequence, from row number `first` on, and their positions."""
+def _parts(job: Job, generated: Sequence[int], first: int) -> Sequence[Expected | None]:
+    """Return what must have come of a sequence from row number `first` on, in parts that fit in memory; None if its
+    rows are not handed over.
+    """
     if job.plan is None or job.plan.capture is None or not job.hands_over:
-        return None, None
-    came = (await rows_so_far(job, {0: (generated, first)}))[0]
-    return came.captures, torch.from_numpy(came.positions)
+        return [None]
+    expected = replace(expected_of(job, job.plan, 0, generated), first=first)
+    return parts_of(expected, job.plan.capture.window or max(1, job.plan.limit))
+
+
+async def _new_rows(
+    job: Job, part: Expected | None
+) -> tuple[Captures | None, torch.Tensor | None, npt.NDArray[np.str_] | None]:
+    """Return the rows of a part, their positions, and the types of their tokens."""
+    if job.plan is None or part is None:
+        return None, None, None
+    (came,) = await arrived(job.engine, [(Owner(job.plan.key, 0), part)])
+    return came.captures, torch.from_numpy(came.positions), types_at(job.prompt.media, came.positions)

@@ -20,6 +20,7 @@ from steercap.requests.job import (
     Job,
     Sample,
     handles_of,
+    leaving,
     memory_for,
     outputs_of,
     pages_of,
@@ -121,6 +122,7 @@ class ServedEngine:
         except Exception as error:  # noqa: BLE001 -- whatever it is, the request itself goes on
             recorder.drop("unsupported", error)
             return None
+        job = leaving(job, job.engine.admission.budget.pages // 2)
         return job if recorder.fits(job, pages_of(job)) else None
 
     async def _prepared(

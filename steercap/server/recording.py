@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: Maximum bytes of rows that wait to be written.
 QUEUE_BYTES: Final = 1 << 30
+#: Divisor of these: a request with more bytes than this part is written in chunks.
+LARGE: Final = 8
 #: Seconds between two looks for segments that are old, and that the end of a server waits for what is queued.
 TIDY_SECONDS, END_SECONDS = 60.0, 10.0
 #: Reasons: memory of the workers, full queue, spent quota, a disk that fails, wrong rows, server that ended, and so on.
@@ -88,11 +90,14 @@ class RecordSettings:
 
 
 class _Ended(NamedTuple):
-    """Handles of a request that has ended, and the bytes that they hold in memory."""
+    """Handles of a request that has ended, and the bytes that they hold in memory; `rows` are those of each where they
+    come in chunks, because they are too many to be here at once.
+    """
 
     handles: Sequence[CaptureHandle]
     answer_id: str
     size: int
+    rows: Sequence[int] = ()
 
 
 class Recorder:
@@ -123,6 +128,7 @@ class Recorder:
         self._draw = random.Random()  # noqa: S311 -- a sample, not a secret
         self._thread: Future[None] | None = None
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @staticmethod
     def of(settings: RecordSettings, model: str) -> Recorder:
@@ -179,7 +185,9 @@ class Recorder:
 
     def take(self, handles: Sequence[CaptureHandle], answer_id: str) -> None:
         """Take over the handles of a request that has ended; never waits."""
-        size = sum(_held(handle) for handle in handles)
+        size, rows = sum(map(_held, handles)), [_source(handle).expected.rows for handle in handles]
+        chunked = size > self.settings.queue_bytes // LARGE or any(map(_leaves, handles))
+        size = min(size, self.settings.queue_bytes // LARGE)
         with self._lock:
             room = self.pending + size <= self.settings.queue_bytes
             self.pending += size if room and not self._closed else 0
@@ -187,7 +195,7 @@ class Recorder:
             _release(handles)
             self.drop("ended" if self._closed else "queue")
             return
-        self._coming.append(_Ended(handles, answer_id, size))
+        self._coming.append(_Ended(handles, answer_id, size, rows if chunked else ()))
         if self._fetching is None or self._fetching.done():
             self._fetching = asyncio.create_task(self._fetch())
 
@@ -196,8 +204,9 @@ class Recorder:
         while self._coming:
             one = self._coming.popleft()
             try:
-                await fetch_all([handle.lifecycle for handle in one.handles])
-                one = self._weighed(one)
+                if not one.rows:
+                    await fetch_all([handle.lifecycle for handle in one.handles])
+                    one = self._weighed(one)
             except Exception as error:  # noqa: BLE001 -- later requests are still fetched
                 self._done(one, "rows", error)
             except asyncio.CancelledError:
@@ -234,12 +243,17 @@ class Recorder:
 
     def _written(self, one: _Ended) -> tuple[str, Exception | None]:
         """Write a request; return the reason and the error if it cannot be written, else ""."""
-        rows, settings = sum(len(handle.receipt.positions) for handle in one.handles), self.settings
+        rows = sum(one.rows or [len(handle.receipt.positions) for handle in one.handles])
+        codecs, prompts = self.settings.codecs, self.settings.prompts
         try:
-            parts = [
-                part for handle in one.handles for part in settings.codecs.parted(handle, prompts=settings.prompts)
-            ]
-            size = self.folder.add(parts, one.answer_id)
+            if one.rows:
+                found = [
+                    codecs.parted_chunks(self._chunks(handle), count, self.folder.path, prompts=prompts)
+                    for handle, count in zip(one.handles, one.rows, strict=True)
+                ]
+            else:
+                found = [codecs.parted(handle, prompts=prompts) for handle in one.handles]
+            size = self.folder.add([part for parts in found for part in parts], one.answer_id)
         except CaptureMemoryFull:
             return "quota", None
         except OSError as error:
@@ -250,6 +264,17 @@ class Recorder:
             self.recorded += Counter(requests=1, rows=rows, bytes=size)
         return "", None
 
+    def _chunks(self, handle: CaptureHandle) -> Iterator[CaptureHandle]:
+        """Yield the rows of a handle in chunks, each fetched by the event loop when the last one is written."""
+        chunks = handle.chunks()
+
+        async def following() -> CaptureHandle | None:
+            return await anext(chunks, None)
+
+        assert self._loop is not None
+        while (chunk := asyncio.run_coroutine_threadsafe(following(), self._loop).result()) is not None:
+            yield chunk
+
     def _done(self, one: _Ended, reason: str, error: Exception | None = None) -> None:
         """Let go of a request; count it if it was not written."""
         _release(one.handles)
@@ -259,6 +284,7 @@ class Recorder:
             self.drop(reason, error)
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._thread = on_thread(self._write, "steercap recorder")
         return self
 
@@ -293,8 +319,19 @@ def _release(handles: Sequence[CaptureHandle]) -> None:
         handle.release()
 
 
-def _held(handle: CaptureHandle) -> int:
-    """Return the bytes of the capture memory that the rows of an ended request hold."""
+def _source(handle: CaptureHandle) -> Source:
     source: Any = handle.lifecycle.source
     assert isinstance(source, Source)
+    return source
+
+
+def _held(handle: CaptureHandle) -> int:
+    """Return the bytes of the capture memory that the rows of an ended request hold."""
+    source = _source(handle)
     return source.ticket.pages * source.engine.admission.page_bytes
+
+
+def _leaves(handle: CaptureHandle) -> bool:
+    """Return True if rows have left memory while their request ran."""
+    capture = _source(handle).expected.plan.capture
+    return capture is not None and capture.window > 0

@@ -545,8 +545,8 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
         Yields:
             Chunks, whose texts, token ids and rows concatenate to those of the whole request; the first chunk has the
-            rows of the prompt. Closing the generator (`contextlib.closing`, or dropping it after leaving the loop)
-            cancels the request.
+            rows of the prompt, or the first chunks, where they are larger than memory. Closing the generator
+            (`contextlib.closing`, or dropping it after leaving the loop) cancels the request.
 
         Raises:
             InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
@@ -1242,8 +1242,8 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
         Yields:
             Chunks, whose texts, token ids and rows concatenate to those of the whole request; the first chunk has the
-            rows of the prompt. Closing the generator (`contextlib.closing`, or dropping it after leaving the loop)
-            cancels the request.
+            rows of the prompt, or the first chunks, where they are larger than memory. Closing the generator
+            (`contextlib.closing`, or dropping it after leaving the loop) cancels the request.
 
         Raises:
             InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.

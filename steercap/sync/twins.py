@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from torch.utils.data import IterableDataset
 
-from steercap.captures.handle import CaptureHandle
+from steercap.captures.handle import CHUNK_ROWS, CaptureHandle
 from steercap.core.call_style import BLOCKING
 from steercap.errors import ModelClosed
 
@@ -80,6 +80,22 @@ class HandleTwin(Twin[CaptureHandle]):
             self._run(self.awaited.fetch())
         return self
 
+    def chunks(self, rows: int = CHUNK_ROWS) -> Iterator[Self]:
+        """Yield the rows in order in small handles, for sequences that are larger than memory.
+
+        Args:
+            rows: maximum number of rows of a handle.
+
+        Raises:
+            The errors of `steercap.CaptureHandle.chunks`.
+        """
+        chunks = self.awaited.chunks(rows)
+        try:
+            while (chunk := self._run(_after(chunks))) is not None:
+                yield type(self)(chunk, self._run)
+        finally:
+            self._run(chunks.aclose())
+
     def __enter__(self) -> Self:
         return self.fetch()
 
@@ -89,6 +105,8 @@ class HandleTwin(Twin[CaptureHandle]):
 
 class StreamTwin(Twin["ActivationStream"], IterableDataset["Rows | Labelled"]):
     """Blocking stream: an iterable, a data set for torch, and a context manager that closes it."""
+
+    awaited: ActivationStream
 
     def __iter__(self) -> Iterator[Rows | Labelled]:
         """Iterate over the remaining batches; a loop that ends, however it ends, closes the stream.
@@ -114,5 +132,5 @@ class StreamTwin(Twin["ActivationStream"], IterableDataset["Rows | Labelled"]):
         self.close()
 
 
-async def _after(awaited: ActivationStream) -> Rows | Labelled | None:
+async def _after(awaited: AsyncIterator[Value]) -> Value | None:
     return await anext(awaited, None)

@@ -7,7 +7,9 @@ its records in the order of its rows; `core.schema` lays a record out.
 
 from __future__ import annotations
 
+import logging
 import weakref
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,9 +18,11 @@ import torch
 
 from steercap.core.rows import Ints, PageAllocator, PageShape
 from steercap.core.schema import LINE_BYTES
-from steercap.errors import WorkerFailure
+from steercap.errors import InvalidSetting, WorkerFailure
+from steercap.worker.chunk_file import ChunkFile
 from steercap.worker.memory import HEADER_BYTES, SharedSegment
 
+_LOG: Final = logging.getLogger(__name__)
 #: Memory that stays resident while nothing is captured, so that short requests do not fault pages in anew.
 WARM_BYTES: Final = 64 << 20
 #: Block size, in bytes, of reads that are moved to a device.
@@ -47,10 +51,26 @@ class Arena:
         self.segment = SharedSegment.create(pages * shape.page_bytes)
         #: All lines: uint8 [lines, LINE_BYTES].
         self.lines = line_view(self.segment)
+        #: File of the lines behind those of the memory, or None.
+        self.file: ChunkFile | None = None
         self.pinned: Final = device.type == "cuda"
         if self.pinned:
             _pin(self.lines)
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.lines.data_ptr())
+
+    def add_file(self, folder: Path, most_bytes: int) -> None:
+        """Make a file for rows that leave the arena while their request runs.
+
+        Without one, as on a machine that has no such folder, requests whose rows do not fit are refused by the client.
+
+        Args:
+            folder: folder of the file, which has no name.
+            most_bytes: maximum size of the file.
+        """
+        try:
+            self.file = ChunkFile(folder, len(self.lines), most_bytes // LINE_BYTES)
+        except InvalidSetting as error:
+            _LOG.warning("all rows of a request must fit in memory here: %s", error)
 
     def allocate(self, count: int) -> Ints:
         """Allocate `count` pages, or as many as are free: int64 page numbers."""
@@ -72,9 +92,25 @@ class Arena:
         return BUS_BYTES if self.pinned else self.shape.page_bytes
 
     def read(self, first: int, records: int, lines: int) -> torch.Tensor:
-        """Read `records` consecutive records of `lines` lines each to the arena's device: uint8 [records, bytes]."""
-        found = self.lines[first : first + records * lines].view(records, lines * LINE_BYTES)
+        """Read `records` consecutive records of `lines` lines each to the arena's device: uint8 [records, bytes].
+
+        Raises:
+            WorkerFailure: there are no such lines, in memory or in the file.
+        """
+        found = self.stored(first, records * lines).view(records, lines * LINE_BYTES)
         return found.to(self.device, non_blocking=True) if self.pinned else found
+
+    def stored(self, first: int, count: int) -> torch.Tensor:
+        """Return lines of the memory, a view; or of the file, a copy: uint8 [count, LINE_BYTES].
+
+        Raises:
+            WorkerFailure: there are no such lines.
+        """
+        if self.file is not None and first >= self.file.first:
+            return self.file.read(first, count)
+        if first + count > len(self.lines):
+            raise WorkerFailure(f"lines {first:,} to {first + count:,} are outside of the arena")
+        return self.lines[first : first + count]
 
     def write(self, first: int, stored: torch.Tensor, offset: int = 0) -> None:
         """Write bytes, uint8 [bytes], starting `offset` bytes behind the start of line `first`."""

@@ -286,7 +286,7 @@ class ArenaBuffer(CaptureBuffer):
     def blocks(self, rows: int) -> Iterator[dict[int, torch.Tensor]]:
         """Iterate over the first raw rows in blocks: a dict from armed point to [rows, shard width]."""
         if self._layout is not None:
-            for records in record_blocks(self._arena, self._places.ranges(range(rows)), self._layout.raw.lines):
+            for records in record_blocks(self._arena, self._line_ranges(range(rows)), self._layout.raw.lines):
                 yield dict(zip(self._points, rows_of(records, self._layout, self._schemas), strict=True))
 
     def _stopped(self) -> None:

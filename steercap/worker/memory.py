@@ -13,6 +13,7 @@ import contextlib
 import mmap
 import os
 import secrets
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import torch
 from steercap.core.messages import Attached, LineRange
 from steercap.core.schema import LINE_BYTES
 from steercap.errors import MemoryNotShared, ModelClosed, WorkerFailure
+from steercap.worker.chunk_file import read_lines
 
 #: The first page holds the nonce; rows begin behind it.
 HEADER_BYTES: Final = mmap.PAGESIZE
@@ -148,14 +150,27 @@ class SharedReader(LineReader):
         self._segment = SharedSegment.open(attached.path, attached.nonce)
         flat = torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=HEADER_BYTES)
         self._lines: torch.Tensor | None = flat[: len(flat) // LINE_BYTES * LINE_BYTES].view(-1, LINE_BYTES)
+        self._file: int | None = None
+        if attached.file:
+            try:
+                self._file = os.open(attached.file, os.O_RDONLY)  # the nonce has proved the process
+            except OSError as error:
+                raise MemoryNotShared(f"cannot open {attached.file}: {error}") from error
+            self._close_file = weakref.finalize(self, os.close, self._file)
 
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
         if self._lines is None:
             raise ModelClosed("the model was closed while rows were fetched")
-        return Readable(self._lines, tuple(ranges))
+        if self._file is None or not any(item.start >= len(self._lines) for item in ranges):
+            return Readable(self._lines, tuple(ranges))
+        first, file = len(self._lines), self._file
+        parts = [await asyncio.to_thread(read_lines, file, item.start - first, item.count) for item in ranges]
+        return Readable(torch.cat(parts), (LineRange(0, sum(map(len, parts))),))
 
     def close(self) -> None:
         self._lines = None
+        if self._file is not None:
+            self._close_file()
         self._segment.close()
 
 

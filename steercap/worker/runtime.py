@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -64,6 +65,8 @@ from steercap.worker.arena import Arena
 from steercap.worker.biasing import Biasing
 from steercap.worker.bounds import check_plan, check_vectors
 from steercap.worker.capture_buffer import ArenaBuffer, CaptureBuffer
+from steercap.worker.chunks import ChunkedBuffer
+from steercap.worker.layouts import Reads
 from steercap.worker.memory import WIRE_BYTES
 from steercap.worker.projection import Choosing, Projecting, chosen, projected
 from steercap.worker.reducing_buffer import ReducingBuffer, finish
@@ -355,10 +358,27 @@ class Runtime:
         if capture.accumulates:
             return ReducingBuffer(owner, plan, capture, self.taps.layouts, arena, self.taps)
         reads = self._saes.reads(capture.points, capture.saes) if capture.saes else ()
-        capture_buffer = ArenaBuffer(owner, plan, capture, self.taps.layouts, arena, reads or ())
+        capture_buffer = self._kept_by(owner, plan, capture, arena, reads or ())
         if reads is None:
             capture_buffer.fail("the SAE that is to read its rows is not here")
         return capture_buffer
+
+    def _kept_by(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena, reads: Reads) -> ArenaBuffer:
+        """Return a buffer whose rows stay in the arena, or leave it in chunks.
+
+        Raises:
+            WorkerFailure: they were to leave it, and there is no file for them.
+        """
+        if not capture.window:
+            return ArenaBuffer(owner, plan, capture, self.taps.layouts, arena, reads)
+        if arena.file is None or capture.reduce:
+            raise WorkerFailure("rows of this request cannot leave memory while it runs")
+        return ChunkedBuffer(owner, plan, capture, self.taps.layouts, arena, reads, arena.file, self._wait_for_all)
+
+    def _wait_for_all(self) -> None:
+        """Wait until the rows of all passes that were launched are in the arena."""
+        pending = self.taps.pending
+        self._take_completed(pending[-1] if pending else None)
 
     def _seal(self, item: Wanted) -> CapturedRows | Unknown:
         tracked = self._kept.get(item.owner)
@@ -384,6 +404,8 @@ class Runtime:
         if self._arena is None:
             with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
                 self._arena = Arena(self._shape, asked.capture_bytes, self.device)
+                if asked.spill_folder:
+                    self._arena.add_file(Path(asked.spill_folder), asked.spill_bytes)
                 self.taps.use(self._arena)
         points = self.taps.layouts.points(self.taps.points)
         return Attached(
@@ -400,6 +422,8 @@ class Runtime:
             nonce=self._arena.segment.nonce,
             loaded=self._loaded,
             attention=self._attention,
+            file="" if self._arena.file is None else self._arena.file.path,
+            file_lines=0 if self._arena.file is None else self._arena.file.lines,
         )
 
     def _release(self, owners: Sequence[Owner]) -> None:
@@ -416,9 +440,9 @@ class Runtime:
 
     def _read(self, ranges: Sequence[LineRange]) -> bytes:
         arena, lines = self._attached(), sum(item.count for item in ranges)
-        if lines * LINE_BYTES > WIRE_BYTES or any(item.start + item.count > len(arena.lines) for item in ranges):
-            raise WorkerFailure(f"{lines:,} lines are asked for, more than go in a frame, or outside of the arena")
-        return b"".join(arena.lines[item.start : item.start + item.count].numpy().tobytes() for item in ranges)
+        if lines * LINE_BYTES > WIRE_BYTES:
+            raise WorkerFailure(f"{lines:,} lines are asked for, more than go in a frame")
+        return b"".join(arena.stored(item.start, item.count).numpy().tobytes() for item in ranges)
 
     def _count(self) -> Counted:
         arena = self._attached()

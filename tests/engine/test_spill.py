@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import httpx
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -32,6 +34,8 @@ from steercap.testing import tiny_checkpoint
 SIX = {"max_tokens": 6, **GREEDY}
 #: Room for 4 requests of 4 layers × about 120 tokens × 512 bytes.
 LITTLE = 1 << 20
+#: Sites whose rows of 240 tokens are twice the memory.
+WIDE = ["resid_pre", "resid_post", "attn_out", "mlp_out"]
 #: What all spilled rows of these tests fit in.
 QUOTA = 64 << 20
 
@@ -47,7 +51,12 @@ async def spilling(folder) -> AsyncIterator[SteerModel]:
     """An engine with a megabyte of capture memory, whose rows spill to disk."""
     settings = {"capture_bytes": LITTLE, "overflow": "spill", "spill_folder": folder, "spill_bytes": QUOTA}
     async with opened(
-        tiny_checkpoint("qwen3"), sites=ALL_SITES, overflow_timeout=8.0, **settings, **TINY_ENGINE
+        tiny_checkpoint("qwen3"),
+        sites=ALL_SITES,
+        overflow_timeout=8.0,
+        max_num_batched_tokens=64,
+        **settings,
+        **TINY_ENGINE,
     ) as model:
         yield model
     assert not list(folder.iterdir())
@@ -67,15 +76,105 @@ async def empty(model: SteerModel) -> tuple[int, int, int]:
     return found
 
 
-async def test_a_request_that_does_not_fit_by_itself_is_refused_however_it_is_asked(spilling) -> None:
-    """Rows go to disk when their request has ended, so those of one request must fit; with both figures, at once."""
-    prompt, wide = random_prompt(240, 1), CaptureSpec(sites=["resid_pre", "resid_post", "attn_out", "mlp_out"])
-    says = r"may need [\d,]+ bytes of capture memory, of which [\d,]+ exist.*overflow='spill' moves rows of requests"
+async def test_a_reduction_that_does_not_fit_by_itself_is_refused_however_it_is_asked(spilling) -> None:
+    """A stop string is the client's to see, so that all rows must be there at the end; with both figures, at once."""
+    prompt, stops = random_prompt(240, 1), {**SIX, "stop": ["zzz"]}
+    mean = CaptureSpec(sites=WIDE, reduce="mean")
+    says = r"may need [\d,]+ bytes of capture memory, of which [\d,]+ exist.*not reduced leave memory.*_batched_tokens="
     with pytest.raises(errors.CaptureMemoryFull, match=says):
-        await spilling.generate(prompt, SIX, capture=wide)
-    with pytest.raises(errors.CaptureMemoryFull, match=says):
-        _ = [chunk async for chunk in spilling.stream(prompt, SIX, capture=wide)]
+        await spilling.generate(prompt, stops, capture=mean)
     assert await empty(spilling) == (0, 0, 0)
+
+
+async def test_rows_of_a_sequence_larger_than_memory_leave_it_in_chunks(spilling) -> None:
+    """Generated, read, in a stream, in chunks and in a sketch: those of captures that fit, site by site."""
+    prompt, wide = random_prompt(240, 1), CaptureSpec(sites=WIDE)
+    assert 245 * 4 * len(WIDE) * 512 > 1.9 * LITTLE
+    text, handle = await spilling.generate(prompt, SIX, capture=wide)
+    chunks = [chunk async for chunk in handle.chunks(100)]
+    assert [len(chunk.positions) for chunk in chunks] == [100, 100, 45]
+    assert torch.equal(torch.cat([chunk.token_ids for chunk in chunks])[:240], torch.tensor(prompt))
+    assert (await spilling.stats()).capture_bytes_claimed == 0
+    await handle.fetch()
+    read = await spilling.read(prompt, capture=wide)
+    await read.fetch()
+    streamed = [chunk async for chunk in spilling.stream(prompt, SIX, capture=wide)]
+    assert "".join(chunk.text for chunk in streamed) == text
+    assert max(len(chunk.positions) for chunk in streamed) <= 128
+    async with spilling.sketch("moments", sites=["resid_post"]) as sketch:
+        (await spilling.read(prompt, capture=wide)).release()
+        found = await sketch.fetch()
+    for site in WIDE:
+        _, small = await spilling.generate(prompt, SIX, capture=CaptureSpec(sites=[site]))
+        await small.fetch()
+        for layer in range(4):
+            wanted = small.captures[layer, site]
+            assert torch.equal(handle.captures[layer, site], wanted)
+            assert torch.equal(read.captures[layer, site], wanted[:240])
+            assert torch.equal(torch.cat([one.captures[layer, site] for one in chunks]), wanted)
+            assert torch.equal(torch.cat([one.captures[layer, site] for one in streamed]), wanted)
+            if site == "resid_post":
+                mean = wanted[:240].double().mean(0).numpy()
+                np.testing.assert_allclose(found.mean(layer, site), mean, rtol=1e-3, atol=1e-5)
+        small.release()
+    handle.release()
+    read.release()
+    assert await settled(spilling) == await empty(spilling) == (0, 0, 0)
+
+
+async def test_more_than_the_quota_is_refused_and_cancelled_requests_leave_nothing(spilling) -> None:
+    """Long requests beside one another; some are cancelled while their rows leave memory."""
+    wide = CaptureSpec(sites=WIDE)
+    tasks = [
+        asyncio.create_task(spilling.generate(random_prompt(200, seed), {**SIX, "max_tokens": 50}, capture=wide))
+        for seed in range(6)
+    ]
+    await asyncio.sleep(0.3)
+    for task in tasks[::2]:
+        task.cancel()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    for one in found[1::2]:
+        assert not isinstance(one, BaseException)
+        await one[1].fetch()
+        assert len(one[1].positions) == 249
+        one[1].release()
+    with pytest.raises(errors.CaptureMemoryFull, match="of spill_bytes="):
+        await spilling.generate([random_prompt(240, 1)] * 40, SIX, capture=wide)
+    del found, tasks
+    assert await settled(spilling) == await empty(spilling) == (0, 0, 0)
+
+
+async def test_a_request_larger_than_memory_is_recorded(spilling, tmp_path) -> None:
+    """By a codec for each site: the files hold what the same codecs make of rows fetched at once."""
+    from steercap.adapters import server
+    from steercap.captures.recordings import Recordings
+    from steercap.captures.site_codecs import SiteCodecs
+    from steercap.server.recording import Recorder, RecordSettings
+    from steercap.server.server import ServerSettings, application
+
+    codecs = SiteCodecs.parse(["resid_post=rp8,k=32", "resid_pre=topk8,k=8", "attn_out=full8", "mlp_out"])
+    prompt = random_prompt(240, 1)
+    settings = RecordSettings(folder=tmp_path, codecs=codecs)
+    async with Recorder.of(settings, spilling.serving.model) as recorder:
+        flags = server.read_flags(spilling.serving.model, ["--served-model-name", "tiny"])
+        app = await application(spilling, flags, ServerSettings(record=settings), recorder=recorder)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            asked = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+            answer = (await client.post("/v1/completions", json=asked)).raise_for_status().json()
+        while not recorder.recorded["requests"] + sum(recorder.dropped.values()):
+            await asyncio.sleep(0.02)
+    assert (recorder.recorded["rows"], dict(recorder.dropped)) == (245, {})
+    (request,) = Recordings.load(tmp_path).requests
+    assert request.answer_id.startswith(answer["id"])
+    _, handle = await spilling.generate(prompt, SIX, capture=codecs.spec(layers="all"))
+    assert handle.lifecycle.source.expected.plan.capture.window
+    await handle.fetch()
+    for kept, wanted in zip(request.handles(), codecs.parted(handle), strict=True):
+        assert torch.equal(kept.positions, wanted.positions)
+        for point, rows in wanted.captures.items():
+            assert torch.equal(kept.captures[point], rows)
+    handle.release()
+    assert await settled(spilling) == await empty(spilling) == (0, 0, 0)
 
 
 @pytest.mark.slow

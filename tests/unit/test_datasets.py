@@ -32,6 +32,7 @@ from steercap.cli.datasets import inspected_dataset
 from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers
+from steercap.files.tensors import encoded
 from steercap.kernels.codecs.coded import CodedRows, end_of, parts_of
 from steercap.lab.datasets import ActivationDataset, DatasetFolder, Index, Shard, define, storage_of, verify
 from steercap.lab.datasets.collecting.collection import CollectArguments, sound_shards
@@ -39,7 +40,6 @@ from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.shards import name_of
 from steercap.lab.datasets.statistics import SMALL, drawn, no_rows, statistics_of
 from steercap.lab.datasets.storage import CHUNK, Direct, FileReceipt, LocalFolder
-from steercap.lab.datasets.tensors import encoded
 
 CODINGS = [
     RAW,

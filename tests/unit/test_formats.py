@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,11 +167,11 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
     path = some_vectors().save(tmp_path / "x.safetensors")
     old = path.read_bytes()
 
-    def full(_tensors: Any, scratch: Path, _metadata: Any) -> None:
-        scratch.write_bytes(b"half of it")
+    def full(*_: Any) -> Iterator[bytes]:
+        yield b"half of it"
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("steercap.files.base.save_file", full)
+    monkeypatch.setattr("steercap.files.base.encoded", full)
     with pytest.raises(OSError, match="no space"):
         some_vectors().save(path)
     assert path.read_bytes() == old

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from cli_calls import call
 
 from steercap import AttentionSummary, CaptureHandle
 from steercap.captures.attention import RecordedAttention
+from steercap.captures.handle import holding
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
 from steercap.captures.rows import Captures, Found
@@ -22,7 +26,7 @@ from steercap.core.attention import AttentionRule
 from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
-from steercap.errors import InvalidFile, InvalidSelection, InvalidSetting, InvalidSpec, SteercapError
+from steercap.errors import CaptureIncomplete, InvalidFile, InvalidSelection, InvalidSetting, InvalidSpec, SteercapError
 from steercap.server.recording import RecordSettings
 
 WIDTH, NEURONS = 96, 320
@@ -374,3 +378,75 @@ def test_a_flag_switches_the_environment_off(monkeypatch, tmp_path) -> None:
     assert "give a folder" in call("serve", "/no/such/model", "--port", "0").output
     result = call("serve", "/no/such/model", "--port", "0", "--no-record")
     assert (result.exit_code, "/no/such/model" in result.output, "give a folder" in result.output) == (1, True, False)
+
+
+def in_chunks(handle: CaptureHandle, rows: int):
+    """Handles of the request's rows, at most `rows` at a time."""
+    receipt = handle.receipt
+    for start in range(0, len(receipt.positions), rows):
+        part = slice(start, start + rows)
+        captures = Captures({point: kept[part] for point, kept in handle.captures.items()}, 4)
+        labels = replace(receipt, positions=receipt.positions[part], token_ids=receipt.token_ids[part])
+        yield holding(handle, Found(captures, labels))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 128])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["resid_post=rp8,k=16", "neurons=topk8,k=8", "attention=3"],
+        ["resid_post=full8", "neurons=int4"],
+        ["resid_post", "neurons=fp8"],
+        ["resid_post", "neurons"],
+    ],
+)
+def test_files_of_chunks_are_those_of_all_rows_at_once(tmp_path, texts, rows) -> None:
+    """Byte for byte, labels and attention too; nothing else is left in the folder."""
+    codecs, handle = SiteCodecs.parse(texts), an_attending_request(23, 5)
+    kept = [one for one in handle.points if one.site in codecs.sites]
+    handle = holding(
+        handle,
+        Found(Captures({one: handle.captures[one] for one in kept}, 4), replace(handle.receipt, points=tuple(kept))),
+    )
+    sums = []
+    for name in ("whole", "chunks"):
+        folder = RecordingFolder(tmp_path / name, model="m", limits=RecordLimits(), clock=lambda: 5.0)
+        whole = name == "whole"
+        found = codecs.parted(handle) if whole else codecs.parted_chunks(in_chunks(handle, rows), 23, folder.path)
+        folder.add(found, "a")
+        folder.close()
+        (request,) = Recordings.load(folder.path).requests
+        sums.append([(one.sha256, one.rows, one.positions) for one in request.files])
+        assert len([path for path in folder.path.rglob("*") if path.is_file()]) == len(request.files) + 1
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("announced", [22, 24])
+def test_chunks_that_lack_rows_make_no_file(tmp_path, announced) -> None:
+    codecs, handle = SiteCodecs.parse(["resid_post=full8", "neurons"]), a_request(23)
+    with pytest.raises(CaptureIncomplete, match=f"rows came of a request that has {announced}"):
+        codecs.parted_chunks(in_chunks(handle, 7), announced, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_room_for_chunks_is_an_error(tmp_path, monkeypatch) -> None:
+    """The space is allocated before it is mapped: no signal ends the process later."""
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        SiteCodecs.parse(["neurons"]).parted_chunks(in_chunks(a_request(23), 7), 23, tmp_path)
+
+
+def test_a_kill_between_chunks_leaves_nothing(tmp_path) -> None:
+    """Files that gather rows have no name: what a killed process had written is gone with it."""
+    codecs, handle = SiteCodecs.parse(["resid_post=full8", "neurons"]), a_request(23)
+    if not (child := os.fork()):
+        chunks = in_chunks(handle, 7)
+        codecs.parted_chunks(
+            chain([next(chunks)], (os.kill(os.getpid(), signal.SIGKILL) for _ in chunks)), 23, tmp_path
+        )
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert not list(tmp_path.iterdir())

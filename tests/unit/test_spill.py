@@ -685,13 +685,13 @@ async def test_a_spilled_handle_that_is_released_or_dropped_makes_room(arena) ->
 async def test_a_slow_disk_stops_nobody_else(arena, monkeypatch) -> None:
     """While a write takes its time, requests with room run, other handles are fetched, and the loop goes on."""
     engine = await arena(pages=2)
-    slow, written = threading.Event(), spill._write_all
+    slow, written = threading.Event(), spill.write_all
 
     def write(fd: int, data: np.ndarray, offset: int) -> None:
         assert slow.wait(60)
         written(fd, data, offset)
 
-    monkeypatch.setattr(spill, "_write_all", write)
+    monkeypatch.setattr(spill, "write_all", write)
     first, second = await engine.handle(), await engine.handle()
     waiting = asyncio.create_task(engine.handle())
     while first.stage is not Stage.SPILLING:
@@ -709,7 +709,7 @@ async def test_a_disk_that_hangs_does_not_outlast_patience(arena, monkeypatch) -
     """Who waits for a write that does not end is told so after `overflow_timeout`, and not left to wait for ever."""
     engine = await arena(pages=1, patience=0.3)
     hung = threading.Event()
-    monkeypatch.setattr(spill, "_write_all", lambda *_: hung.wait(60))
+    monkeypatch.setattr(spill, "write_all", lambda *_: hung.wait(60))
     first = await engine.handle()
     with pytest.raises(CaptureMemoryFull, match=r"moving rows to .* takes longer than that"):
         await engine.handle()

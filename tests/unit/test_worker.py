@@ -10,15 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.bench import POINTS, WIDTH, Bench, expected
 from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
 from steercap.core.messages import (
     Attach,
-    Attached,
     Call,
-    CapturedRows,
     Collect,
-    Collected,
     Configure,
     Configured,
     Counted,
@@ -43,15 +41,9 @@ from steercap.core.program import Blob, Configuration, Entry, Response, Steering
 from steercap.core.rows import page_shape
 from steercap.core.schema import LINE_BYTES, RAW, REDUCED
 from steercap.core.tokens import Range
-from steercap.kernels.codecs import dtype_of
-from steercap.worker.assembly import assemble
-from steercap.worker.memory import open_reader
 from steercap.worker.step import BatchRows, Step
 from steercap.worker.taps import cuda
 from steercap.worker.taps.transfers import Ring, pieces, runs
-
-WIDTH, POINTS = 8, 3
-
 
 #: For passes over thousands of tokens, which Triton's interpreter would take minutes for.
 LARGE = pytest.mark.parametrize("kind", KINDS if CUDA else ("host",), indirect=True)
@@ -62,83 +54,6 @@ def kind(request):
     """Every test here holds for the taps of the host and for those of a device."""
     Bench.kind = request.param
     return request.param
-
-
-class Bench:
-    """A runtime, and a stream of rows whose values say whose they are: request × 1000 + position + point / 10."""
-
-    kind = "host"
-    width = WIDTH
-
-    def __init__(
-        self,
-        capture_bytes: int = 1 << 20,
-        dtype: torch.dtype = torch.float32,
-        tokens: int = 1024,
-        arena_bytes: int = 1 << 20,
-        width: int = WIDTH,
-    ) -> None:
-        self.width = width
-        self.runtime = some_runtime(self.kind, POINTS, width, dtype, tokens=tokens, arena_bytes=arena_bytes)
-        self.attached = self.ask(Attach(capture_bytes))
-        assert isinstance(self.attached, Attached)
-        self.reader = open_reader(self.attached, "shared", self.no_wire)
-
-    @staticmethod
-    async def no_wire(_ranges: object) -> bytes:
-        raise AssertionError
-
-    def ask(self, question, released: tuple[Owner, ...] = ()):
-        return decode_answer(self.runtime.answer(encode(Call(released, question))))
-
-    def plan(
-        self,
-        key: str,
-        points=(0, 1, 2),
-        ranges=(Range(0, None),),
-        limit: int = 100,
-        reduce=None,
-        *,
-        accumulates=False,
-        prompt=10,
-    ) -> None:
-        capture = CapturePlan(tuple(points), tuple(ranges), reduce, RAW, accumulates=accumulates)
-        plan = Plan(key, prompt, limit, capture=capture)
-        self.runtime.register(key, plan.encode(), 0)
-
-    def step(
-        self, *parts: tuple[str, int, int], padding: int = 0, skip_point: int | None = None, scale: float = 1.0
-    ) -> None:
-        """Run one pass over (request, first position, tokens) parts; rows are multiplied by `scale`."""
-        names = [name for name, _, _ in parts]
-        positions = np.concatenate([np.arange(start, start + count) for _, start, count in parts])
-        owner = np.concatenate([np.full(count, float(name[1:])) for name, _, count in parts])
-        starts, counts = [start for _, start, _ in parts], [count for _, _, count in parts]
-        self.runtime.begin_step(batch(self.kind, names, starts, counts, positions + 7, positions))
-        base = torch.from_numpy(owner * 1000 + positions)
-        for point in range(POINTS):
-            if point == skip_point:
-                continue
-            rows = torch.zeros(len(base) + padding, self.width, dtype=dtype_of(self.runtime.taps.schemas[0]))
-            rows[: len(base)] = (base[:, None] / 2 * scale).to(rows.dtype)
-            residual = (rows + (point / 10 if point else 0) * (rows != 0)).to(rows.dtype)
-            device = device_of(self.kind)
-            tap(self.runtime, rows.to(device), residual.to(device), point)
-        self.runtime.end_step()
-
-    async def rows(self, key: str, total: int, first: int = 0) -> tuple[CapturedRows, torch.Tensor]:
-        answer = self.ask(Collect((Wanted(Owner(key, 0), total, first),)))
-        assert isinstance(answer, Collected)
-        (captured_rows,) = answer.shares
-        assert isinstance(captured_rows, CapturedRows)
-        schemas = self.runtime.taps.layouts.schemas(captured_rows.points)
-        rows = assemble(captured_rows, schemas, await self.reader.read(captured_rows.lines))
-        return captured_rows, torch.stack(rows)
-
-
-def expected(request: int, positions, point: int) -> torch.Tensor:
-    base = torch.tensor([request * 1000.0 + p for p in positions])
-    return (base + (point / 10 if point else 0))[:, None].expand(-1, WIDTH)
 
 
 async def test_mixed_batches_keep_each_row_at_its_place() -> None:

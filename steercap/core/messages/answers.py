@@ -34,6 +34,8 @@ class Attached(Message, frozen=True, tag="Attached"):
         nonce: first bytes of the arena, which identify it.
         loaded: decoder layers of this rank.
         attention: attention rule of this rank's heads, for each layer whose queries and keys are armed here.
+        file: path by which a process of the same machine can open the file of rows that left the arena; "" for none.
+        file_lines: lines of that file, which are numbered after those of the arena.
     """
 
     points: tuple[Whole, ...]
@@ -49,6 +51,8 @@ class Attached(Message, frozen=True, tag="Attached"):
     nonce: Data
     loaded: Loaded = Loaded()
     attention: dict[Whole, AttentionRule] = msgspec.field(default_factory=dict)
+    file: Told = ""
+    file_lines: Large = 0
 
 
 class Unembedded(Message, frozen=True, tag="Unembedded"):
@@ -100,7 +104,7 @@ class CapturedRows(Message, frozen=True, tag="Parcel"):
         owner: request and sample of the rows.
         coding: encoding of the rows.
         points: indices into the engine's armed points, in the order of a record.
-        lines: arena lines of the records, in the order of the rows.
+        lines: lines of the records, in the order of the rows: of the arena, or of the file behind it.
         stored_rows: number of records in these lines: one for each row, or one for a reduction.
         positions: position of each row, -1 where none was written: int64, as bytes.
         token_ids: id of the token that the model read there: int64, as bytes.

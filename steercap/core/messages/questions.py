@@ -13,9 +13,13 @@ class Attach(Message, frozen=True, tag="Attach"):
 
     Args:
         capture_bytes: maximum size of the arena in bytes.
+        spill_folder: folder of the file for rows that leave the arena while their request runs; "" for no such file.
+        spill_bytes: maximum size of that file in bytes.
     """
 
     capture_bytes: Large
+    spill_folder: Told = ""
+    spill_bytes: Large = 0
 
 
 class Configure(Message, frozen=True, tag="Configure"):

@@ -15,6 +15,7 @@ from safetensors.torch import load
 
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
+from steercap.files.tensors import encoded
 from steercap.lab.datasets import definition as definitions
 from steercap.lab.datasets.definition import DATASET, VERSION, Definition
 from steercap.lab.datasets.remote import storage_of
@@ -22,7 +23,6 @@ from steercap.lab.datasets.shards import FOLDER, RECEIPT, STATISTICS, Receipt, S
 from steercap.lab.datasets.statistics import PointStatistics, named_tensors, no_rows, read_named
 from steercap.lab.datasets.storage import Storage
 from steercap.lab.datasets.tables import encoded_points, holds_points
-from steercap.lab.datasets.tensors import encoded
 
 TOTALS: Final = "dataset.json"
 MERGED: Final = "statistics.safetensors"

@@ -17,7 +17,8 @@ from uuid import uuid4
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidRequest, SteercapError
-from steercap.lab.datasets.storage import CHUNK, Buffer, FileReceipt, LocalFolder, Storage, copied, unreadable
+from steercap.files.tensors import Buffer
+from steercap.lab.datasets.storage import CHUNK, FileReceipt, LocalFolder, Storage, copied, unreadable
 
 #: Object stores, whose writes are atomic, by fsspec's names for them.
 STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss"})

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from steercap.core.spec import Point
 from steercap.errors import InvalidRequest
+from steercap.files.tensors import Buffer, encoded
 from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
 from steercap.lab.datasets.definition import VERSION, Definition, PointFormat
 from steercap.lab.datasets.statistics import drawn, named_tensors, statistics_of
-from steercap.lab.datasets.storage import Buffer, FileReceipt, Storage
+from steercap.lab.datasets.storage import FileReceipt, Storage
 from steercap.lab.datasets.tables import Index, encoded_index
-from steercap.lab.datasets.tensors import encoded
 
 FOLDER: Final = "shards"
 ROWS, INDEX, STATISTICS, RECEIPT = ".safetensors", ".parquet", ".statistics.safetensors", ".json"

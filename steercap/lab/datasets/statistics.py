@@ -18,8 +18,8 @@ from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
 from steercap.core.hashing import mixed, mixed_all
+from steercap.files.tensors import as_numpy
 from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
-from steercap.lab.datasets.tensors import as_numpy
 
 #: Elements per block, processed by NumPy: it stays in the calling thread, and releases the lock for others.
 BLOCK_ELEMENTS: Final = 1 << 20

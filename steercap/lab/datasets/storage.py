@@ -15,18 +15,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol, TypeAlias
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 import numpy as np
 
 from steercap.errors import InvalidFile, InvalidRequest
 from steercap.files.base import sweep, write_whole
+from steercap.files.tensors import Buffer
 
 #: Bytes read at once of a file that is hashed or copied.
 CHUNK: Final = 4 << 20
 #: Bytes to write, or a memory view of them.
-Buffer: TypeAlias = "bytes | memoryview"
 
 
 class FileReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

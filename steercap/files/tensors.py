@@ -7,15 +7,14 @@ first, then by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from steercap.lab.datasets.storage import Buffer
-
+Buffer: TypeAlias = "bytes | memoryview"
 #: The names of dtypes in the header.
 DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
