@@ -15,6 +15,7 @@ from cli_calls import call
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from scipy import stats
+from support.checkpoints import Checkpoint, cosine
 
 from steercap import errors
 from steercap.lab.mechanism import analysis
@@ -25,7 +26,7 @@ from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
 
-WIDTH, LAYER, HEADS = 128, 1, 4
+WIDTH, LAYER = 128, 1
 FAMILIES = ["llama", "qwen3", "gemma2", "qwen2"]
 #: Float32 products of width 128, relative to the largest of an array.
 NEAR = 2e-6
@@ -56,67 +57,6 @@ def drawn(count: int, prefix: str, seed: int) -> DirectionSet:
 
 GROUPS = {"roles": drawn(9, "r", 1), "traits": drawn(7, "t", 2)}
 SETTINGS = CompareSettings(layers=[1, 2], feed_forward_layers=[0, 1, 2], nulls=100)
-
-
-class Checkpoint:
-    """One checkpoint's formulas, from its files, float64."""
-
-    def __init__(self, family: str, path: Path) -> None:
-        self.family = family
-        self.tensors = {}
-        for file in path.glob("*.safetensors"):
-            self.tensors |= {name: tensor.double().numpy() for name, tensor in load_file(file).items()}
-        self.weights = ModelWeights.open(path)
-        self.eps = self.weights._config.rms_norm_eps
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.tensors[name]
-
-    def norm(self, rows: np.ndarray, name: str) -> np.ndarray:
-        """RMSNorm; Gemma's gains are 1 + w."""
-        gain = self[f"{name}.weight"] + (self.family == "gemma2")
-        return gain * rows / np.sqrt((rows**2).mean(-1, keepdims=True) + self.eps)
-
-    def linear(self, rows: np.ndarray, name: str) -> np.ndarray:
-        return rows @ self[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0.0)
-
-    def before(self, rows: np.ndarray, layer: int, block: str) -> np.ndarray:
-        names = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
-        if self.family == "gemma2":
-            names["mlp"] = "pre_feedforward_layernorm"
-        return self.norm(rows, f"model.layers.{layer}.{names[block]}")
-
-    def feed_forward(self, rows: np.ndarray, layer: int) -> np.ndarray:
-        prefix = f"model.layers.{layer}"
-        normed = self.before(rows, layer, "mlp")
-        gate, up = (self.linear(normed, f"{prefix}.mlp.{part}_proj") for part in ("gate", "up"))
-        if self.family == "gemma2":  # GELU by tanh
-            gate = 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-        else:
-            gate = gate / (1 + np.exp(-gate))
-        found = self.linear(gate * up, f"{prefix}.mlp.down_proj")
-        return self.norm(found, f"{prefix}.post_feedforward_layernorm") if self.family == "gemma2" else found
-
-    def heads(self, rows: np.ndarray, layer: int, part: str) -> np.ndarray:
-        """Queries, keys or values of each query head, [rows, heads, head_dim]."""
-        name = f"model.layers.{layer}.self_attn.{part}"
-        found = self.linear(self.before(rows, layer, "attention"), f"{name}_proj")
-        dim = self[f"model.layers.{layer}.self_attn.q_proj.weight"].shape[0] // HEADS
-        found = found.reshape(len(rows), -1, dim)
-        if self.family == "qwen3" and part != "v":
-            found = self.norm(found, f"{name}_norm")
-        return found.repeat(HEADS // found.shape[1], axis=1)
-
-    def scores(self, queries: np.ndarray, keys: np.ndarray, layer: int) -> np.ndarray:
-        """q · k / √head_dim of pairs of rows, mean over heads."""
-        q, k = self.heads(queries, layer, "q"), self.heads(keys, layer, "k")
-        return (q * k).sum(2).mean(1) / math.sqrt(q.shape[2])
-
-    def writes(self, rows: np.ndarray, layer: int) -> np.ndarray:
-        prefix = f"model.layers.{layer}"
-        values = self.heads(rows, layer, "v").reshape(len(rows), -1)
-        found = self.linear(values, f"{prefix}.self_attn.o_proj")
-        return self.norm(found, f"{prefix}.post_attention_layernorm") if self.family == "gemma2" else found
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -151,10 +91,6 @@ def named_rows() -> dict[tuple[str, str], np.ndarray]:
         outermost = middle @ axis
         rows["components", f"PC{at + 1}"] = axis * np.sign(outermost[np.abs(outermost).argmax()])
     return {key: row / np.linalg.norm(row) * length() for key, row in rows.items()}
-
-
-def cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return (one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
 
 
 def near(found, known, tolerance: float = NEAR) -> None:
