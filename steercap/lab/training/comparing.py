@@ -92,7 +92,7 @@ class ComparedVectors:
 
     Args:
         rows: a row for each name and layer, or for each data set.
-        left_out: reasons of the names that were not compared.
+        left_out: reasons of the names that were not compared; under "layers of NAME and 2 more", layers of one side.
     """
 
     rows: Sequence[VectorPair] | Sequence[TrainedComparison]
@@ -152,7 +152,7 @@ def compare_vectors(first: Vectors, second: Vectors, **reading: Any) -> Compared
         **reading: arguments of `load_personas`, for folders of persona files.
 
     Returns:
-        A row for each name and layer of both. Names that only one has are left out, and said.
+        A row for each name and layer of both. Names and layers that only one has are left out, and said.
 
     Raises:
         UnknownName: they have no name in common.
@@ -165,7 +165,24 @@ def compare_vectors(first: Vectors, second: Vectors, **reading: Any) -> Compared
         raise UnknownName(f"no name in common: first has {choices('', ours)}; second {choices('', theirs)}")
     left_out = lacking | also | {name: "only in the first" for name in ours if name not in theirs}
     left_out |= {name: "only in the second" for name in theirs if name not in ours}
-    return ComparedVectors([row for name in common for row in _pairs(name, ours[name], theirs[name])], left_out)
+    rows = [row for name in common for row in _pairs(name, ours[name], theirs[name])]
+    alone: dict[str, list[str]] = {}
+    for name in common:
+        alone.setdefault(_unmatched(ours[name], theirs[name]), []).append(name)
+    for said, (name, *more) in alone.items():
+        if said:
+            left_out[f"layers of {name}" + (f" and {len(more)} more" if more else "")] = said
+    return ComparedVectors(rows, left_out)
+
+
+def _unmatched(first: LayerVectors, second: LayerVectors) -> str:
+    """Return the layers that only one of two vectors has, in words; "" if both have the same."""
+    sides = {"first": first.keys() - second.keys(), "second": second.keys() - first.keys()}
+    return "; ".join(
+        f"{len(layers)} only in the {side}, from {min(layers)} to {max(layers)}"
+        for side, layers in sides.items()
+        if layers
+    )
 
 
 def _pairs(name: str, first: LayerVectors, second: LayerVectors) -> list[VectorPair]:

@@ -22,6 +22,7 @@ from steercap.lab.training.datasets import (
     HELD_OUT,
     RESULT,
     DatasetTrained,
+    ExampleFolder,
     RateLoss,
     TextLoss,
     TokenBudget,
@@ -32,7 +33,7 @@ from steercap.lab.training.examples import Example, ExampleTokens, Prompted
 from steercap.lab.training.folder import Definition, Trained, check_name, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import rank, world
-from steercap.lab.training.objectives import OBJECTIVES, Objective
+from steercap.lab.training.objectives import Objective, objective_of
 from steercap.lab.training.settings import TrainingSettings, settings_of
 from steercap.lab.training.training import (
     AnyEdit,
@@ -115,14 +116,18 @@ def train_datasets(
         raise InvalidSetting(f"datasets={shown(datasets)}; give examples by the name of the data set")
     for name in datasets:
         check_name(name)
-    how = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    if not isinstance(budget, TokenBudget):
+        raise InvalidSetting(f"budget={shown(budget)}; give TokenBudget(training=..., validation=...)")
+    how = objective_of(objective)
     run = RatesRun(hooked_of(model, wanted), how, wanted, edit, Path(out), _checked(rates), budget)
     results: dict[str, DatasetTrained] = {}
     skipped: dict[str, str] = {}
     for at, name in enumerate(datasets):
-        found = run.dataset(name, datasets[name], partial(_report, progress, at, len(datasets), len(run.rates)))
+        examples = datasets[name]
+        found = run.dataset(name, examples, partial(_report, progress, at, len(datasets), len(run.rates)))
         if isinstance(found, str):
-            skipped[name] = found
+            label = datasets.label if isinstance(datasets, ExampleFolder) else None
+            skipped[name] = found if examples or label is None else f"no line has label={label!r}"
         else:
             results[name] = found
     if not results:
@@ -180,7 +185,7 @@ class RatesRun:
     def _encoded(self, name: str, examples: Sequence[AnyExample]) -> list[tuple[ExampleTokens, ...]]:
         """Tokenize a data set, naming it in errors."""
         try:
-            return encoded(self.how, tokenizer_of(self.model), examples) if examples else []
+            return encoded(self.how, tokenizer_of(self.model), examples, self.model.vocabulary) if examples else []
         except InvalidRequest as error:
             raise type(error)(f"data set {name}: {error}") from error
 
