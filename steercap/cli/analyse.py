@@ -115,16 +115,28 @@ def one_layer(directions: DirectionSet, layer: int | None) -> int:
     return found
 
 
-def group_in(path: Path, layer: int, base: int | None) -> DirectionSet:
-    """Return the vectors of one layer in a file, or in all files of a folder.
+def group_name(path: Path) -> str:
+    """Return the name of a group: of a file or folder, or of what holds a folder `vectors` of persona files."""
+    held = path.absolute()
+    return held.parent.name if held.name == "vectors" or held.name.startswith("vectors_vllm_") else held.stem
+
+
+def group_in(path: Path, layer: int, base: int | None, terminal: Terminal) -> DirectionSet:
+    """Return the vectors of one layer in a file, in all files of a folder, or in a folder of persona files.
 
     Raises:
         InvalidFile: a folder without vectors, two vectors of one name, or a file that is none of vectors.
     """
     from steercap.errors import InvalidFile
+    from steercap.files.base import read_pt
     from steercap.steering.directions import DirectionSet
+    from steercap.steering.formats import load_personas
 
     files = sorted(one for one in path.iterdir() if one.suffix in FILES) if path.is_dir() else [path]
+    if path.is_dir() and {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
+        personas = load_personas(path, layers=[layer])
+        terminal.say(f"{path}: {personas}")
+        return personas.directions
     found: dict[str, LayerVectors] = {}
     for file in files:
         directions = directions_in(load(file, base=base_of(base)), file).at_layers([layer])
@@ -172,7 +184,7 @@ def register_comparison(app: typer.Typer) -> None:
         terminal: Terminal,
         vectors: Annotated[
             list[Path],
-            typer.Option(help="File or folder of vectors: a group, named after it; several are tested."),
+            typer.Option(help="File or folder of vectors, or of persona files: a group, named after it."),
         ],
         layer: Annotated[int, typer.Option(min=0, help="Layer of the vectors.")],
         components: Annotated[
@@ -202,7 +214,7 @@ def register_comparison(app: typer.Typer) -> None:
         """
         require("analysis")
         folder_ready(out)
-        groups = {path.stem: group_in(path, layer, row_base) for path in vectors}
+        groups = {group_name(path): group_in(path, layer, row_base, terminal) for path in vectors}
         if len(groups) < len(vectors):
             raise typer.BadParameter("two have the same name; rename one", param_hint="--vectors")
         from steercap.lab.mechanism.analysis import ModelWeights
@@ -218,7 +230,7 @@ def register_comparison(app: typer.Typer) -> None:
             seed=seed,
             correction=correction,  # type: ignore[arg-type]
         )
-        axes = None if components is None else group_in(components, layer, row_base)
+        axes = None if components is None else group_in(components, layer, row_base, terminal)
         first, second = (ModelWeights.open(located(one)) for one in (base, instruct))
         with terminal.stages() as progress:
             found = run(first, second, groups, layer, components=axes, settings=settings, folder=out, progress=progress)

@@ -426,6 +426,14 @@ def test_an_interrupted_comparison_goes_on(tmp_path) -> None:
         assert written == table
         assert analysis.about(written) == analysis.about(table)
     assert analysis.about(found.tables["tests"])["focus"] == known.focus
+    lost = folder / "parts" / "feed_forward-001-feed_forward.parquet"
+    lost.unlink()  # it is computed again
+    again = compare(*models, GROUPS, LAYER, settings=SETTINGS, folder=folder)
+    assert lost.exists()
+    assert again.tables == known.tables
+    lost.write_bytes(b"PAR1")
+    with pytest.raises(errors.InvalidFile, match=f"{lost.name} holds something"):
+        compare(*models, GROUPS, LAYER, settings=SETTINGS, folder=folder)
     for change in (
         {"groups": {**GROUPS, "traits": drawn(7, "t", 3)}},
         {"settings": CompareSettings(layers=[1, 2], feed_forward_layers=[0, 1, 2], nulls=101)},
@@ -529,6 +537,26 @@ def test_the_command_writes_what_the_library_finds(tmp_path) -> None:
     assert {Path(file).name for file in document["files"]} >= {"attention.parquet", "altered.png"}
     for name, table in known.tables.items():
         assert parquet.read_table(out / f"{name}.parquet") == table
+    rows = {
+        group: {name: torch.stack([torch.zeros(WIDTH), one[LAYER]]) for name, one in vectors.items()}
+        for group, vectors in GROUPS.items()
+    }
+    for group, level in (("roles", "pos_3"), ("traits", "pos_neg_50")):
+        for name, own in rows[group].items():
+            path = tmp_path / "people" / group / "vectors" / f"{name}.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({level: own + (level == "pos_3")}, path)
+    torch.save(
+        {"activations": {"default_1": torch.ones(2, WIDTH)}}, tmp_path / "people" / "roles" / "default_vectors.pt"
+    )
+    torch.save({"pos_2": torch.ones(2, WIDTH)}, tmp_path / "people" / "roles" / "vectors" / "ghost.pt")
+    people = [f"--vectors={tmp_path / 'people' / group / 'vectors'}" for group in GROUPS]
+    read = call("compare", base, instruct, *people, "--layer", LAYER, *layers, "--out", tmp_path / "people" / "out")
+    assert read.exit_code == 0, read.output
+    assert "pos_3 - default_1 of 9 of 10 files; 1 left out" in " ".join(read.stderr.split())
+    found = parquet.read_table(tmp_path / "people" / "out" / "feed_forward.parquet")
+    assert found["group"] == known.tables["feed_forward"]["group"]
+    near(found["absolute"].to_numpy(), known.tables["feed_forward"]["absolute"].to_numpy(), 1e-4)
     shown = call("compare", base, instruct, *given, "--layer", LAYER, *layers, "--out", out)
     assert "PC1" in shown.stdout
     assert "absolute" in shown.stdout
