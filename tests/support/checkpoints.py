@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load_file
 
 from steercap.lab.mechanism.weights.model import ModelWeights
 
 
-def cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def cosine(one: np.ndarray, other: np.ndarray) -> Any:
     return (one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
 
 
@@ -20,32 +22,32 @@ class Checkpoint:
 
     def __init__(self, family: str, path: Path) -> None:
         self.family = family
-        self.tensors = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         for file in path.glob("*.safetensors"):
             self.tensors |= load_file(file)
         self.weights = ModelWeights.open(path)
         self.eps = self.weights._config.rms_norm_eps
         self.query_heads = self.weights._config.num_attention_heads
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> Any:
         return self.tensors[name].double().numpy()
 
-    def norm(self, rows: np.ndarray, name: str) -> np.ndarray:
+    def norm(self, rows: np.ndarray, name: str) -> Any:
         """RMSNorm; Gemma's gains are 1 + w."""
         gain = self[f"{name}.weight"] + (self.family == "gemma2")
         return gain * rows / np.sqrt((rows**2).mean(-1, keepdims=True) + self.eps)
 
-    def linear(self, rows: np.ndarray, name: str) -> np.ndarray:
+    def linear(self, rows: np.ndarray, name: str) -> Any:
         bias = self[f"{name}.bias"] if f"{name}.bias" in self.tensors else 0.0
         return rows @ self[f"{name}.weight"].T + bias
 
-    def before(self, rows: np.ndarray, layer: int, block: str) -> np.ndarray:
+    def before(self, rows: np.ndarray, layer: int, block: str) -> Any:
         names = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
         if self.family == "gemma2":
             names["mlp"] = "pre_feedforward_layernorm"
         return self.norm(rows, f"model.layers.{layer}.{names[block]}")
 
-    def feed_forward(self, rows: np.ndarray, layer: int) -> np.ndarray:
+    def feed_forward(self, rows: np.ndarray, layer: int) -> Any:
         prefix = f"model.layers.{layer}"
         normed = self.before(rows, layer, "mlp")
         gate, up = (self.linear(normed, f"{prefix}.mlp.{part}_proj") for part in ("gate", "up"))
@@ -56,7 +58,7 @@ class Checkpoint:
         found = self.linear(gate * up, f"{prefix}.mlp.down_proj")
         return self.norm(found, f"{prefix}.post_feedforward_layernorm") if self.family == "gemma2" else found
 
-    def heads(self, rows: np.ndarray, layer: int, part: str) -> np.ndarray:
+    def heads(self, rows: np.ndarray, layer: int, part: str) -> Any:
         """Queries, keys or values of each query head, [rows, heads, head_dim]."""
         name = f"model.layers.{layer}.self_attn.{part}"
         found = self.linear(self.before(rows, layer, "attention"), f"{name}_proj")
@@ -66,12 +68,12 @@ class Checkpoint:
             found = self.norm(found, f"{name}_norm")
         return found.repeat(self.query_heads // found.shape[1], axis=1)
 
-    def scores(self, queries: np.ndarray, keys: np.ndarray, layer: int) -> np.ndarray:
+    def scores(self, queries: np.ndarray, keys: np.ndarray, layer: int) -> Any:
         """q · k / √head_dim of pairs of rows, mean over heads."""
         q, k = self.heads(queries, layer, "q"), self.heads(keys, layer, "k")
         return (q * k).sum(2).mean(1) / math.sqrt(q.shape[2])
 
-    def writes(self, rows: np.ndarray, layer: int) -> np.ndarray:
+    def writes(self, rows: np.ndarray, layer: int) -> Any:
         prefix = f"model.layers.{layer}"
         values = self.heads(rows, layer, "v").reshape(len(rows), -1)
         found = self.linear(values, f"{prefix}.self_attn.o_proj")

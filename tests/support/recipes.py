@@ -35,12 +35,14 @@ class Plain:
         return torch.cat([rows[:, : self.start], rows[:, self.start :] + self.vector], 1)
 
     def chat(self, turns: list[dict[str, str]]) -> list[int]:
-        return self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        ids: list[int] = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        return ids
 
     @torch.inference_mode()
     def logits(self, ids: list[int], vector: torch.Tensor | None = None, start: int = 0) -> torch.Tensor:
         self.vector, self.start = torch.zeros(WIDTH) if vector is None else vector, start
-        return self.model(torch.tensor([ids])).logits[0]
+        logits: torch.Tensor = self.model(torch.tensor([ids])).logits[0]
+        return logits
 
     @torch.inference_mode()
     def mean(self, turns: list[dict[str, str]]) -> np.ndarray:
@@ -193,11 +195,11 @@ def check_comparison(folder: Path, levels: dict[tuple[str, str], np.ndarray]) ->
                 assert row[f"{model}_z"] == pytest.approx((value - random.mean()) / random.std(ddof=1), abs=5e-3)
 
 
-def score(own: Checkpoint, sources: np.ndarray, targets: np.ndarray, layer: int) -> np.ndarray:
+def score(own: Checkpoint, sources: np.ndarray, targets: np.ndarray, layer: int) -> Any:
     return own.scores(sources, targets, layer)
 
 
-def written(own: Checkpoint, sources: np.ndarray, targets: np.ndarray, layer: int) -> np.ndarray:
+def written(own: Checkpoint, sources: np.ndarray, targets: np.ndarray, layer: int) -> Any:
     return cosine(own.writes(sources, layer), targets)
 
 

@@ -732,10 +732,11 @@ async def test_a_long_file_is_not_read_to_its_end(client, library) -> None:
     assert read < 5000
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # vLLM leaves its socket open
 def test_a_port_in_use_names_its_option() -> None:
     """At once, before anything is loaded."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        flags = server.read_flags(str(tiny_checkpoint()), ["--host", "127.0.0.1", "--port", str(port)])
+        flags = server.read_flags(str(tiny_checkpoint("llama")), ["--host", "127.0.0.1", "--port", str(port)])
         with pytest.raises(OSError, match=f"in use: --host 127.0.0.1 --port {port}; give another"):
             server.listening(flags)
