@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 from torch import distributed
 
-from steercap.core.values import number_of, parts_of, shown
+from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.base import write_whole
 from steercap.files.folder import FolderKind, locked
@@ -34,7 +34,7 @@ from steercap.lab.training.folder import Definition, Trained, check_name, write_
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import rank, world
 from steercap.lab.training.objectives import Objective, objective_of
-from steercap.lab.training.settings import TrainingSettings, settings_of
+from steercap.lab.training.settings import TrainingSettings, rates_of, settings_of
 from steercap.lab.training.training import (
     AnyEdit,
     AnyExample,
@@ -119,7 +119,7 @@ def train_datasets(
     if not isinstance(budget, TokenBudget):
         raise InvalidSetting(f"budget={shown(budget)}; give TokenBudget(training=..., validation=...)")
     how = objective_of(objective)
-    run = RatesRun(hooked_of(model, wanted), how, wanted, edit, Path(out), _checked(rates), budget)
+    run = RatesRun(hooked_of(model, wanted), how, wanted, edit, Path(out), rates_of(rates), budget)
     results: dict[str, DatasetTrained] = {}
     skipped: dict[str, str] = {}
     for at, name in enumerate(datasets):
@@ -133,15 +133,6 @@ def train_datasets(
     if not results:
         raise InvalidSetting(f"no data set is large enough for {budget}: {shown(skipped)}")
     return TrainedDatasets(Path(out), results, skipped)
-
-
-def _checked(rates: Sequence[float]) -> list[float]:
-    found = [number_of(rate) for rate in parts_of(rates, "rates") or ()]
-    if not found or not all(rate is not None and 0 < rate < float("inf") for rate in found):
-        raise InvalidSetting(f"rates={shown(rates)}; give learning rates above 0, one at least")
-    if len(set(found)) < len(found):
-        raise InvalidSetting(f"rates={shown(rates)}; give each once")
-    return [float(rate) for rate in found if rate is not None]
 
 
 def _report(progress: Progress | None, at: int, datasets: int, rates: int, done: int) -> None:
