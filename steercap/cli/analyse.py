@@ -133,7 +133,7 @@ def group_in(path: Path, layer: int, base: int | None, terminal: Terminal) -> Di
     from steercap.steering.formats import load_personas
 
     files = sorted(one for one in path.iterdir() if one.suffix in FILES) if path.is_dir() else [path]
-    if path.is_dir() and {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
+    if path.is_dir() and base != 1 and {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
         personas = load_personas(path, layers=[layer])
         terminal.say(f"{path}: {personas}")
         return personas.directions

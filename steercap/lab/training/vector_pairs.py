@@ -167,7 +167,7 @@ def _unmatched(first: LayerVectors, second: LayerVectors) -> str:
     """Return the layers that only one of two vectors has, in words; "" if both have the same."""
     sides = {"first": first.keys() - second.keys(), "second": second.keys() - first.keys()}
     return "; ".join(
-        f"{len(layers)} only in the {side}, from {min(layers)} to {max(layers)}"
+        f"{len(layers)} only in the {side}, {min(layers)}" + (f" to {max(layers)}" if len(layers) > 1 else "")
         for side, layers in sides.items()
         if layers
     )
