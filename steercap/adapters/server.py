@@ -115,8 +115,16 @@ async def application(
 
 
 def listening(flags: argparse.Namespace) -> socket.socket:
-    """Return a socket that is bound to the address in the flags."""
-    _, found = setup_server(flags, reuse_port=False)
+    """Return a socket that is bound to the address in the flags.
+
+    Raises:
+        OSError: it cannot be bound; the message names --host and --port.
+    """
+    try:
+        _, found = setup_server(flags, reuse_port=False)
+    except OSError as error:
+        where = flags.uds if flags.uds is not None else f"--host {flags.host or '0.0.0.0'} --port {flags.port}"  # noqa: S104
+        raise OSError(error.errno, f"{error.strerror}: {where}; give another, or end what listens there") from error
     bound: socket.socket = found
     return bound
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
-from steercap.cli.contents import directions_in, load
+from steercap.cli.contents import directions_in, group_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import SMOLLM2, located
 from steercap.cli.parsing import base_of, layers_of, names_of
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
     from steercap.lab.mechanism.comparison import CheckpointComparison
     from steercap.saes.sae import SAE
     from steercap.steering.directions import DirectionSet
-    from steercap.steering.layers import LayerVectors
 
-#: Extensions of files of vectors in a folder.
-FILES: Final = (".gguf", ".pt", ".safetensors")
 #: Column to sort a part's rows by, greatest absolute value first.
 SORTED: Final = {"heads": "copied_z"}
 #: Parts with one table for all vectors together.
@@ -115,25 +113,10 @@ def one_layer(directions: DirectionSet, layer: int | None) -> int:
     return found
 
 
-def group_in(path: Path, layer: int, base: int | None) -> DirectionSet:
-    """Return the vectors of one layer in a file, or in all files of a folder.
-
-    Raises:
-        InvalidFile: a folder without vectors, two vectors of one name, or a file that is none of vectors.
-    """
-    from steercap.errors import InvalidFile
-    from steercap.steering.directions import DirectionSet
-
-    files = sorted(one for one in path.iterdir() if one.suffix in FILES) if path.is_dir() else [path]
-    found: dict[str, LayerVectors] = {}
-    for file in files:
-        directions = directions_in(load(file, base=base_of(base)), file).at_layers([layer])
-        if twice := found.keys() & directions.keys():
-            raise InvalidFile(f"{file} holds {min(twice)!r}, and so does another file of {path}; rename one")
-        found |= directions
-    if not found:
-        raise InvalidFile(f"{path} has no file of vectors, {', '.join(FILES)}")
-    return DirectionSet(found)
+def group_name(path: Path) -> str:
+    """Return the name of a group: of a file or folder, or of what holds a folder `vectors` of persona files."""
+    held = path.absolute()
+    return held.parent.name if held.name == "vectors" or held.name.startswith("vectors_vllm_") else held.stem
 
 
 def compared(found: CheckpointComparison, out: Path, terminal: Terminal) -> None:
@@ -172,7 +155,7 @@ def register_comparison(app: typer.Typer) -> None:
         terminal: Terminal,
         vectors: Annotated[
             list[Path],
-            typer.Option(help="File or folder of vectors: a group, named after it; several are tested."),
+            typer.Option(help="File or folder of vectors, or of persona files: a group, named after it."),
         ],
         layer: Annotated[int, typer.Option(min=0, help="Layer of the vectors.")],
         components: Annotated[
@@ -190,6 +173,8 @@ def register_comparison(app: typer.Typer) -> None:
         nulls: Annotated[int, typer.Option(min=20, help="Random pairs that attention is compared with.")] = 200,
         seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
         correction: Annotated[str, typer.Option(help="Correction of the tests: holm, bh or none.")] = "holm",
+        level: Annotated[str | None, typer.Option(help="Level of persona files (default: see the guide).")] = None,
+        raw: Annotated[bool, typer.Option("--raw", help="Do not subtract the default of persona files.")] = False,
         row_base: Annotated[
             int | None, typer.Option("--base", min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
         ] = None,
@@ -202,7 +187,8 @@ def register_comparison(app: typer.Typer) -> None:
         """
         require("analysis")
         folder_ready(out)
-        groups = {path.stem: group_in(path, layer, row_base) for path in vectors}
+        reading = partial(group_in, layer=layer, base=base_of(row_base), say=terminal.say, level=level, raw=raw)
+        groups = {group_name(path): reading(path) for path in vectors}
         if len(groups) < len(vectors):
             raise typer.BadParameter("two have the same name; rename one", param_hint="--vectors")
         from steercap.lab.mechanism.analysis import ModelWeights
@@ -218,7 +204,7 @@ def register_comparison(app: typer.Typer) -> None:
             seed=seed,
             correction=correction,  # type: ignore[arg-type]
         )
-        axes = None if components is None else group_in(components, layer, row_base)
+        axes = None if components is None else reading(components)
         first, second = (ModelWeights.open(located(one)) for one in (base, instruct))
         with terminal.stages() as progress:
             found = run(first, second, groups, layer, components=axes, settings=settings, folder=out, progress=progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,10 +42,10 @@ def labels_in(path: Path) -> dict[str, list[float]] | None:
         if (
             names is None
             or set(given) != set(names)
-            or not all(type(one) in {int, float, bool} for one in given.values())
+            or not all(type(one) in {int, float, bool} and math.isfinite(one) for one in given.values())
         ):
             raise InvalidFile(
-                f"{path}, line {number}: labels={shown(labels)}; give each text a number by the same names: "
+                f"{path}, line {number}: labels={shown(labels)}; give each text a finite number by the same names: "
                 f"{', '.join(names or ['calm'])}"
             )
     return {name: [float(labels[name]) for _, labels in lines if labels] for name in names or ()}
@@ -100,7 +101,7 @@ def _check(app: typer.Typer) -> None:
         codec: Annotated[
             list[str] | None, typer.Option(metavar="CODEC,k=N", help="Codec to judge; repeatable (default: ten).")
         ] = None,
-        rows: Annotated[int, typer.Option(min=1, help="Maximum rows of each point.")] = 2000,
+        rows: Annotated[int, typer.Option(min=64, help="Maximum rows of each point.")] = 2000,
         directions: Annotated[Path | None, typer.Option(help="File of directions whose cosines must be kept.")] = None,
         sae: Annotated[Path | None, typer.Option(help="Folder of an SAE to give decoded rows to.")] = None,
         train_sae: Annotated[bool, typer.Option("--train-sae", help="Also train SAEs on raw and top-k rows.")] = False,
@@ -116,7 +117,7 @@ def _check(app: typer.Typer) -> None:
         --record-site read as @FILE, with all measures in it.
         """
         from steercap.core.spec import CaptureSpec
-        from steercap.lab.measures.codec_check import CANDIDATES, check_codecs, codings_of
+        from steercap.lab.measures.codec_check import CANDIDATES, check_codecs, check_labels, codings_of
         from steercap.saes.sae import SAE
 
         options = ModelOptions(model, engine_arg=engine_arg)
@@ -128,9 +129,11 @@ def _check(app: typer.Typer) -> None:
         codings_of(candidates)
         if given is not None and given.site not in armed:
             raise typer.BadParameter(f"they are at {given.site}; add it to --sites", param_hint="--directions")
-        preflight(options, sites=armed).check_capture(
-            CaptureSpec(layers="all" if wanted is None else wanted, sites=armed)
-        )
+        check_labels(labels or {})
+        there = preflight(options, sites=armed)
+        there.check_capture(CaptureSpec(layers="all" if wanted is None else wanted, sites=armed))
+        if given is not None:
+            there.check_directions(given, wanted)
         known = None if sae is None else SAE.load(sae)
         may_replace(out, terminal, force=force)  # last: it asks
         async with opened(options, terminal, sites=armed) as open_model:

@@ -7,8 +7,9 @@ the user must say which row is layer 0, or experiments of activation capping.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from steercap.cli.tables import span
 from steercap.core.values import choices
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Content of a steering file; a dict holds experiments of activation capping as specs, by their ids.
 Content: TypeAlias = "SteeringSpec | LayerVectors | DirectionSet | dict[str, SteeringSpec]"
+#: Extensions of files of vectors in a folder.
+FILES: Final = (".gguf", ".pt", ".safetensors")
 
 
 def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high", "low"] = "high") -> Content:
@@ -117,6 +120,36 @@ def directions_in(content: Content, path: Path) -> DirectionSet:
     if isinstance(content, LayerVectors):
         return DirectionSet({content.name or path.stem: content})
     raise InvalidFile(f"{path} holds edits that are ready to use, not vectors; give it to --steer")
+
+
+def group_in(
+    path: Path, *, layer: int, base: Literal[0, 1] | None, say: Callable[[str], object], **reading: Any
+) -> DirectionSet:
+    """Return the vectors of one layer in a file, in all files of a folder, or in a folder of persona files.
+
+    `say` is told what a folder of persona files has; `reading` holds `level` and `raw` of `load_personas`.
+
+    Raises:
+        InvalidFile: a folder without vectors, two vectors of one name, or a file that is none of vectors.
+    """
+    from steercap.files.base import read_pt
+    from steercap.steering.directions import DirectionSet
+    from steercap.steering.formats import load_personas
+
+    files = sorted(one for one in path.iterdir() if one.suffix in FILES) if path.is_dir() else [path]
+    if path.is_dir() and base != 1 and {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
+        personas = load_personas(path, layers=[layer], **reading)
+        say(f"{path}: {personas}")
+        return personas.directions
+    found: dict[str, LayerVectors] = {}
+    for file in files:
+        directions = directions_in(load(file, base=base), file).at_layers([layer])
+        if twice := found.keys() & directions.keys():
+            raise InvalidFile(f"{file} holds {min(twice)!r}, and so does another file of {path}; rename one")
+        found |= directions
+    if not found:
+        raise InvalidFile(f"{path} has no file of vectors, {', '.join(FILES)}")
+    return DirectionSet(found)
 
 
 def only(directions: DirectionSet, name: str | None) -> LayerVectors:

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from steercap.config import Settings
-    from steercap.core.spec import CaptureSpec, Point
+    from steercap.core.spec import CaptureSpec, Layers, Point
     from steercap.engine.checkpoint import Checkpoint
     from steercap.server.recording import RecordSettings
+    from steercap.steering.directions import DirectionSet
     from steercap.steering.spec import SteeringSpec
 
 #: Sites whose rows are as wide as the residual stream, which config.json gives.
@@ -125,6 +126,22 @@ class Preflight:
                 num_layers=self.model.layers,
                 edits_per_point=self.settings.edits_per_point,
             )
+
+    def check_directions(self, directions: DirectionSet, layers: Layers | None) -> None:
+        """Check that there are directions of the stream's width at some layers; None for all that they have.
+
+        Raises:
+            LayerOutOfRange, PointNotArmed: a layer that the model or the directions do not have.
+            InvalidVector: they have another width.
+        """
+        from steercap.core.spec import resolve_layers
+
+        if self.model.layers:
+            at = directions.layers if layers is None else resolve_layers(layers, self.model.layers)
+            directions.at_layers(at)
+            self.check_layers(at, directions.site)
+        if directions.site in STREAM:
+            self.check_width(directions.width, "--directions")
 
     def check_width(self, width: int, what: str) -> None:
         """Check that vectors are as wide as rows of the residual stream.

@@ -15,6 +15,7 @@ import pytest
 from conftest import listening, opened
 from docs_pages import ROOT, Block, blocks, is_cheap, model_of, pages, steercap_commands
 from support.multimodal import wrapper_checkpoint
+from support.recipes import check_recipes
 from support.rows import TINY_ENGINE
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ from steercap.server.server import ServerSettings, application
 from steercap.steering import DirectionSet
 
 PAGES = [page for page in pages() if model_of(page)]
+RECIPES = ROOT / "docs" / "recipes.md"
 SCRIPTS = {block.text: block for page in pages() for block in blocks(page) if block.is_script and not block.reason}
 SHELL = [
     pytest.param(block, id=block.where)
@@ -38,10 +40,19 @@ SHELL = [
 ]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if model_of(page) == "smol"], ids=lambda page: page.name)
+SMOL = [page for page in PAGES if model_of(page) == "smol" and page != RECIPES]
+
+
+@pytest.mark.parametrize("page", SMOL, ids=lambda page: page.name)
 async def test_the_blocks_of_a_page_run(page: Path, smol: SteerModel, tmp_path, monkeypatch) -> None:
     """Each block runs after those before it, in one namespace, with an open model: `await` at the top level and all."""
     await read(page, smol, tmp_path, monkeypatch)
+
+
+async def test_the_recipes_give_what_transformers_and_numpy_give(smol: SteerModel, tmp_path, monkeypatch) -> None:
+    """Their blocks run as those of every page; then what they wrote is computed anew."""
+    await read(RECIPES, smol, tmp_path, monkeypatch)
+    check_recipes(tmp_path)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if model_of(page) == "tiny"], ids=lambda page: page.name)

@@ -13,7 +13,7 @@ from support.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_pr
 from support.sketching import rows_by_point, sketches_agree
 from support.specs import spec
 
-from steercap import CaptureSpec, Point, errors, save_run
+from steercap import CaptureSpec, Point, SteerModel, errors, save_run
 from steercap.core.schema import PointSchema
 from steercap.testing import tiny_checkpoint
 
@@ -23,12 +23,24 @@ SEVEN = {"max_tokens": 7, **GREEDY}
 pytestmark = pytest.mark.usefixtures("two_workers")
 
 
+async def steered_log_probs(model: SteerModel) -> list[dict[int, float]]:
+    """Float32 log probabilities of the ten likeliest tokens at each step, by token, all layers steered."""
+    steering, params = spec("add", 128, seed=7, layers="all"), {"max_tokens": 6, "logprobs": 10, **GREEDY}
+    plain, found = [await model.run(random_prompt(20, 5), params, steering=one) for one in (None, steering)]
+    steps = [
+        [{token: one.logprob for token, one in step.items()} for step in run.output.outputs[0].logprobs]
+        for run in (plain, found)
+    ]
+    assert steps[0] != steps[1], "steering changed nothing"
+    return steps[1]
+
+
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.slow
 async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_reference) -> None:
     """Tensor parallel: one rank captures the full rows, both edit. Pipeline parallel: each stage captures and edits its
     layers, and projects their rows; the client merges rows and receipts. In codecs they are those of one worker. Of
-    biases every rank that samples has a receipt.
+    biases every rank that samples has a receipt. Log probabilities of steered tokens are those of one worker.
     """
     spawned = layout == "tensor_parallel_size"  # whose workers have the cores that steercap names
     async with opened(
@@ -40,6 +52,8 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_refe
         assert all(share <= 1 for share in (await codecs_agree(model)).values())
         assert same_codes(await coded_rows(model, ALL_SITES), await coded_rows(tiny, ALL_SITES)) > 0.99
         await sketches_agree(model)
+        for ours, known in zip(await steered_log_probs(model), await steered_log_probs(tiny), strict=True):
+            assert ours == pytest.approx(known, abs=1e-4)
         assert await settled(model) == (0, 0, 0)
         assert len(model.serving.engine._all_ranks) == (1 if layout.startswith("tensor") else 2)
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))

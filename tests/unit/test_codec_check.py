@@ -287,8 +287,8 @@ FAR = LayerVectors({0: torch.ones(WIDTH)}, name="a", model="m", site="resid_post
         ({"labels": {"a": [1, 2]}}, r"labels\['a'\]=\[1, 2\]; give a finite number for each of the 40 texts"),
         ({"labels": {"a": [float("nan")] * 40}}, "give a finite number for each"),
         ({"labels": {"a": "b" * 40}}, "give a finite number for each"),
-        ({"labels": {"a": [1.0] * 40}}, r"labels\['a'\]: 40 texts were read, with labels \[1.0\]; a probe needs 8 texts"),
-        ({"labels": {"a": LABELS}, "most_rows": 200}, "5 texts were read"),
+        ({"labels": {"a": [1.0] * 40}}, r"labels\['a'\]: 40 texts, with labels \[1.0\]; a probe needs 8 texts"),
+        ({"labels": {"a": LABELS}, "most_rows": 200}, "5 texts, with labels"),
         ({"most_rows": 3}, "most_rows=3; give a whole number from 64"),
         ({"most_rows": True}, "most_rows=True"),
         ({"seed": -1}, "seed=-1; give a whole number from 0"),
@@ -330,15 +330,21 @@ LINE = {"text": "How are you?", "labels": {"calm": 1}}
         (
             [LINE, {"text": "a"}],
             "--out c.json",
-            (1, "line 2: labels=None; give each text a number by the same names: calm"),
+            (1, "line 2: labels=None; give each text a finite number by the same names: calm"),
         ),
         ([LINE, {**LINE, "labels": {"x": 1}}], "--out c.json", (1, "line 2: labels={'x': 1}; give each")),
         ([{**LINE, "labels": {"calm": "x"}}], "--out c.json", (1, "line 1: labels={'calm': 'x'}; give each")),
         ([{**LINE, "labels": 3}], "--out c.json", (1, "line 1: labels=3; give each")),
         ([{"words": "a"}], "--out c.json", (1, "line 1")),
         ([LINE], "--out c.json --codec rp9", (1, "unknown codec 'rp9'")),
-        ([LINE], "--out c.json --sites nowhere", (1, "nowhere")),
+        (["a"], "--out c.json --sites nowhere", (1, "nowhere")),
         ([LINE], "--out c.json --layers x", (2, "'x'")),
+        ([LINE] * 20, "--out c.json", (1, "labels['calm']: 20 texts, with labels [1.0]; a probe needs 8 texts")),
+        ([LINE, {**LINE, "labels": {"calm": 0}}], "--out c.json", (1, "labels['calm']: 2 texts")),
+        ([LINE], "--out c.json --rows 63", (2, "greater than or equal to 64")),
+        (["a"], "--out c.json --directions wide.safetensors", (1, "rows of smollm2 have 576")),
+        (["a"], "--out c.json --directions far.safetensors", (1, "LayerOutOfRange")),
+        (["a"], "--out c.json --directions good.safetensors --layers 3", (1, "3")),
         ([LINE], "--out /proc/no/c.json", (2, "cannot be written to")),
     ],
 )
@@ -347,6 +353,8 @@ def test_the_command_checks_what_it_is_given_before_an_engine_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, layer, width in (("wide", 2, 8), ("far", 30, 576), ("good", 2, 576)):
+        DirectionSet({"a": LayerVectors({layer: torch.ones(width)})}).save(f"{name}.safetensors")
     result = call("codecs", "check", "smollm2", "texts.jsonl", *options.split())
     assert result.exit_code == expected[0], result.output
     assert expected[1] in re.sub(r"[\s│]+", " ", result.output)

@@ -104,7 +104,9 @@ def test_other_sources_are_compared_too_and_zeros_are_said(tmp_path) -> None:
     assert found.rows[0].cosine == pytest.approx(1)
     assert (found.rows[1].cosine, found.rows[1].norm, found.rows[1].norm_ratio) == (None, 0, None)
     assert "1 with a vector of zeros" in str(found)
+    assert found.left_out == {"layers of a and 1 more": "2 only in the second, 0 to 2"}
     back = compare_vectors({"b": drawn(2, model="other")}, tmp_path / "trained")
+    assert back.left_out == {"a": "only in the second", "layers of b": "2 only in the first, 0 to 2"}
     assert (back.rows[0].cosine, back.rows[0].norm_ratio) == (None, 0)
     assert parquet.read_table(found.save(tmp_path / "t.parquet")).to_pylist()[1]["cosine"] is None
 

@@ -15,6 +15,7 @@ from cli_calls import call
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from scipy import stats
+from support.checkpoints import Checkpoint, cosine
 
 from steercap import errors
 from steercap.lab.mechanism import analysis
@@ -25,7 +26,7 @@ from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
 
-WIDTH, LAYER, HEADS = 128, 1, 4
+WIDTH, LAYER = 128, 1
 FAMILIES = ["llama", "qwen3", "gemma2", "qwen2"]
 #: Float32 products of width 128, relative to the largest of an array.
 NEAR = 2e-6
@@ -56,67 +57,6 @@ def drawn(count: int, prefix: str, seed: int) -> DirectionSet:
 
 GROUPS = {"roles": drawn(9, "r", 1), "traits": drawn(7, "t", 2)}
 SETTINGS = CompareSettings(layers=[1, 2], feed_forward_layers=[0, 1, 2], nulls=100)
-
-
-class Checkpoint:
-    """One checkpoint's formulas, from its files, float64."""
-
-    def __init__(self, family: str, path: Path) -> None:
-        self.family = family
-        self.tensors = {}
-        for file in path.glob("*.safetensors"):
-            self.tensors |= {name: tensor.double().numpy() for name, tensor in load_file(file).items()}
-        self.weights = ModelWeights.open(path)
-        self.eps = self.weights._config.rms_norm_eps
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self.tensors[name]
-
-    def norm(self, rows: np.ndarray, name: str) -> np.ndarray:
-        """RMSNorm; Gemma's gains are 1 + w."""
-        gain = self[f"{name}.weight"] + (self.family == "gemma2")
-        return gain * rows / np.sqrt((rows**2).mean(-1, keepdims=True) + self.eps)
-
-    def linear(self, rows: np.ndarray, name: str) -> np.ndarray:
-        return rows @ self[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0.0)
-
-    def before(self, rows: np.ndarray, layer: int, block: str) -> np.ndarray:
-        names = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
-        if self.family == "gemma2":
-            names["mlp"] = "pre_feedforward_layernorm"
-        return self.norm(rows, f"model.layers.{layer}.{names[block]}")
-
-    def feed_forward(self, rows: np.ndarray, layer: int) -> np.ndarray:
-        prefix = f"model.layers.{layer}"
-        normed = self.before(rows, layer, "mlp")
-        gate, up = (self.linear(normed, f"{prefix}.mlp.{part}_proj") for part in ("gate", "up"))
-        if self.family == "gemma2":  # GELU by tanh
-            gate = 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-        else:
-            gate = gate / (1 + np.exp(-gate))
-        found = self.linear(gate * up, f"{prefix}.mlp.down_proj")
-        return self.norm(found, f"{prefix}.post_feedforward_layernorm") if self.family == "gemma2" else found
-
-    def heads(self, rows: np.ndarray, layer: int, part: str) -> np.ndarray:
-        """Queries, keys or values of each query head, [rows, heads, head_dim]."""
-        name = f"model.layers.{layer}.self_attn.{part}"
-        found = self.linear(self.before(rows, layer, "attention"), f"{name}_proj")
-        dim = self[f"model.layers.{layer}.self_attn.q_proj.weight"].shape[0] // HEADS
-        found = found.reshape(len(rows), -1, dim)
-        if self.family == "qwen3" and part != "v":
-            found = self.norm(found, f"{name}_norm")
-        return found.repeat(HEADS // found.shape[1], axis=1)
-
-    def scores(self, queries: np.ndarray, keys: np.ndarray, layer: int) -> np.ndarray:
-        """q · k / √head_dim of pairs of rows, mean over heads."""
-        q, k = self.heads(queries, layer, "q"), self.heads(keys, layer, "k")
-        return (q * k).sum(2).mean(1) / math.sqrt(q.shape[2])
-
-    def writes(self, rows: np.ndarray, layer: int) -> np.ndarray:
-        prefix = f"model.layers.{layer}"
-        values = self.heads(rows, layer, "v").reshape(len(rows), -1)
-        found = self.linear(values, f"{prefix}.self_attn.o_proj")
-        return self.norm(found, f"{prefix}.post_attention_layernorm") if self.family == "gemma2" else found
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -151,10 +91,6 @@ def named_rows() -> dict[tuple[str, str], np.ndarray]:
         outermost = middle @ axis
         rows["components", f"PC{at + 1}"] = axis * np.sign(outermost[np.abs(outermost).argmax()])
     return {key: row / np.linalg.norm(row) * length() for key, row in rows.items()}
-
-
-def cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return (one * other).sum(-1) / np.linalg.norm(one, axis=-1) / np.linalg.norm(other, axis=-1)
 
 
 def near(found, known, tolerance: float = NEAR) -> None:
@@ -490,6 +426,14 @@ def test_an_interrupted_comparison_goes_on(tmp_path) -> None:
         assert written == table
         assert analysis.about(written) == analysis.about(table)
     assert analysis.about(found.tables["tests"])["focus"] == known.focus
+    lost = folder / "parts" / "feed_forward-001-feed_forward.parquet"
+    lost.unlink()  # it is computed again
+    again = compare(*models, GROUPS, LAYER, settings=SETTINGS, folder=folder)
+    assert lost.exists()
+    assert again.tables == known.tables
+    lost.write_bytes(b"PAR1")
+    with pytest.raises(errors.InvalidFile, match=f"{lost.name} holds something"):
+        compare(*models, GROUPS, LAYER, settings=SETTINGS, folder=folder)
     for change in (
         {"groups": {**GROUPS, "traits": drawn(7, "t", 3)}},
         {"settings": CompareSettings(layers=[1, 2], feed_forward_layers=[0, 1, 2], nulls=101)},
@@ -593,6 +537,26 @@ def test_the_command_writes_what_the_library_finds(tmp_path) -> None:
     assert {Path(file).name for file in document["files"]} >= {"attention.parquet", "altered.png"}
     for name, table in known.tables.items():
         assert parquet.read_table(out / f"{name}.parquet") == table
+    rows = {
+        group: {name: torch.stack([torch.zeros(WIDTH), one[LAYER]]) for name, one in vectors.items()}
+        for group, vectors in GROUPS.items()
+    }
+    for group, level in (("roles", "pos_3"), ("traits", "pos_neg_50")):
+        for name, own in rows[group].items():
+            path = tmp_path / "people" / group / "vectors" / f"{name}.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({level: own + (level == "pos_3")}, path)
+    torch.save(
+        {"activations": {"default_1": torch.ones(2, WIDTH)}}, tmp_path / "people" / "roles" / "default_vectors.pt"
+    )
+    torch.save({"pos_2": torch.ones(2, WIDTH)}, tmp_path / "people" / "roles" / "vectors" / "ghost.pt")
+    people = [f"--vectors={tmp_path / 'people' / group / 'vectors'}" for group in GROUPS]
+    read = call("compare", base, instruct, *people, "--layer", LAYER, *layers, "--out", tmp_path / "people" / "out")
+    assert read.exit_code == 0, read.output
+    assert "pos_3 - default_1 of 9 of 10 files; 1 left out" in " ".join(read.stderr.split())
+    found = parquet.read_table(tmp_path / "people" / "out" / "feed_forward.parquet")
+    assert found["group"] == known.tables["feed_forward"]["group"]
+    near(found["absolute"].to_numpy(), known.tables["feed_forward"]["absolute"].to_numpy(), 1e-4)
     shown = call("compare", base, instruct, *given, "--layer", LAYER, *layers, "--out", out)
     assert "PC1" in shown.stdout
     assert "absolute" in shown.stdout
@@ -601,6 +565,8 @@ def test_the_command_writes_what_the_library_finds(tmp_path) -> None:
         ([*given, "--layer", "2"], "layers [2]"),
         ([*given, "--correction", "hlm"], "holm"),
         ([*given, *given], "same name"),
+        ([*people, "--level", "pos3"], "did you mean 'pos_3'"),
+        ([*people, "--base", "1"], "no 'vectors'"),
     ):
         bad = call("compare", base, instruct, *wrong, *([] if "--layer" in wrong else ["--layer", "1"]), "--out", out)
         assert bad.exit_code in {1, 2}

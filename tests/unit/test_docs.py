@@ -259,6 +259,14 @@ def test_troubleshooting_names_every_error() -> None:
     assert [name for name in classes if f"`{name}`" not in page] == []
 
 
+def test_recipes_are_short() -> None:
+    """Six scripts, each under 25 lines of at most 100 characters, of public names alone."""
+    data, *recipes = [block.text for block in blocks(ROOT / "docs" / "recipes.md") if block.language == "python"]
+    assert len(recipes) == 6
+    assert [text for text in recipes if len(text.splitlines()) >= 25 or re.search(r"[ .]_\w", text)] == []
+    assert [line for text in (data, *recipes) for line in text.splitlines() if len(line) > 100] == []
+
+
 def test_the_tables_are_complete() -> None:
     """Every operation is in the table of operations, every scorer in that of scorers."""
     page = (ROOT / "docs" / "steering.md").read_text()

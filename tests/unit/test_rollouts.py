@@ -392,6 +392,13 @@ async def test_more_doses_texts_and_judges_ask_for_what_is_missing(tmp_path) -> 
     )
     assert len(FakeJudge.asked) == 9 * 3 * 2
     assert again.judge is not None
+    tables = [tmp_path / "warm" / name for name in ("judge_scores.parquet", "judge_per_question.parquet")]
+    await run_rollouts(FakeModel(calls=0), [data_set(evaluation=evaluation)], out=tmp_path)
+    assert all(table.exists() for table in tables)  # of the same answers
+    await run_rollouts(FakeModel(calls=0), [data_set()], out=tmp_path)
+    assert not any(table.exists() for table in tables), "they have variants of the call before"
+    (fewer,) = await run_rollouts(FakeModel(calls=0), [data_set(rubric=RUBRIC + "!")], out=tmp_path, judge=judge())
+    assert {row["variant"] for row in rows_of(tables[0])} == set(fewer.judge) == set(data_set().conditions.values())
     with pytest.raises(RunDiffers, match="questions"):
         await run_rollouts(
             FakeModel(), [data_set(evaluation=Evaluation(methods=methods, questions=["Another?"]))], out=tmp_path

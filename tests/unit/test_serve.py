@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import socket
 from typing import Any
 
 import httpx
@@ -30,6 +31,7 @@ from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere, Pres
 from steercap.server.routes import Routes
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
+from steercap.testing import tiny_checkpoint
 
 WIDTH = 8
 ME, OTHER = owner_of("Bearer me"), owner_of("Bearer other")
@@ -728,3 +730,13 @@ async def test_a_long_file_is_not_read_to_its_end(client, library) -> None:
 
     assert (await http.put("/vectors/long", content=endless())).status_code == 413
     assert read < 5000
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # vLLM leaves its socket open
+def test_a_port_in_use_names_its_option() -> None:
+    """At once, before anything is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        flags = server.read_flags(str(tiny_checkpoint("llama")), ["--host", "127.0.0.1", "--port", str(port)])
+        with pytest.raises(OSError, match=f"in use: --host 127.0.0.1 --port {port}; give another"):
+            server.listening(flags)

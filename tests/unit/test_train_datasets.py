@@ -374,6 +374,10 @@ def test_a_rate_that_diverges_is_recorded_and_others_go_on(model, tmp_path) -> N
         ({"datasets": {"x": prompted(4), "y": []}}, InvalidSetting, "0 tokens in 0 examples, of 420"),
         ({"datasets": {"x": [Preference("a", "b", "c")] * 9}}, InvalidSetting, "data set x: Likelihood learns from"),
         ({"epoch": 3}, InvalidSetting, "did you mean 'epochs'"),
+        ({"budget": (1, 2)}, InvalidSetting, "budget=(1, 2); give TokenBudget(training=..., validation=...)"),
+        ({"objective": 3}, InvalidSetting, "objective=3; give an objective, or a name: bipo, distillation, likelihood"),
+        ({"objective": "likelyhood"}, UnknownName, "did you mean 'likelihood'"),
+        ({"datasets": {"x": [Example([1], [99999])] * 60}}, InvalidPrompt, "data set x: token id 99999"),
     ],
 )
 def test_wrong_calls_are_refused(model, tmp_path, changes, error, says) -> None:
@@ -392,14 +396,19 @@ def test_perplexity_needs_system_prompts_where_it_is_asked_for(model) -> None:
 
 
 def test_what_has_no_loss_is_told(model) -> None:
-    """A target that PyTorch would leave out, -100, counts as a token otherwise; and losses that are not finite."""
+    """A target that PyTorch would leave out, -100, counts as a token otherwise; ids that no embedding has; no batches."""
+    with pytest.raises(InvalidPrompt, match=f"token id {model.vocabulary} in .*; the model's ids are 0 to"):
+        perplexity_of(model, [Example([model.vocabulary], [3])])
+    for wrong in (0, -1, 1.5, None):
+        with pytest.raises(InvalidSetting, match=re.escape(f"batch_size={wrong}; give a whole number, 1 or more")):
+            perplexity_of(model, [Example([1, 2], [3])], batch_size=wrong)
     with pytest.raises(InvalidPrompt, match="token id -100 in"):
         perplexity_of(model, [Example([1, 2], [3, -100])])
     with pytest.raises(TrainingDiverged, match=r"losses are not finite under Add\(.*use a smaller vector"):
         perplexity_of(model, [Example([1, 2], [3, 4])], Add(torch.full((model.width,), 3e38), 10.0, layer=0))
 
 
-def test_folders_hold_data_sets_in_every_form(tmp_path) -> None:
+def test_folders_hold_data_sets_in_every_form(model, tmp_path) -> None:
     """By prefix; texts, conversations, persona answers of one label; anything else is named with file and line."""
 
     def write(name: str, *lines: object) -> None:
@@ -422,6 +431,8 @@ def test_folders_hold_data_sets_in_every_form(tmp_path) -> None:
     assert ExampleFolder(tmp_path, "b", "pos")["b"] == [Example(turns[:1], "So.", "7")]
     with pytest.raises(InvalidFile, match=r"b.jsonl, line 1 has the label 'pos', and label=None; give label="):
         ExampleFolder(tmp_path)["b"]
+    with pytest.raises(InvalidSetting, match=re.escape("""{'b': "no line has label='poz'"}""")):
+        train_datasets(model, ExampleFolder(tmp_path, "b", "poz"), out=tmp_path / "out", edit=TrainableAdd(layers=[1]))
     with pytest.raises(InvalidFile, match=r"line 1 has the label None, and label='pos'; leave label= out"):
         ExampleFolder(tmp_path, label="pos")["a__trait__x"]
     with pytest.raises(InvalidFile, match=r"no data set 'c\*'.jsonl; .*'a__trait__x'"):

@@ -223,7 +223,7 @@ async def check_codecs(
         groups = _groups(rows, len(texts), asked, notes)
         taken = list(rows)
         labelled = {name: numbers[taken] for name, numbers in asked.labels.items()}
-        _check_labels(labelled)
+        check_labels(labelled)
         for site in asked.sites:
             whole = torch.cat([one[site] for one in rows.values()])[: asked.most_rows]
             judge = CodecJudge(Point(layer, site), whole, groups, labelled, asked)
@@ -284,8 +284,8 @@ def _groups(
     return found
 
 
-def _check_labels(labels: Mapping[str, Floats]) -> None:
-    """Check that probes can be fitted.
+def check_labels(labels: Mapping[str, Sequence[float] | Floats]) -> None:
+    """Check that probes of labels of so many texts can be fitted.
 
     Raises:
         InvalidRequest: too few texts, or labels that are all equal.
@@ -293,6 +293,6 @@ def _check_labels(labels: Mapping[str, Floats]) -> None:
     for name, numbers in labels.items():
         if len(numbers) < 2 * FOLDS or np.ptp(numbers) == 0:
             raise InvalidRequest(
-                f"labels[{name!r}]: {len(numbers)} texts were read, with labels {sorted(set(numbers.tolist()))[:4]}; "
+                f"labels[{name!r}]: {len(numbers)} texts, with labels {sorted(set(map(float, numbers)))[:4]}; "
                 f"a probe needs {2 * FOLDS} texts and different labels: give shorter texts, mixed, or more rows"
             )

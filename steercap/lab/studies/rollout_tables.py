@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from steercap.files.base import write_whole
+from steercap.files.base import blame, write_whole
 from steercap.files.tables import write_table
 from steercap.lab.measures.statistics import cluster_means, estimate
 from steercap.lab.studies.evaluation.results import EvaluationResults
@@ -185,6 +185,19 @@ def save_judge_scores(folder: Path, results: EvaluationResults, names: Names, ro
         for answer, row in zip(results.answers, rows, strict=True)
     ]
     return write_table(folder / "judge_scores.parquet", found)
+
+
+def remove_stale(folder: Path, results: EvaluationResults, names: Names) -> None:
+    """Remove tables of a judge that are of other answers; a call with the judge writes them anew, and asks nothing."""
+    file = folder / "judge_summary.json"
+    if not file.exists():
+        return
+    with blame(file):
+        known = msgspec.json.decode(file.read_bytes(), type=SummaryFile).variant_summary
+    judged = sum(one.count + one.refusals + one.missing for one in known.values())
+    if known.keys() != specs_of(results, names).keys() or judged != len(results.answers):
+        for name in ("judge_scores.parquet", "judge_per_question.parquet", file.name):
+            (folder / name).unlink(missing_ok=True)
 
 
 def specs_of(results: EvaluationResults, names: Names) -> dict[str, SteeringSpec | None]:

@@ -35,6 +35,7 @@ from steercap.lab.studies.rollout_tables import (
     RolloutSummary,
     VariantScore,
     Verdict,
+    remove_stale,
     save_judge_scores,
     save_tables,
 )
@@ -193,6 +194,8 @@ class _Rollouts:
             values = zip(results.values["minilm"], results.values["refusal"], strict=True)
             verdicts = [Verdict(None if math.isnan(score) else score / 100, bool(refused)) for score, refused in values]
             minilm = save_tables(folder, "minilm", results, one.conditions, verdicts)
+            if self.judge is None:
+                remove_stale(folder, results, one.conditions)
             judged = None if self.judge is None else await self._judge(self.judge, one, results)
         return RolloutSummary(one.name, minilm, judged)
 

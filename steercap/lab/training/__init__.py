@@ -1,6 +1,6 @@
 """Training of vectors by gradient: edits with the semantics of taps, on a frozen model in transformers."""
 
-from steercap.lab.training.comparing import ComparedVectors, compare_trained, compare_vectors
+from steercap.lab.training.comparing import compare_trained
 from steercap.lab.training.datasets import DatasetTrained, ExampleFolder, TextLoss, TokenBudget, TrainedDatasets
 from steercap.lab.training.examples import Example, Preference, Prompted
 from steercap.lab.training.folder import Trained, Validation
@@ -10,6 +10,7 @@ from steercap.lab.training.rates import RATES, train_datasets
 from steercap.lab.training.settings import OPTIMIZERS, SCHEDULES, TrainingSettings
 from steercap.lab.training.trainable import TrainableAdd, TrainableLowRank
 from steercap.lab.training.training import losses_of, perplexity_of, train, train_many
+from steercap.lab.training.vector_pairs import ComparedVectors, compare_vectors
 
 __all__ = [
     "OBJECTIVES",

@@ -1,187 +1,31 @@
-"""Comparison of vectors: two folders of them; trained ones with averaged ones and with system prompts."""
+"""Comparison of trained vectors with averaged ones and with system prompts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from steercap.core.values import choices, shown
-from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, TrainingDiverged, UnknownName
+from steercap.errors import InvalidFile, RunDiffers, TrainingDiverged, UnknownName
 from steercap.files.base import blame, require_file, write_whole
 from steercap.files.folder import differences
-from steercap.files.tables import write_table
 from steercap.lab.training.datasets import HELD_OUT, RESULT, TextLoss, example_of, read_result
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.rates import RATES_FOLDER
 from steercap.lab.training.settings import TrainingSettings
 from steercap.lab.training.training import hooked_of, identity_of, perplexity_of
-from steercap.steering.directions import DirectionSet
+from steercap.lab.training.vector_pairs import ComparedVectors, TrainedComparison, Vectors, pairs_of, read_vectors
 from steercap.steering.edits.add import Add
-from steercap.steering.formats import load_personas, load_steering_vector
+from steercap.steering.formats import load_steering_vector
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
-#: Vectors by name: a mapping; a `DirectionSet` in a file; a folder of NAME.pt, or of NAME/steering_vector.pt.
-Vectors: TypeAlias = "Mapping[str, LayerVectors] | str | Path"
 #: File of the losses of averaged vectors, in the folder of a data set; file of the table.
 AVERAGED, TABLE = "averaged.json", "steering_vector_comparison.parquet"
-
-
-class VectorPair(msgspec.Struct, frozen=True):
-    """Two vectors of one name and layer.
-
-    Args:
-        name, layer: name and layer of both.
-        cosine: cosine; None if one is zero.
-        norm, other_norm: Euclidean norms of the first and the second, in the units of the stream.
-        norm_ratio: norm of the second divided by that of the first; None if that is 0.
-    """
-
-    name: str
-    layer: int
-    cosine: float | None
-    norm: float
-    other_norm: float
-    norm_ratio: float | None
-
-
-class TrainedComparison(msgspec.Struct, frozen=True):
-    """Trained and averaged vector of a data set, and its system prompt.
-
-    Args:
-        dataset: name of the data set.
-        averaged: name of the averaged vector.
-        layer: layer of the trained vector, to which both are added.
-        cosine: cosine of both; None if one is zero.
-        norm_trained, norm_averaged: Euclidean norms, in the units of the stream.
-        lr: learning rate of the trained vector.
-        tokens: number of held-out tokens of responses.
-        loss_trained, loss_averaged, loss_prompted, loss_unsteered: mean loss of the held-out examples, in nats per
-            token; None without system prompts.
-        perplexity_trained, perplexity_averaged, perplexity_prompted, perplexity_unsteered: perplexity of the held-out
-            responses, over all tokens.
-    """
-
-    dataset: str
-    averaged: str
-    layer: int
-    cosine: float | None
-    norm_trained: float
-    norm_averaged: float
-    lr: float
-    tokens: int
-    loss_trained: float
-    perplexity_trained: float
-    loss_averaged: float
-    perplexity_averaged: float
-    loss_prompted: float | None
-    perplexity_prompted: float | None
-    loss_unsteered: float
-    perplexity_unsteered: float
-
-
-@dataclass(frozen=True)
-class ComparedVectors:
-    """Results of a comparison.
-
-    Args:
-        rows: a row for each name and layer, or for each data set.
-        left_out: reasons of the names that were not compared.
-    """
-
-    rows: Sequence[VectorPair] | Sequence[TrainedComparison]
-    left_out: Mapping[str, str]
-
-    def save(self, path: str | Path) -> Path:
-        """Write the rows to a Parquet file, whose name ends in .parquet."""
-        return write_table(path, list(self.rows))
-
-    def __str__(self) -> str:
-        cosines = [row.cosine for row in self.rows if row.cosine is not None]
-        about = f"; cosine {min(cosines):.4f} at least, {median(cosines):.4f} in the middle" if cosines else ""
-        zero = len(self.rows) - len(cosines)
-        return f"{len(self.rows)} pairs{about}; {zero} with a vector of zeros; {len(self.left_out)} left out"
-
-
-def read_vectors(vectors: Vectors, **reading: Any) -> tuple[Mapping[str, LayerVectors], dict[str, str]]:
-    """Read vectors by name.
-
-    Args:
-        vectors: a mapping; a `DirectionSet` in a file; or a folder, of persona files `NAME.pt` or of trained vectors
-            `NAME/steering_vector.pt`.
-        **reading: for persona files, arguments of `load_personas`, such as `level` and `layers`.
-
-    Returns:
-        The vectors, and the reasons of the files of a folder that have none.
-
-    Raises:
-        InvalidSpec: a mapping holds something else; or `reading` for what is no folder of persona files.
-        InvalidFile: the file or folder holds no vectors, or is damaged.
-        UnknownName: no file has the level.
-    """
-    if isinstance(vectors, Mapping):
-        if not vectors or not all(isinstance(one, LayerVectors) for one in vectors.values()):
-            raise InvalidSpec(f"vectors={shown(vectors)}; give LayerVectors by name, one at least")
-        return vectors, {}
-    path = Path(vectors)
-    if path.is_dir() and any(path.glob("*.pt")):
-        personas = load_personas(path, **reading)
-        return personas.directions, {f"{path}/{file}": reason for file, reason in personas.left_out.items()}
-    if any(value is not None for value in reading.values()):
-        raise InvalidSpec(f"{path} is no folder of persona files NAME.pt, of which {', '.join(reading)} could be read")
-    if not path.is_dir():
-        return DirectionSet.load(path), {}
-    folders = sorted(file.parent for file in path.glob("*/steering_vector.pt"))
-    found = {folder.name: load_steering_vector(folder)[0] for folder in folders}
-    if not found:
-        raise InvalidFile(f"{path} holds no vectors; give a folder of NAME.pt or of NAME/steering_vector.pt")
-    return found, {}
-
-
-def compare_vectors(first: Vectors, second: Vectors, **reading: Any) -> ComparedVectors:
-    """Compare vectors of equal names, layer by layer, whatever models, engines or dtypes they are of.
-
-    Args:
-        first, second: vectors by name; see `read_vectors`.
-        **reading: arguments of `load_personas`, for folders of persona files.
-
-    Returns:
-        A row for each name and layer of both. Names that only one has are left out, and said.
-
-    Raises:
-        UnknownName: they have no name in common.
-        InvalidSpec: two of one name are of different sites or widths, or have no layer in common.
-        The errors of `read_vectors`.
-    """
-    (ours, lacking), (theirs, also) = (read_vectors(one, **reading) for one in (first, second))
-    common = [name for name in ours if name in theirs]
-    if not common:
-        raise UnknownName(f"no name in common: first has {choices('', ours)}; second {choices('', theirs)}")
-    left_out = lacking | also | {name: "only in the first" for name in ours if name not in theirs}
-    left_out |= {name: "only in the second" for name in theirs if name not in ours}
-    return ComparedVectors([row for name in common for row in _pairs(name, ours[name], theirs[name])], left_out)
-
-
-def _pairs(name: str, first: LayerVectors, second: LayerVectors) -> list[VectorPair]:
-    """Compare two vectors at their common layers."""
-    layers = [layer for layer in first if layer in second]
-    if (first.site, first.width) != (second.site, second.width) or not layers:
-        raise InvalidSpec(f"{name}: {first!r} and {second!r} differ in site, width, or have no layer in common")
-    found = []
-    for layer in layers:
-        one, other = first[layer].double(), second[layer].double()
-        norm, other_norm = float(one.norm()), float(other.norm())
-        cosine = float(one @ other / norm / other_norm) if norm and other_norm else None
-        ratio = other_norm / norm if norm else None
-        bounded = None if cosine is None else min(max(cosine, -1.0), 1.0)
-        found.append(VectorPair(name, layer, bounded, norm, other_norm, ratio))
-    return found
 
 
 class _AveragedLoss(msgspec.Struct, frozen=True):
@@ -264,7 +108,7 @@ def _compared(
     trained, config = load_steering_vector(folder)
     if config.target_layer not in averaged:
         return f"the averaged vector has no layer {config.target_layer}"
-    pair = _pairs(folder.name, trained, averaged.at_layers([config.target_layer]))[0]
+    pair = pairs_of(folder.name, trained, averaged.at_layers([config.target_layer]))[0]
     try:
         loss = _averaged_loss(model, folder, averaged, pair.layer, batch_size)
     except TrainingDiverged as error:

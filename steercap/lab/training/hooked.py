@@ -80,6 +80,7 @@ class HookedModel:
         self.layers: Mapping[int, nn.Module] = self.decoder.layers
         self.family: Family = _family((*config.architectures, *within), self.layers)
         self.width: int = text.hidden_size
+        self.vocabulary: int = self.model.get_input_embeddings().num_embeddings
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,6 +11,8 @@ from jaxtyping import Float, Int
 from torch.nn.functional import log_softmax, logsigmoid
 
 from steercap.core.registry import Registry
+from steercap.core.values import shown
+from steercap.errors import InvalidSetting
 from steercap.lab.training.batches import Batch, Padded
 from steercap.lab.training.examples import Example, ExampleTokens, Preference, Prompted, conversation, tokens_of
 from steercap.lab.training.formula import Doses
@@ -197,6 +199,20 @@ class Distillation(Objective):
         found = log_softmax(model.logits(ours) / self.temperature, dim=-1)
         away = (wanted.exp() * (wanted - found)).sum(-1)
         return self.temperature**2 * mean_of(away, ours)
+
+
+def objective_of(given: str | Objective) -> Objective:
+    """Return an objective by its name, or the one given.
+
+    Raises:
+        UnknownName: there is no such objective.
+        InvalidSetting: it is none.
+    """
+    if isinstance(given, str):
+        return OBJECTIVES[given]
+    if not isinstance(given, Objective):
+        raise InvalidSetting(f"objective={shown(given)}; give an objective, or a name: {', '.join(OBJECTIVES)}")
+    return given
 
 
 #: Every objective, with its defaults, by its name.

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 from torch import distributed
 
-from steercap.core.values import number_of, parts_of, shown
+from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.base import write_whole
 from steercap.files.folder import FolderKind, locked
@@ -22,6 +22,7 @@ from steercap.lab.training.datasets import (
     HELD_OUT,
     RESULT,
     DatasetTrained,
+    ExampleFolder,
     RateLoss,
     TextLoss,
     TokenBudget,
@@ -32,8 +33,8 @@ from steercap.lab.training.examples import Example, ExampleTokens, Prompted
 from steercap.lab.training.folder import Definition, Trained, check_name, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import rank, world
-from steercap.lab.training.objectives import OBJECTIVES, Objective
-from steercap.lab.training.settings import TrainingSettings, settings_of
+from steercap.lab.training.objectives import Objective, objective_of
+from steercap.lab.training.settings import TrainingSettings, rates_of, settings_of
 from steercap.lab.training.training import (
     AnyEdit,
     AnyExample,
@@ -115,28 +116,23 @@ def train_datasets(
         raise InvalidSetting(f"datasets={shown(datasets)}; give examples by the name of the data set")
     for name in datasets:
         check_name(name)
-    how = OBJECTIVES[objective] if isinstance(objective, str) else objective
-    run = RatesRun(hooked_of(model, wanted), how, wanted, edit, Path(out), _checked(rates), budget)
+    if not isinstance(budget, TokenBudget):
+        raise InvalidSetting(f"budget={shown(budget)}; give TokenBudget(training=..., validation=...)")
+    how = objective_of(objective)
+    run = RatesRun(hooked_of(model, wanted), how, wanted, edit, Path(out), rates_of(rates), budget)
     results: dict[str, DatasetTrained] = {}
     skipped: dict[str, str] = {}
     for at, name in enumerate(datasets):
-        found = run.dataset(name, datasets[name], partial(_report, progress, at, len(datasets), len(run.rates)))
+        examples = datasets[name]
+        found = run.dataset(name, examples, partial(_report, progress, at, len(datasets), len(run.rates)))
         if isinstance(found, str):
-            skipped[name] = found
+            label = datasets.label if isinstance(datasets, ExampleFolder) else None
+            skipped[name] = found if examples or label is None else f"no line has label={label!r}"
         else:
             results[name] = found
     if not results:
         raise InvalidSetting(f"no data set is large enough for {budget}: {shown(skipped)}")
     return TrainedDatasets(Path(out), results, skipped)
-
-
-def _checked(rates: Sequence[float]) -> list[float]:
-    found = [number_of(rate) for rate in parts_of(rates, "rates") or ()]
-    if not found or not all(rate is not None and 0 < rate < float("inf") for rate in found):
-        raise InvalidSetting(f"rates={shown(rates)}; give learning rates above 0, one at least")
-    if len(set(found)) < len(found):
-        raise InvalidSetting(f"rates={shown(rates)}; give each once")
-    return [float(rate) for rate in found if rate is not None]
 
 
 def _report(progress: Progress | None, at: int, datasets: int, rates: int, done: int) -> None:
@@ -180,7 +176,7 @@ class RatesRun:
     def _encoded(self, name: str, examples: Sequence[AnyExample]) -> list[tuple[ExampleTokens, ...]]:
         """Tokenize a data set, naming it in errors."""
         try:
-            return encoded(self.how, tokenizer_of(self.model), examples) if examples else []
+            return encoded(self.how, tokenizer_of(self.model), examples, self.model.vocabulary) if examples else []
         except InvalidRequest as error:
             raise type(error)(f"data set {name}: {error}") from error
 

@@ -234,3 +234,17 @@ def described(value: Any) -> str:
     if callable(value):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
+
+
+def rates_of(rates: Sequence[float]) -> list[float]:
+    """Return learning rates as floats.
+
+    Raises:
+        InvalidSetting: there are none, one is not above 0, or is there twice.
+    """
+    found = [number_of(rate) for rate in parts_of(rates, "rates") or ()]
+    if not found or not all(rate is not None and 0 < rate < float("inf") for rate in found):
+        raise InvalidSetting(f"rates={shown(rates)}; give learning rates above 0, one at least")
+    if len(set(found)) < len(found):
+        raise InvalidSetting(f"rates={shown(rates)}; give each once")
+    return [float(rate) for rate in found if rate is not None]

@@ -16,8 +16,8 @@ import torch
 
 from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
-from steercap.core.values import shown
-from steercap.errors import InvalidSetting, InvalidSpec, TrainingDiverged
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.fingerprint import model_name, weights_of
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
 from steercap.lab.training.datasets import TextLoss
@@ -33,7 +33,7 @@ from steercap.lab.training.examples import (
 from steercap.lab.training.folder import FOLDER, Definition, Trained, check_name, write_trained
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.loop import Loop, TraitInTraining, rank, world
-from steercap.lab.training.objectives import OBJECTIVES, Likelihood, Objective
+from steercap.lab.training.objectives import Likelihood, Objective, objective_of
 from steercap.lab.training.settings import Penalties, TrainingSettings, described, settings_of
 from steercap.lab.training.steered import SteeredTraits
 from steercap.lab.training.trainable import Start, TrainableSpec
@@ -138,13 +138,14 @@ def train_many(
         check_name(name)
     if wanted.batch_size < world():
         raise InvalidSetting(f"batch_size={wanted.batch_size} for {world()} processes; each needs one example at least")
-    how = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    how = objective_of(objective)
     hooked = hooked_of(model, wanted)
     tokenizer = tokenizer_of(hooked)
     parts = {}
     for name, given in examples.items():
         held = validation[name] if isinstance(validation, Mapping) else validation
-        parts[name] = _sides(given, held, partial(encoded, how, tokenizer), wanted.seed)
+        encode = partial(encoded, how, tokenizer, vocabulary=hooked.vocabulary)
+        parts[name] = _sides(given, held, encode, wanted.seed)
     wanted = wanted.resolved({name: len(sides.seen) for name, sides in parts.items()})
     starts = {
         name: start_of(edit[name] if isinstance(edit, Mapping) else edit, hooked, wanted, name) for name in examples
@@ -187,9 +188,11 @@ def losses_of(
     Raises:
         The errors of `train`.
     """
-    how = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    how = objective_of(objective)
+    if (index_of(batch_size) or 0) < 1:
+        raise InvalidSetting(f"batch_size={shown(batch_size)}; give a whole number, 1 or more")
     hooked = hooked_of(model, TrainingSettings())
-    tokens = encoded(how, tokenizer_of(hooked), examples)
+    tokens = encoded(how, tokenizer_of(hooked), examples, hooked.vocabulary)
     spec = _trainable(spec_of(steering), hooked, TrainingSettings())
     module = SteeredTraits(hooked, [spec], how, Penalties(), 1.0)
     places = [Picked(0, place, None) for place in range(len(tokens))]
@@ -231,7 +234,7 @@ def perplexity_of(
     ]
     how = steering or Add(torch.zeros(hooked.width), layer=min(hooked.layers))
     losses = losses_of(hooked, read, how, batch_size=batch_size).double()
-    tokens = [one for (one,) in encoded(Likelihood(), tokenizer_of(hooked), read)]
+    tokens = [one for (one,) in encoded(Likelihood(), tokenizer_of(hooked), read, hooked.vocabulary)]
     counts = torch.tensor([len(one.ids) - one.prompt_len for one in tokens], dtype=torch.float64)
     perplexity = float((losses * counts).sum().div(counts.sum()).exp())
     if not math.isfinite(perplexity):
@@ -276,12 +279,14 @@ def _sides(
     return Sides([tokens[place] for place in seen], [tokens[place] for place in unseen])
 
 
-def encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> list[tuple[ExampleTokens, ...]]:
-    """Tokenize examples of an objective.
+def encoded(
+    how: Objective, tokenizer: Any, examples: Sequence[AnyExample], vocabulary: int
+) -> list[tuple[ExampleTokens, ...]]:
+    """Tokenize examples of an objective, for a model that knows `vocabulary` token ids.
 
     Raises:
         InvalidSetting: there are none, or one is of another kind.
-        InvalidPrompt: one is not valid, or has no token to learn.
+        InvalidPrompt: one is not valid, has no token to learn, or token ids that the model does not know.
     """
     if wrong := [example for example in examples if not isinstance(example, how.example)]:
         raise InvalidSetting(
@@ -291,6 +296,9 @@ def encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> l
     if not examples:
         raise InvalidSetting("no examples; give one at least")
     found = [how.tokens(tokenizer, example) for example in examples]
+    for example, sequences in zip(examples, found, strict=True):
+        if (most := max(max(one.ids) for one in sequences)) >= vocabulary:
+            raise InvalidPrompt(f"token id {most} in {shown(example)}; the model's ids are 0 to {vocabulary - 1}")
     read = ((one.prompt, tokens[0].ids) for one, tokens in zip(examples, found, strict=True))
     if suspects := repeating(read):
         warn_of_doubled(suspects, tokenizer.encode(""))

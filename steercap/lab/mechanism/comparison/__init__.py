@@ -17,7 +17,7 @@ from steercap.core.extras import extra
 from steercap.core.spec import parse_layers, resolve_layers
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, UnsupportedModel
-from steercap.files.base import write_whole
+from steercap.files.base import blame, write_whole
 from steercap.lab.mechanism.analysis.components import explained_by, principal_rows
 from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, labelled, random_units
 from steercap.lab.mechanism.analysis.pictures.cosines import draw_comparison
@@ -210,8 +210,8 @@ class _ComparisonRun:
     def step(self, block: str, layer: int, folder: Path | None) -> tuple[dict[str, pa.Table], dict[str, str]]:
         """Compare one block of both models, or read what an earlier run found; return tables and what is left out."""
         file = None if folder is None else folder / "parts" / f"{block}-{layer:03}.json"
-        if file is not None and file.exists():
-            return _read(file)
+        if file is not None and (found := _read(file)) is not None:
+            return found
         tables, left_out = self._compared(block, layer)
         if file is not None:
             for name, table in tables.items():
@@ -262,13 +262,27 @@ class _ComparisonRun:
         return tables, left_out
 
 
-def _read(file: Path) -> tuple[dict[str, pa.Table], dict[str, str]]:
+def _read(file: Path) -> tuple[dict[str, pa.Table], dict[str, str]] | None:
+    """Return the tables of a part, and what is left out; None if one of its files is not there.
+
+    Raises:
+        InvalidFile: a file is damaged.
+    """
     with extra("analysis"):
         from pyarrow import parquet
 
-    part = msgspec.json.decode(file.read_bytes(), type=_Part)
+    if not file.exists():
+        return None
+    with blame(file):
+        part = msgspec.json.decode(file.read_bytes(), type=_Part)
     named = {name: file.with_name(f"{file.stem}-{name}.parquet") for name in part.tables}
-    return {name: parquet.read_table(path) for name, path in named.items()}, part.left_out
+    if not all(path.exists() for path in named.values()):
+        return None
+    tables = {}
+    for name, path in named.items():
+        with blame(path):
+            tables[name] = parquet.read_table(path)
+    return tables, part.left_out
 
 
 def _random(width: int, length: float, settings: CompareSettings) -> LabelledRows:
