@@ -130,16 +130,16 @@ class RequestTable:
                 self._leaving.append((self._begun, index))
         self._reuse()
 
-    def label(self, step: Step, positions: Ints, token_ids: Ints) -> None:
-        """Record the token ids that the model read at the kept tokens of a series, unless their rows were released.
+    def label(self, requests: Ints, positions: Ints, kept: npt.NDArray[np.bool_], token_ids: Ints) -> None:
+        """Record the token ids that the model read at the kept tokens of passes, unless their rows were released.
 
         Args:
-            step: any step of the series.
-            positions, token_ids: those of each of its passes to record, int64 [passes, tracked].
+            requests, positions, kept: those of the steps' tokens, in their order: where two are of the same position,
+                the later one counts.
+            token_ids: those that the model read.
         """
-        kept = step.kept & self._holding[step.requests]
-        if kept.any():
-            self._token_ids[step.requests[kept], positions[:, kept]] = token_ids[:, kept]
+        kept = kept & self._holding[requests]
+        self._token_ids[requests[kept], positions[kept]] = token_ids[kept]
 
     def complete(self, passes: int) -> None:
         """Count the next passes, in their order, as completed."""

@@ -75,6 +75,8 @@ from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Taps
 
 _LOG: Final = logging.getLogger(__name__)
+#: Columns of a step that a report is compared with, and those that say where its labels go.
+_COMPARED: Final = ("requests", "positions", "layouts", "edits", "copies")
 #: Maximum tokens of a sequence where no limit is given.
 LONGEST: Final = 1 << 22
 
@@ -227,30 +229,34 @@ class Runtime:
         the passes do if the report itself is a failure. Nothing is raised.
 
         Args:
-            steps: steps of one series, which differ in positions and lines alone.
+            steps: their steps.
             report: their report.
         """
-        positions = np.stack([step.positions for step in steps])
-        wrong = (report.positions != positions) | (report.edits != steps[0].edits) | (report.copies != steps[0].copies)
+        requests, positions, layouts, edits, copies = (
+            np.concatenate([getattr(step, name) for step in steps]) for name in _COMPARED
+        )
+        wrong = (report.positions != positions) | (report.edits != edits) | (report.copies != copies)
         wrong |= report.overflowed != NONE
         if report.failure:
             wrong[:] = True
         if wrong.any():
-            for number in np.flatnonzero(wrong.any(1)).tolist():
-                self._refuse(steps[number], report, number, wrong[number])
-        for number, token in np.argwhere(report.nonfinite != NONE).tolist():
-            if (capture_buffer := self._request_table.at(int(steps[0].requests[token])).capture_buffer) is not None:
-                point = self.taps.points[report.nonfinite[number, token]]
-                capture_buffer.found_nonfinite(int(positions[number, token]), point)
-        self._request_table.label(steps[0], positions, report.token_ids)
+            first = 0
+            for step in steps:
+                own = slice(first, first + len(step))
+                self._refuse(step, report.of(own), wrong[own])
+                first += len(step)
+        for token in np.flatnonzero(report.nonfinite != NONE).tolist():
+            if (capture_buffer := self._request_table.at(int(requests[token])).capture_buffer) is not None:
+                capture_buffer.found_nonfinite(int(positions[token]), self.taps.points[report.nonfinite[token]])
+        self._request_table.label(requests, positions, layouts != NONE, report.token_ids)
 
-    def _refuse(self, step: Step, report: StepReport, number: int, wrong: np.ndarray) -> None:
-        """Fail the requests of tokens that were not computed, edited or copied as a step says, number `number`."""
+    def _refuse(self, step: Step, report: StepReport, wrong: np.ndarray) -> None:
+        """Fail the requests of tokens of a pass that were not computed, edited or copied as its step says."""
         for index in np.unique(step.requests[wrong]).tolist():
             tracked = self._request_table.at(index)
             own = np.flatnonzero(wrong & (step.requests == index))
             count = int((step.requests == index).sum())
-            reason = report.failure or self._difference(step, report.of(number), own, count)
+            reason = report.failure or self._difference(step, report, own, count)
             if tracked.capture_buffer is not None:
                 tracked.capture_buffer.fail(reason)
             if tracked.steered is not None:

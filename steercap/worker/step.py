@@ -122,16 +122,15 @@ _ARRAYS: Final = tuple(one.name for one in fields(Step) if one.name not in {"rep
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report on the tracked tokens of consecutive passes of a series, in the order of its steps.
+    """Report on the tracked tokens of consecutive passes, pass by pass, in the order of their steps.
 
     Args:
-        token_ids: token ids that the model read, int64 [passes, tracked].
-        positions: positions that the model read, int64 [passes, tracked].
-        edits: checksum of the edits made, int64 [passes, tracked].
-        copies: checksum of the copies made, int64 [passes, tracked].
-        overflowed: this rank's first point where an edit left a row that is not finite, NONE for none: int64 [passes,
-            tracked].
-        nonfinite: this rank's first point with a kept row that is not finite, NONE for none: int64 [passes, tracked].
+        token_ids: token ids that the model read, int64 [tracked].
+        positions: positions that the model read, int64 [tracked].
+        edits: checksum of the edits made, int64 [tracked].
+        copies: checksum of the copies made, int64 [tracked].
+        overflowed: this rank's first point where an edit left a row that is not finite, NONE for none: int64 [tracked].
+        nonfinite: this rank's first point with a kept row that is not finite, NONE for none: int64 [tracked].
         failure: reason why none of the passes can be trusted, or None.
     """
 
@@ -143,9 +142,9 @@ class StepReport:
     nonfinite: Ints
     failure: str | None = None
 
-    def of(self, number: int) -> StepReport:
-        """Return the report of one of the passes, each of its arrays int64 [tracked]."""
-        return replace(self, **{one.name: getattr(self, one.name)[number] for one in fields(self)[:-1]})
+    def of(self, tokens: slice) -> StepReport:
+        """Return the report on some of the tokens, such as those of one pass."""
+        return replace(self, **{one.name: getattr(self, one.name)[tokens] for one in fields(self)[:-1]})
 
 
 @dataclass

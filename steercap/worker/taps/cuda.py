@@ -43,9 +43,9 @@ AHEAD: Final = 64
 SHARE: Final = 0.1
 #: Maximum vectors that wait to be written to the device.
 VECTORS: Final = 256
-#: Passes whose reports are read together, and passes that wait until as many can be read. A call of the client does not
-#: wait for them.
-TOGETHER, WAITING = 16, 24
+#: Passes whose reports are read together, and their tokens unless one pass has more; passes that wait until as many can
+#: be read. A call of the client does not wait for them.
+TOGETHER, TOKENS_TOGETHER, WAITING = 16, 16_384, 24
 #: Passes, and bytes of rows, whose copies to the host are queued together.
 BUNDLE: Final = 8
 BUNDLE_BYTES: Final = 8 << 20
@@ -312,7 +312,7 @@ class CudaTaps(Taps):
 
     def completed(self, through: Step | None = None) -> Iterator[tuple[Sequence[Step], StepReport]]:
         while self._passed and (through is not None or len(self._passed) >= WAITING):
-            passes = self._alike(through)
+            passes = self._together(through)
             last = passes[-1]
             if through is not None:
                 self._copy_away(through=last)
@@ -320,25 +320,28 @@ class CudaTaps(Taps):
             elif last.copied is None or not self._transfers.done(last.copied):
                 return
             steps = [done.step for done in passes]
-            said = self._said[[done.number for done in passes], : len(steps[0])]
+            said = np.concatenate([self._said[done.number, : len(done.step)] for done in passes])
             for done in passes:
                 self._passed.popleft()
                 self._lines.free(done)
             if last.step is through:
                 through = None
-            token_ids, positions, *checksums = np.moveaxis(said, 2, 0)
+            token_ids, positions, *checksums = said.T
             (edits, overflowed), (copies, nonfinite) = map(split_checksum, checksums)
             yield steps, StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, last.failure)
 
-    def _alike(self, through: Step | None) -> Sequence[_Pass]:
-        """Return the oldest passes of one series, none after `through`; a pass that failed is alone."""
-        found: list[_Pass] = []
-        for done in islice(self._passed, TOGETHER):
-            if found and (done.step.series is not found[0].step.series or done.failure or found[0].failure):
+    def _together(self, through: Step | None) -> Sequence[_Pass]:
+        """Return the oldest passes whose reports are read together, none after `through`; one that failed is alone.
+
+        All of them have rows on their way, or none: the event of the last follows those of the others.
+        """
+        found, tokens = [self._passed[0]], len(self._passed[0].step)
+        for done in islice(self._passed, 1, TOGETHER):
+            tokens += len(done.step)
+            alike = done.pattern.drains == found[0].pattern.drains and not (done.failure or found[0].failure)
+            if found[-1].step is through or not alike or tokens > TOKENS_TOGETHER:
                 break
             found.append(done)
-            if done.step is through:
-                break
         return found
 
     def _launcher(self, kind: RowKind) -> kernel.TapLauncher:
