@@ -131,7 +131,7 @@ def kernel_times() -> dict[str, float]:
         slots, masks = tokens // (64 // different), np.ones(64, dtype=np.int32)
         edits = taps.programs.checksums(slots, masks)
         step = Step(
-            requests=slots, tokens=tokens, positions=tokens, firsts=tokens, lines=none, accumulators=none, layouts=none,
+            requests=slots, tokens=tokens, positions=tokens, firsts=tokens, lines=none, strides=0 * tokens, accumulators=none, layouts=none,
             slots=slots, masks=masks, copies=0 * tokens, edits=edits, replaced={},
         )  # fmt: skip
         ids = torch.from_numpy(tokens)

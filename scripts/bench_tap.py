@@ -109,6 +109,7 @@ def opened(taps: CudaTaps, tokens: int, mode: str, device: torch.device) -> None
         positions=every,
         firsts=every,
         lines=lines,
+        strides=0 * every + layout.stored.lines if copies else 0 * every,
         accumulators=nowhere,
         layouts=layouts,
         slots=chosen,

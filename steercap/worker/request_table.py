@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -24,8 +25,8 @@ from steercap.worker.steering import Slot, SteeredSample
 from steercap.worker.step import BatchRows, SteadyDecode, Step
 
 #: Columns of the state of a request. They hold for the positions from NEXT up to STOP, STOP excluded.
-#: The line of position p is LINE + p × the lines of its layout, unless its row goes into a reduction.
-_NEXT, _STOP, _LINE, _ACCUMULATOR, _LAYOUT, _SLOT, _MASK, _EDITS, _FIELDS = range(9)
+#: The line of position p is LINE + p × STRIDE: NONE and 0 where no row goes to the arena.
+_NEXT, _STOP, _BUSY, _INDEX, _LINE, _STRIDE, _ACCUMULATOR, _LAYOUT, _SLOT, _MASK, _COPIES, _EDITS, _FIELDS = range(13)
 #: A position that no sequence reaches.
 NEVER: Final = np.iinfo(np.int64).max
 
@@ -202,44 +203,43 @@ class RequestTable:
 
     def _step_of(self, batch: BatchRows, tracked: Ints, indices: Ints) -> Step | None:
         """Build the step of a pass that need not be like the one before it."""
-        starts, counts = batch.starts[tracked], batch.counts[tracked]
-        first_tokens = np.cumsum(batch.counts)[tracked] - counts
-        alike = self._alike(indices, starts, counts)
-        if not alike.all():
-            for other in np.flatnonzero(~alike):
-                self._look_ahead(self.at(int(indices[other])), int(starts[other]))
-            alike = self._alike(indices, starts, counts)
-        parts = []
-        if alike.any():
-            chosen = indices[alike]
-            parts.append(self._alike_tokens(chosen, starts[alike], counts[alike], first_tokens[alike]))
-            self._state[chosen, _NEXT] += counts[alike]
-        for other in np.flatnonzero(~alike):
+        starts, counts = batch.starts, batch.counts
+        behind = counts.cumsum()
+        first_tokens, num_tokens = behind - counts, int(behind[-1])
+        if len(tracked) < len(starts):
+            starts, counts, first_tokens = starts[tracked], counts[tracked], first_tokens[tracked]
+        ends, state = starts + counts, self._state[indices]
+        # Requests of which their state covers all tokens in this pass.
+        alike = (starts == state[:, _NEXT]) & (ends <= state[:, _STOP])
+        unlike = [] if alike.all() else (~alike).nonzero()[0].tolist()
+        for other in unlike:
+            index = int(indices[other])
+            self._look_ahead(self.at(index), int(starts[other]))
+            state[other] = self._state[index]
+            alike[other] = ends[other] <= state[other, _STOP]
+        if not unlike or alike.all():
+            self._state[indices, _NEXT] = ends
+            step = self._alike_tokens(state, starts, counts, first_tokens, num_tokens)
+            if len(step) and num_tokens == len(batch.counts):
+                self._series = SteadyDecode(tracked, starts + 1, int((state[:, _STOP] - starts).min()) - 1, step)
+            return step if len(step) else None
+        self._state[indices[alike], _NEXT] = ends[alike]
+        own = (numbers[alike] for numbers in (state, starts, counts, first_tokens))
+        parts = [self._alike_tokens(*own, num_tokens)]
+        for other in (~alike).nonzero()[0].tolist():
             request = self.at(int(indices[other]))
             part = self._work_out(request, int(starts[other]), int(first_tokens[other]), int(counts[other]))
             if part is not None:
                 parts.append(part)
         parts = [part for part in parts if len(part)]
-        if not parts:
-            return None
-        step = Step.joined(parts)
-        if alike.all() and (batch.counts == 1).all():
-            left = int((self._state[indices, _STOP] - starts).min()) - 1
-            record_lines = np.where(step.drained, self._layouts.lines[step.layouts], 0)
-            self._series = SteadyDecode(tracked, starts + 1, left, step, record_lines)
-        return step
-
-    def _alike(self, indices: Ints, starts: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
-        """Return which requests have only tokens in this pass that their state covers: bool [requests]."""
-        state = self._state[indices]
-        known: npt.NDArray[np.bool_] = (starts == state[:, _NEXT]) & (starts + counts <= state[:, _STOP])
-        return known
+        return Step.joined(parts) if parts else None
 
     def _find_all(self, names: tuple[str, ...]) -> tuple[Ints, Ints]:
         """Return the places in a batch of the requests that are tracked, and their indices in the table."""
         if self._last is None or self._last[0] != names:
-            indices = np.array([self._indices.get(name, NONE) for name in names], dtype=np.int64)
-            tracked = np.flatnonzero(indices != NONE)
+            found = map(self._indices.get, names, repeat(NONE))
+            indices: Ints = np.fromiter(found, dtype=np.int64, count=len(names))
+            tracked = (indices != NONE).nonzero()[0]
             self._last = names, tracked, indices[tracked]
             self._series = None
         return self._last[1:]
@@ -274,7 +274,8 @@ class RequestTable:
         capture_buffer, steered = request.capture_buffer, request.steered
         size = len(chosen)
         layouts = np.where(kept, NONE if capture_buffer is None else capture_buffer.layout, NONE)
-        slots = np.full(size, NONE if steered is None or steered.slot is None else steered.steering.slot)
+        slot = NONE if steered is None or steered.slot is None else steered.steering.slot
+        slots = np.where(masks != 0, slot, NONE)
         positions = chosen + start
         replaced = {} if steered is None else steered.replaced(positions)
         return Step(
@@ -283,6 +284,7 @@ class RequestTable:
             positions=positions,
             firsts=np.full(size, start),
             lines=lines,
+            strides=np.where(lines == NONE, 0, self._layouts.lines[layouts]),
             accumulators=np.where(kept, NONE if capture_buffer is None else capture_buffer.accumulator, NONE),
             layouts=layouts,
             slots=slots,
@@ -297,20 +299,26 @@ class RequestTable:
         self.flush(request)
         capture_buffer, steered = request.capture_buffer, request.steered
         request.run_from = start
-        stop, line, accumulator, layout = NEVER, 0, NONE, NONE
+        stop, line, stride, accumulator, layout, copies = NEVER, NONE, 0, NONE, NONE, 0
         if capture_buffer is not None and capture_buffer.failure is None:
             stop, first = capture_buffer.ahead(start)
             if first is not None:
-                line, accumulator, layout = first, capture_buffer.accumulator, capture_buffer.layout
-        slot, mask = NONE, 0
+                accumulator, layout = capture_buffer.accumulator, capture_buffer.layout
+                copies = int(self._layouts.checksums[layout])
+                if accumulator == NONE:
+                    line, stride = first, int(self._layouts.lines[layout])
+        slot, mask, edits = NONE, 0, 0
         if steered is not None:
             reach, mask = steered.ahead(start)
             stop = min(stop, reach)
-            if steered.slot is not None:
+            if mask:
                 slot = steered.steering.slot
-        edits = self._programs.checksum(slot, mask)
+                edits = self._programs.checksum(slot, mask)
         self._series = None
-        self._state[request.index] = start, stop, line, accumulator, layout, slot, mask, edits
+        busy, index = layout != NONE or mask != 0, request.index
+        self._state[index] = (
+            start, stop, busy, index, line, stride, accumulator, layout, slot, mask, copies, edits,
+        )  # fmt: skip
 
     def totals(self, wanted: Iterable[Wanted]) -> Ints:
         """Return the tokens to compute before what is wanted of each request can be read: int64 [requests]."""
@@ -323,32 +331,38 @@ class RequestTable:
                 )
         return totals
 
-    def _alike_tokens(self, indices: Ints, starts: Ints, counts: Ints, first_tokens: Ints) -> Step:
-        """Build the step of requests whose tokens in this pass are all covered by their state."""
-        state = self._state[indices]
-        kept = state[:, _LAYOUT] != NONE
-        busy = kept | (state[:, _MASK] != 0)
-        if not busy.all():
-            indices, starts, counts, first_tokens = indices[busy], starts[busy], counts[busy], first_tokens[busy]
-            state, kept = state[busy], kept[busy]
-        firsts = starts
-        if (counts > 1).any():
-            request = np.repeat(np.arange(len(counts)), counts)
-            along = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
-            indices, firsts, first_tokens = indices[request], starts[request], first_tokens[request] + along
-            starts, state, kept = firsts + along, state[request], kept[request]
-        layouts, drained = state[:, _LAYOUT], kept & (state[:, _ACCUMULATOR] == NONE)
+    @staticmethod
+    def _alike_tokens(state: Ints, starts: Ints, counts: Ints, tokens: Ints, num_tokens: int) -> Step:
+        """Build the step of requests whose tokens in this pass are all covered by their state.
+
+        Args:
+            state: state of each request, from the first of these tokens on: int64 [requests, fields].
+            starts, counts, tokens: position, number, and first place in the batch of these tokens: int64 [requests].
+            num_tokens: number of tokens in the batch.
+        """
+        if not state[:, _BUSY].all():
+            busy = state[:, _BUSY] != 0
+            state, starts, counts, tokens = state[busy], starts[busy], counts[busy], tokens[busy]
+        positions = firsts = starts
+        if len(counts) < num_tokens and (total := int(counts.sum())) > len(counts):
+            along, before = np.arange(total), counts.cumsum() - counts
+            positions = (starts - before).repeat(counts) + along
+            tokens = along if total == num_tokens else (tokens - before).repeat(counts) + along
+            state = state.repeat(counts, axis=0)
+            firsts = state[:, _NEXT]
+        strides = state[:, _STRIDE]
         return Step(
-            requests=indices,
-            tokens=first_tokens,
-            positions=starts,
+            requests=state[:, _INDEX],
+            tokens=tokens,
+            positions=positions,
             firsts=firsts,
-            lines=np.where(drained, state[:, _LINE] + starts * self._layouts.lines[layouts], NONE),
+            lines=state[:, _LINE] + positions * strides,
+            strides=strides,
             accumulators=state[:, _ACCUMULATOR],
-            layouts=layouts,
+            layouts=state[:, _LAYOUT],
             slots=state[:, _SLOT],
             masks=state[:, _MASK].astype(np.int32),
-            copies=self._layouts.checksums[layouts],
+            copies=state[:, _COPIES],
             edits=state[:, _EDITS],
             replaced={},
         )

@@ -200,7 +200,8 @@ class Runtime:
         if step is None:
             return
         updates, crowded = self.taps.accumulators.update(step)
-        self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
+        if len(crowded):
+            self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
         if reason := self.taps.open(step, batch, updates):
             self._fail(step.requests[step.kept], reason)
 

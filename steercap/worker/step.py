@@ -43,9 +43,10 @@ class Step:
         positions: position of each token, as scheduled, int64 [tracked].
         firsts: position of the first token of the same request in this pass, int64 [tracked].
         lines: first line of each token's record in the arena, NONE if it has none there: int64 [tracked].
+        strides: lines of that record, 0 if it has none there: int64 [tracked].
         accumulators: accumulator of the request, NONE if it has none or the token is not kept: int64 [tracked].
         layouts: layout of each token's record, NONE if it is not kept: int64 [tracked].
-        slots: slot of each token's configuration, NONE if it is not edited: int64 [tracked].
+        slots: slot of each token's configuration, NONE if no scope selects it: int64 [tracked].
         masks: bits of the scopes that select each token, int32 [tracked].
         copies: expected checksum of each token's copies, int64 [tracked].
         edits: expected checksum of each token's edits, int64 [tracked].
@@ -59,6 +60,7 @@ class Step:
     positions: Ints
     firsts: Ints
     lines: Ints
+    strides: Ints
     accumulators: Ints
     layouts: Ints
     slots: Ints
@@ -86,19 +88,19 @@ class Step:
     @property
     def changed(self) -> npt.NDArray[np.bool_]:
         """Mask of the tokens that a scope of their configuration selects: bool [tracked]."""
-        changed: npt.NDArray[np.bool_] = (self.slots != NONE) & (self.masks != 0)
+        changed: npt.NDArray[np.bool_] = self.slots != NONE
         return changed
 
-    def following(self, record_lines: Ints) -> Step:
-        """Return the next step of the series: positions plus 1, lines plus `record_lines`, int64 [tracked]."""
+    def following(self) -> Step:
+        """Return the next step of the series: positions plus 1, lines plus those of a record."""
         positions = self.positions + 1
-        return replace(self, positions=positions, firsts=positions, lines=self.lines + record_lines)
+        return replace(self, positions=positions, firsts=positions, lines=self.lines + self.strides)
 
     def keeping_nothing(self) -> Step:
         """Return a step with the same edits that keeps no rows."""
         nothing = np.full(len(self), NONE, dtype=np.int64)
         none = np.zeros(len(self), dtype=np.int64)
-        return replace(self, lines=nothing, layouts=nothing, copies=none, series=object())
+        return replace(self, lines=nothing, strides=none, layouts=nothing, copies=none, series=object())
 
     @staticmethod
     def joined(parts: Sequence[Step]) -> Step:
@@ -156,14 +158,12 @@ class SteadyDecode:
         starts: positions of the next pass, int64 [requests tracked].
         left: number of passes that still belong to the series.
         step: step of the last pass.
-        record_lines: lines that each token's record advances per pass, int64 [tracked tokens].
     """
 
     tracked: Ints
     starts: Ints
     left: int
     step: Step
-    record_lines: Ints
 
     def next(self, batch: BatchRows) -> Step | None:
         """Return the step of the next pass over the same requests in the same order; None if the series ends."""
@@ -173,5 +173,5 @@ class SteadyDecode:
             return None
         self.left -= 1
         self.starts = self.starts + 1
-        self.step = self.step.following(self.record_lines)
+        self.step = self.step.following()
         return self.step

@@ -204,7 +204,7 @@ class CudaTaps(Taps):
         work: list[tuple[RecordLayout, slice]] = []
         if pattern.encodes:
             encoded = pattern.encoded
-            targets, of = pattern.targets(line), step.layouts[encoded]
+            targets, of = pattern.targets(line, step.strides), step.layouts[encoded]
             layouts = [self.layouts[number] for number in np.unique(of).tolist()]
             work = self._encoder.upload(self._number, layouts, of, np.stack([sources[encoded], targets], axis=1))
             sources[encoded] = targets
@@ -401,7 +401,7 @@ class CudaTaps(Taps):
         table = self._tables[number]
         table[:count] = pattern.table
         if pattern.raw_lines:
-            table[step.tokens, kernel.LINE] = sources
+            table[pattern.places, kernel.LINE] = sources
         if step.replaced:
             self._replace(step, table)
         self._transfers.put(self._tokens[:count], self._uploads[number][:count])
@@ -445,7 +445,7 @@ class CudaTaps(Taps):
     def _pieces(self, passes: Sequence[_Pass]) -> tuple[Ints, Ints, Ints]:
         """Return the copies of passes to the host: target and source addresses, and sizes in bytes."""
         assert self.arena is not None
-        records = [(one.step.lines, one.sources, one.pattern.stored) for one in passes]
+        records = [(one.step.lines, one.sources, one.step.strides) for one in passes]
         drained = np.concatenate([one.pattern.drained for one in passes])
         to, start, lines = runs(*(np.concatenate(numbers)[drained] for numbers in zip(*records, strict=True)))
         targets, sources = self.arena.lines.data_ptr() + to * LINE_BYTES, self._rows.data_ptr() + start * LINE_BYTES
