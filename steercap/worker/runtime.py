@@ -71,12 +71,10 @@ from steercap.worker.request_table import RequestTable, Tracked
 from steercap.worker.saes import SAEs
 from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
-from steercap.worker.step import BatchRows, Step, StepReport
+from steercap.worker.step import COMPARED, BatchRows, Step, StepReport
 from steercap.worker.taps.base import Taps
 
 _LOG: Final = logging.getLogger(__name__)
-#: Columns of a step that a report is compared with, and those that say where its labels go.
-_COMPARED: Final = ("requests", "positions", "layouts", "edits", "copies")
 #: Maximum tokens of a sequence where no limit is given.
 LONGEST: Final = 1 << 22
 
@@ -233,10 +231,8 @@ class Runtime:
             steps: their steps.
             report: their report.
         """
-        requests, positions, layouts, edits, copies = (
-            np.concatenate([getattr(step, name) for step in steps]) for name in _COMPARED
-        )
-        wrong = (report.positions != positions) | (report.edits != edits) | (report.copies != copies)
+        whole = Step(np.concatenate([step.table[:COMPARED] for step in steps], axis=1))
+        wrong = (report.positions != whole.positions) | (report.edits != whole.edits) | (report.copies != whole.copies)
         wrong |= report.overflowed != NONE
         if report.failure:
             wrong[:] = True
@@ -247,9 +243,9 @@ class Runtime:
                 self._refuse(step, report.of(own), wrong[own])
                 first += len(step)
         for token in np.flatnonzero(report.nonfinite != NONE).tolist():
-            if (capture_buffer := self._request_table.at(int(requests[token])).capture_buffer) is not None:
-                capture_buffer.found_nonfinite(int(positions[token]), self.taps.points[report.nonfinite[token]])
-        self._request_table.label(requests, positions, layouts != NONE, report.token_ids)
+            if (capture_buffer := self._request_table.at(int(whole.requests[token])).capture_buffer) is not None:
+                capture_buffer.found_nonfinite(int(whole.positions[token]), self.taps.points[report.nonfinite[token]])
+        self._request_table.label(whole, report.token_ids)
 
     def _refuse(self, step: Step, report: StepReport, wrong: np.ndarray) -> None:
         """Fail the requests of tokens of a pass that were not computed, edited or copied as its step says."""

@@ -22,11 +22,11 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.messages import TableBytes
-from steercap.core.program import MAX_REPLACEMENTS, Configuration
+from steercap.core.program import MAX_REPLACEMENTS, NONE, Configuration
 from steercap.core.rows import Ints
 from steercap.core.schema import LINE_BYTES
 from steercap.kernels import triton_tap as kernel
-from steercap.kernels.bits import split_checksum
+from steercap.kernels.bits import LINE, REPLACED, TOKEN_COLUMNS, split_checksum
 from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
 from steercap.worker.layouts import LAYOUTS, RecordLayout
@@ -128,7 +128,7 @@ class CudaTaps(Taps):
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._tokens = table(sizes.tokens, kernel.TOKEN_COLUMNS) - 1
+        self._tokens = table(sizes.tokens, TOKEN_COLUMNS) - 1
         self._counts = table(sizes.slots, count)
         self._entries = table(sizes.slots, count, sizes.entries, kernel.ENTRY_COLUMNS)
         self._responses = table(sizes.slots, count, sizes.entries, kernel.RESPONSE_COLUMNS, dtype=torch.float32)
@@ -224,7 +224,7 @@ class CudaTaps(Taps):
 
     def _pattern_of(self, step: Step, batch: BatchRows) -> Pattern:
         if self._pattern is None or self._pattern.series is not step.series:
-            self._pattern = Pattern.of(step, int(batch.counts.sum()), self.layouts)
+            self._pattern = Pattern.of(step, int(batch.counts.sum()))
         return self._pattern
 
     def close(self, failure: str | None) -> None:
@@ -401,16 +401,16 @@ class CudaTaps(Taps):
         table = self._tables[number]
         table[:count] = pattern.table
         if pattern.raw_lines:
-            table[pattern.places, kernel.LINE] = sources
+            table[pattern.places, LINE] = sources
         if step.replaced:
             self._replace(step, table)
-        self._transfers.put(self._tokens[:count], self._uploads[number][:count])
+        self._transfers.put(self._tokens, self._uploads[number], count)
 
     def _replace(self, step: Step, table: npt.NDArray[np.int32]) -> None:
         """Write the bank rows of replacements, and the index of each token's first one, to the tables."""
         rows = list(step.replaced.values())
         ends = np.cumsum([len(row) for row in rows])
-        table[step.tokens[list(step.replaced)], kernel.REPLACED] = ends - [len(row) for row in rows]
+        table[step.tokens[list(step.replaced)], REPLACED] = ends - [len(row) for row in rows]
         flat = self._there(np.concatenate(rows).astype(np.int32))
         self._replacements[: len(flat)].copy_(flat)
 
@@ -445,9 +445,12 @@ class CudaTaps(Taps):
     def _pieces(self, passes: Sequence[_Pass]) -> tuple[Ints, Ints, Ints]:
         """Return the copies of passes to the host: target and source addresses, and sizes in bytes."""
         assert self.arena is not None
-        records = [(one.step.lines, one.sources, one.step.strides) for one in passes]
-        drained = np.concatenate([one.pattern.drained for one in passes])
-        to, start, lines = runs(*(np.concatenate(numbers)[drained] for numbers in zip(*records, strict=True)))
+        records = np.concatenate([one.step.records for one in passes], axis=1)
+        sources = np.concatenate([one.sources for one in passes])
+        drained = records[0] != NONE
+        if not drained.all():
+            records, sources = records[:, drained], sources[drained]
+        to, start, lines = runs(records[0], sources, records[1])
         targets, sources = self.arena.lines.data_ptr() + to * LINE_BYTES, self._rows.data_ptr() + start * LINE_BYTES
         return pieces(targets, sources, lines * LINE_BYTES, PIECE_BYTES)
 
