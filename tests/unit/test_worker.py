@@ -629,8 +629,8 @@ async def test_passes_with_rows_and_passes_without_are_not_taken_for_each_other(
     for position in range(60):
         bench.step(("r1", position, 1))
         if position > 40 and position % 3 == 1:
-            _, rows = await bench.rows("r1", position)
-            torch.testing.assert_close(rows[1], expected(1, range(0, position, 3), 1))
+            _, rows = await bench.rows("r1", position + 1)
+            torch.testing.assert_close(rows[1], expected(1, range(0, position + 1, 3), 1))
     _, rows = await bench.rows("r1", 60)
     torch.testing.assert_close(rows[0], expected(1, range(0, 60, 3), 0) + 500)
     assert settled(bench, "r1", 60).rows == (120,)
