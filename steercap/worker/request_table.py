@@ -223,7 +223,7 @@ class RequestTable:
 
     def make_step(self, batch: BatchRows) -> Step | None:
         """Build the step of a pass: the work for each of its tracked tokens; None if there is none."""
-        if not self._indices:
+        if not self._indices or not len(batch.request_ids):
             return None
         tracked, indices = self._find_all(tuple(batch.request_ids))
         if not len(tracked):

@@ -187,6 +187,7 @@ def test_a_batch_of_one_and_of_strangers() -> None:
     assert made("x1") is None
     plan = Plan("r1", 4, LIMIT, capture=CapturePlan((0,), (Range(0, None),), None, RAW))
     runtime.register("r1", plan.encode(), 0)
+    assert made() is None
     assert made("x1") is None
     assert made("x1", "x2") is None
     assert made("r1").tokens.tolist() == [0]
