@@ -126,7 +126,7 @@ class Step:
 
     @property
     def asked(self) -> Ints:
-        """What the taps are asked, column by column as `kernels.bits` orders them: int64 [TOKEN_COLUMNS, tracked]."""
+        """Columns of the device's table, in the order of `kernels.bits`: int64 [TOKEN_COLUMNS, tracked]."""
         return self.table[ASKED : ASKED + TOKEN_COLUMNS]
 
     @property
