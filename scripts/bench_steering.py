@@ -130,9 +130,9 @@ def kernel_times() -> dict[str, float]:
         tokens, none = np.arange(64), np.full(64, -1)
         slots, masks = tokens // (64 // different), np.ones(64, dtype=np.int32)
         edits = taps.programs.checksums(slots, masks)
-        step = Step(
-            requests=slots, tokens=tokens, positions=tokens, firsts=tokens, lines=none, accumulators=none, layouts=none,
-            slots=slots, masks=masks, copies=0 * tokens, edits=edits, replaced={},
+        step = Step.of(
+            taps.layouts, requests=slots, tokens=tokens, positions=tokens, firsts=tokens, lines=none, accumulators=none,
+            layouts=none, slots=slots, masks=masks, edits=edits,
         )  # fmt: skip
         ids = torch.from_numpy(tokens)
         hidden, residual, place = torch.randn(64, WIDTH), torch.randn(64, WIDTH), torch.zeros(1, dtype=torch.int32)

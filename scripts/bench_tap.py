@@ -103,7 +103,8 @@ def opened(taps: CudaTaps, tokens: int, mode: str, device: torch.device) -> None
     lines = every * layout.raw.lines if copies else np.full(tokens, -1)
     layouts = np.full(tokens, layout.number if copies else -1)
     nowhere = np.full(tokens, -1)
-    step = Step(
+    step = Step.of(
+        taps.layouts,
         requests=every,
         tokens=every,
         positions=every,
@@ -113,9 +114,7 @@ def opened(taps: CudaTaps, tokens: int, mode: str, device: torch.device) -> None
         layouts=layouts,
         slots=chosen,
         masks=masks,
-        copies=every,
         edits=every,
-        replaced={},
     )
     ids = torch.arange(tokens, device=device)
     if mode != "idle":

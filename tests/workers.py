@@ -47,8 +47,11 @@ class LateTransfers:
     def there(self, values: torch.Tensor) -> torch.Tensor:
         return values.clone()
 
-    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
+    def put(self, target: torch.Tensor, source: torch.Tensor, rows: int) -> None:
+        assert all(one.is_contiguous() for one in (target, source))
+        assert (target.shape, target.dtype) == (source.shape, source.dtype)
+        assert 0 < rows <= len(target)
+        target[:rows].copy_(source[:rows])
 
     def now(self) -> object:
         nothing = np.empty(0, dtype=np.int64)

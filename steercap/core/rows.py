@@ -139,8 +139,8 @@ class RecordLines:
         self._origins: list[int] = []
         if not len(pages):
             return
-        whole = pages[-1] - pages[0] == len(pages) - 1
-        jumps = [] if whole else (np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1).tolist()
+        whole = int(pages[-1]) - int(pages[0]) == len(pages) - 1
+        jumps = [] if whole else ((pages[1:] - pages[:-1] != 1).nonzero()[0] + 1).tolist()
         for first, stop in pairwise([0, *jumps, len(pages)]):
             self._origins.append(int(pages[first]) * page.lines - self.rows * record)
             self.rows += (stop - first) * page.lines // record
@@ -196,10 +196,9 @@ class PageAllocator:
     def allocate(self, count: int) -> Ints:
         """Allocate the lowest free pages, ascending: int64 [count], or fewer when no more are free."""
         start, window = self._lowest, max(256, 4 * count)
-        found: Ints = np.empty(0, dtype=np.int64)
-        while start < self.total and len(found) < count:
-            found = np.concatenate([found, start + np.flatnonzero(self._free[start : start + window])])
-            start += window
+        found: Ints = start + self._free[start : start + window].nonzero()[0]
+        while (start := start + window) < self.total and len(found) < count:
+            found = np.concatenate([found, start + self._free[start : start + window].nonzero()[0]])
         found = found[:count]
         if len(found):
             self._free[found] = False

@@ -31,6 +31,9 @@ SPREAD, MIX, PRIME, FOLD, ROUNDS = 756_402_063, 1_218_545_865, (1 << 31) - 1, 15
 NOT_FINITE: Final = 1 << 48
 
 
+#: Columns of the device's table of a step's tokens, int32; -1 where a token has no such thing.
+TOKEN_COLUMNS: Final = 8
+LAYOUT, SLOT, MASK, LINE, BEFORE, REPLACED, REPORT = range(7)
 #: Steps between the least and the greatest code of `kernels.codecs.full8`, and bytes before the codes: scale and zero.
 FULL8_STEPS: Final = 255
 FULL8_HEAD: Final = 8

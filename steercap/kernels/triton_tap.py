@@ -19,11 +19,9 @@ import triton.language as tl
 from jaxtyping import Float, Int
 
 from steercap.kernels import bits
+from steercap.kernels.bits import BEFORE, LAYOUT, LINE, MASK, REPLACED, REPORT, SLOT, TOKEN_COLUMNS
 from steercap.kernels.finite import edited_most, overflows_later
 
-#: Columns of the table of a step's tokens, int32; -1 where a token has no such thing.
-TOKEN_COLUMNS: Final = 8
-SLOT, MASK, LINE, LAYOUT, BEFORE, REPLACED, REPORT = range(7)
 #: Integer columns of an entry; its eight floats are a table of their own.
 ENTRY_COLUMNS: Final = 8
 KIND, SCOPE, WRITE, READ, REPLACEMENT = range(5)

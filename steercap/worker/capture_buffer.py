@@ -122,7 +122,7 @@ class CaptureBuffer(ABC):
             The first position that is not stored like `start`, and a line number: position p has its record at that
             number plus p × the lines of a record; None when the tokens are not kept.
         """
-        run = int(np.searchsorted(self._stops, start, side="right"))
+        run = int(self._stops.searchsorted(start, side="right"))
         if run == len(self._stops):
             return start, None
         end, shift = int(self._stops[run]), int(self._shifts[run])

@@ -74,7 +74,7 @@ from steercap.worker.request_table import RequestTable, Tracked
 from steercap.worker.saes import SAEs
 from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
-from steercap.worker.step import BatchRows, Step, StepReport
+from steercap.worker.step import COMPARED, BatchRows, Step, StepReport
 from steercap.worker.taps.base import Taps
 
 _LOG: Final = logging.getLogger(__name__)
@@ -201,7 +201,8 @@ class Runtime:
         if step is None:
             return
         updates, crowded = self.taps.accumulators.update(step)
-        self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
+        if len(crowded):
+            self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
         if reason := self.taps.open(step, batch, updates):
             self._fail(step.requests[step.kept], reason)
 
@@ -230,30 +231,32 @@ class Runtime:
         the passes do if the report itself is a failure. Nothing is raised.
 
         Args:
-            steps: steps of one series, which differ in positions and lines alone.
+            steps: their steps.
             report: their report.
         """
-        positions = np.stack([step.positions for step in steps])
-        wrong = (report.positions != positions) | (report.edits != steps[0].edits) | (report.copies != steps[0].copies)
+        whole = Step(np.concatenate([step.table[:COMPARED] for step in steps], axis=1))
+        wrong = (report.positions != whole.positions) | (report.edits != whole.edits) | (report.copies != whole.copies)
         wrong |= report.overflowed != NONE
         if report.failure:
             wrong[:] = True
         if wrong.any():
-            for number in np.flatnonzero(wrong.any(1)).tolist():
-                self._refuse(steps[number], report, number, wrong[number])
-        for number, token in np.argwhere(report.nonfinite != NONE).tolist():
-            if (capture_buffer := self._request_table.at(int(steps[0].requests[token])).capture_buffer) is not None:
-                point = self.taps.points[report.nonfinite[number, token]]
-                capture_buffer.found_nonfinite(int(positions[number, token]), point)
-        self._request_table.label(steps[0], positions, report.token_ids)
+            first = 0
+            for step in steps:
+                own = slice(first, first + len(step))
+                self._refuse(step, report.of(own), wrong[own])
+                first += len(step)
+        for token in np.flatnonzero(report.nonfinite != NONE).tolist():
+            if (capture_buffer := self._request_table.at(int(whole.requests[token])).capture_buffer) is not None:
+                capture_buffer.found_nonfinite(int(whole.positions[token]), self.taps.points[report.nonfinite[token]])
+        self._request_table.label(whole, report.token_ids)
 
-    def _refuse(self, step: Step, report: StepReport, number: int, wrong: np.ndarray) -> None:
-        """Fail the requests of tokens that were not computed, edited or copied as a step says, number `number`."""
+    def _refuse(self, step: Step, report: StepReport, wrong: np.ndarray) -> None:
+        """Fail the requests of tokens of a pass that were not computed, edited or copied as its step says."""
         for index in np.unique(step.requests[wrong]).tolist():
             tracked = self._request_table.at(index)
             own = np.flatnonzero(wrong & (step.requests == index))
             count = int((step.requests == index).sum())
-            reason = report.failure or self._difference(step, report.of(number), own, count)
+            reason = report.failure or self._difference(step, report, own, count)
             if tracked.capture_buffer is not None:
                 tracked.capture_buffer.fail(reason)
             if tracked.steered is not None:

@@ -115,7 +115,7 @@ class SteeredSample:
 
     def ahead(self, start: int) -> tuple[int, int]:
         """Return the next position with other scopes than `start` or with a replacement, and the scopes of `start`."""
-        run = int(np.searchsorted(self._stops, start, side="right"))
+        run = int(self._stops.searchsorted(start, side="right"))
         if run == len(self._stops) or start in self._replacements:
             return start, 0
         return int(self._stops[run]), int(self._masks[start]) if self.slot is not None else 0

@@ -12,6 +12,16 @@ import torch
 
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
+from steercap.kernels.bits import BEFORE, LAYOUT, MASK, SLOT, TOKEN_COLUMNS
+from steercap.worker.layouts import Layouts
+
+#: Columns of a step's table. From ASKED on they are those of the device's table, which `kernels.bits` names; of these,
+#: line, replacement and report are NONE here. A pass's report is compared with the first COMPARED columns.
+REQUEST, POSITION, COPIES, EDITS, ASKED = range(5)
+COMPARED: Final = ASKED + LAYOUT + 1
+TOKEN, FIRST, LINE, STRIDE, ACCUMULATOR, RAW_LINES, ENCODED, COLUMNS = range(
+    ASKED + TOKEN_COLUMNS, ASKED + TOKEN_COLUMNS + 8
+)
 
 
 @dataclass(frozen=True)
@@ -33,43 +43,91 @@ class BatchRows:
     positions: torch.Tensor
 
 
+class StepColumn:
+    """Column of a step's table, by its number: int64 [tracked]."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __get__(self, step: Step, _owner: type[Step]) -> Ints:
+        column: Ints = step.table[self._number]
+        return column
+
+
 @dataclass
 class Step:
     """Work for the tracked tokens of one pass, in the order of the batch.
 
     Args:
-        requests: index of each token's request in the request table, int64 [tracked].
-        tokens: index of each token in the batch, int64 [tracked].
-        positions: position of each token, as scheduled, int64 [tracked].
-        firsts: position of the first token of the same request in this pass, int64 [tracked].
-        lines: first line of each token's record in the arena, NONE if it has none there: int64 [tracked].
-        accumulators: accumulator of the request, NONE if it has none or the token is not kept: int64 [tracked].
-        layouts: layout of each token's record, NONE if it is not kept: int64 [tracked].
-        slots: slot of each token's configuration, NONE if it is not edited: int64 [tracked].
-        masks: bits of the scopes that select each token, int32 [tracked].
-        copies: expected checksum of each token's copies, int64 [tracked].
-        edits: expected checksum of each token's edits, int64 [tracked].
+        table: its columns, int64 [COLUMNS, tracked].
         replaced: bank row of each replacement, NONE for none, int64 [replacements], by the index of the token in these
             tables; only for tokens with a replacement.
         series: identity of the series; the steps of one series differ in positions, firsts and lines alone.
     """
 
-    requests: Ints
-    tokens: Ints
-    positions: Ints
-    firsts: Ints
-    lines: Ints
-    accumulators: Ints
-    layouts: Ints
-    slots: Ints
-    masks: npt.NDArray[np.int32]
-    copies: Ints
-    edits: Ints
-    replaced: dict[int, Ints]
+    table: Ints
+    replaced: dict[int, Ints] = field(default_factory=dict)
     series: object = field(default_factory=object, repr=False, compare=False)
 
+    #: Index of each token in the batch.
+    tokens = StepColumn(TOKEN)
+    #: Position of the first token of the same request in this pass.
+    firsts = StepColumn(FIRST)
+    #: First line of each token's record in the arena, NONE if it has none there.
+    lines = StepColumn(LINE)
+    #: Lines of that record, 0 if it has none there.
+    strides = StepColumn(STRIDE)
+    #: Accumulator of the request, NONE if it has none or the token is not kept.
+    accumulators = StepColumn(ACCUMULATOR)
+    #: Lines of each token's raw record, 0 if it is not kept.
+    raw_lines = StepColumn(RAW_LINES)
+    #: 1 where the record in the arena has another form than it is computed in, else 0.
+    encoded = StepColumn(ENCODED)
+    #: Index of each token's request in the request table.
+    requests = StepColumn(REQUEST)
+    #: Position of each token, as scheduled.
+    positions = StepColumn(POSITION)
+    #: Expected checksum of each token's copies.
+    copies = StepColumn(COPIES)
+    #: Expected checksum of each token's edits.
+    edits = StepColumn(EDITS)
+    #: Slot of each token's configuration, NONE if no scope selects it.
+    slots = StepColumn(ASKED + SLOT)
+    #: Bits of the scopes that select each token.
+    masks = StepColumn(ASKED + MASK)
+    #: Layout of each token's record, NONE if it is not kept.
+    layouts = StepColumn(ASKED + LAYOUT)
+
+    @staticmethod
+    def of(known: Layouts, /, *, replaced: dict[int, Ints] | None = None, **columns: npt.NDArray[np.integer]) -> Step:
+        """Create a step from some of its columns, by their names above; the others follow from the layout.
+
+        Args:
+            known: record layouts of the rank.
+            replaced: as above.
+            **columns: tokens, firsts, lines, accumulators, requests, positions, edits, slots, masks and layouts.
+        """
+        step = Step(np.full((COLUMNS, len(columns["tokens"])), NONE, dtype=np.int64), replaced or {})
+        for name, values in columns.items():
+            getattr(step, name)[:] = values
+        of, drained = step.layouts, step.drained
+        step.strides[:], step.encoded[:] = known.lines[of] * drained, known.encoded[of] & drained
+        step.raw_lines[:], step.copies[:] = known.raw_lines[of], known.checksums[of]
+        step.table[ASKED + BEFORE] = known.before[of]
+        return step
+
     def __len__(self) -> int:
-        return len(self.tokens)
+        return int(self.table.shape[1])
+
+    @property
+    def records(self) -> Ints:
+        """First line of each token's record in the arena, and its lines; NONE and 0 for none: int64 [2, tracked]."""
+        return self.table[LINE : STRIDE + 1]
+
+    @property
+    def asked(self) -> Ints:
+        """Columns of the device's table, in the order of `kernels.bits`: int64 [TOKEN_COLUMNS, tracked]."""
+        return self.table[ASKED : ASKED + TOKEN_COLUMNS]
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
@@ -86,27 +144,31 @@ class Step:
     @property
     def changed(self) -> npt.NDArray[np.bool_]:
         """Mask of the tokens that a scope of their configuration selects: bool [tracked]."""
-        changed: npt.NDArray[np.bool_] = (self.slots != NONE) & (self.masks != 0)
+        changed: npt.NDArray[np.bool_] = self.slots != NONE
         return changed
 
-    def following(self, record_lines: Ints) -> Step:
-        """Return the next step of the series: positions plus 1, lines plus `record_lines`, int64 [tracked]."""
-        positions = self.positions + 1
-        return replace(self, positions=positions, firsts=positions, lines=self.lines + record_lines)
+    def following(self) -> Step:
+        """Return the next step of the series: positions plus 1, lines plus those of a record."""
+        step = Step(self.table.copy(), self.replaced, self.series)
+        step.table[POSITION] += 1
+        step.table[FIRST] = step.table[POSITION]
+        step.table[LINE] += step.table[STRIDE]
+        return step
 
     def keeping_nothing(self) -> Step:
         """Return a step with the same edits that keeps no rows."""
-        nothing = np.full(len(self), NONE, dtype=np.int64)
-        none = np.zeros(len(self), dtype=np.int64)
-        return replace(self, lines=nothing, layouts=nothing, copies=none, series=object())
+        step = Step(self.table.copy(), self.replaced)
+        step.table[[LINE, ASKED + LAYOUT]] = NONE
+        step.table[[STRIDE, RAW_LINES, ENCODED, COPIES, ASKED + BEFORE]] = 0
+        return step
 
     @staticmethod
     def joined(parts: Sequence[Step]) -> Step:
         """Join parts of one pass into one step, its tokens in the order of the batch."""
         if len(parts) == 1:
             return parts[0]
-        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
-        order = np.argsort(arrays["tokens"])
+        table = np.concatenate([part.table for part in parts], axis=1)
+        order = np.argsort(table[TOKEN])
         index_of = np.argsort(order)
         before = np.cumsum([0, *(len(part) for part in parts)])
         replaced = {
@@ -114,24 +176,20 @@ class Step:
             for first, part in zip(before, parts, strict=False)
             for index, rows in part.replaced.items()
         }
-        return Step(**{name: values[order] for name, values in arrays.items()}, replaced=replaced)
-
-
-_ARRAYS: Final = tuple(one.name for one in fields(Step) if one.name not in {"replaced", "series"})
+        return Step(table[:, order], replaced)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report on the tracked tokens of consecutive passes of a series, in the order of its steps.
+    """Report on the tracked tokens of consecutive passes, pass by pass, in the order of their steps.
 
     Args:
-        token_ids: token ids that the model read, int64 [passes, tracked].
-        positions: positions that the model read, int64 [passes, tracked].
-        edits: checksum of the edits made, int64 [passes, tracked].
-        copies: checksum of the copies made, int64 [passes, tracked].
-        overflowed: this rank's first point where an edit left a row that is not finite, NONE for none: int64 [passes,
-            tracked].
-        nonfinite: this rank's first point with a kept row that is not finite, NONE for none: int64 [passes, tracked].
+        token_ids: token ids that the model read, int64 [tracked].
+        positions: positions that the model read, int64 [tracked].
+        edits: checksum of the edits made, int64 [tracked].
+        copies: checksum of the copies made, int64 [tracked].
+        overflowed: this rank's first point where an edit left a row that is not finite, NONE for none: int64 [tracked].
+        nonfinite: this rank's first point with a kept row that is not finite, NONE for none: int64 [tracked].
         failure: reason why none of the passes can be trusted, or None.
     """
 
@@ -143,9 +201,9 @@ class StepReport:
     nonfinite: Ints
     failure: str | None = None
 
-    def of(self, number: int) -> StepReport:
-        """Return the report of one of the passes, each of its arrays int64 [tracked]."""
-        return replace(self, **{one.name: getattr(self, one.name)[number] for one in fields(self)[:-1]})
+    def of(self, tokens: slice) -> StepReport:
+        """Return the report on some of the tokens, such as those of one pass."""
+        return replace(self, **{one.name: getattr(self, one.name)[tokens] for one in fields(self)[:-1]})
 
 
 @dataclass
@@ -157,14 +215,12 @@ class SteadyDecode:
         starts: positions of the next pass, int64 [requests tracked].
         left: number of passes that still belong to the series.
         step: step of the last pass.
-        record_lines: lines that each token's record advances per pass, int64 [tracked tokens].
     """
 
     tracked: Ints
     starts: Ints
     left: int
     step: Step
-    record_lines: Ints
 
     def next(self, batch: BatchRows) -> Step | None:
         """Return the step of the next pass over the same requests in the same order; None if the series ends."""
@@ -174,5 +230,5 @@ class SteadyDecode:
             return None
         self.left -= 1
         self.starts = self.starts + 1
-        self.step = self.step.following(self.record_lines)
+        self.step = self.step.following()
         return self.step

@@ -512,6 +512,45 @@ async def test_one_bad_pass_of_a_series_fails_its_request_alone(at, monkeypatch)
     assert captured_rows.failure == f"the runner computes position {at + 1} where {at} was scheduled"
 
 
+@pytest.mark.parametrize("at", [0, 3, 17, 23])
+async def test_one_bad_pass_of_a_changing_batch_fails_its_request_alone(at, monkeypatch) -> None:
+    """A request comes and one leaves in every pass: the reports of passes that differ are still told apart."""
+    bench = Bench(16 << 20)
+    bench.plan("r1")
+    bench.plan("r2")
+    begin = bench.runtime.begin_step
+    for position in range(24):
+        come = f"r{10 + position}"
+        bench.plan(come)
+        monkeypatch.setattr(bench.runtime, "begin_step", partial(moved, begin) if position == at else begin)
+        bench.step(("r1", position, 1), ("r2", position, 1), (come, 0, 2 + position % 3))
+        bench.runtime.forget([come])
+    for number, total in (("1", 24), *((10 + position, 2 + position % 3) for position in range(24))):
+        captured_rows, rows = await bench.rows(f"r{number}", total)
+        assert captured_rows.failure is None
+        assert np.frombuffer(captured_rows.token_ids, dtype=np.int64).tolist() == [7 + one for one in range(total)]
+        torch.testing.assert_close(rows[1], expected(int(number), range(total), 1))
+    (captured_rows,) = bench.ask(Collect((Wanted(Owner("r2", 0), 24),))).shares
+    assert captured_rows.failure == f"the runner computes position {at + 1} where {at} was scheduled"
+
+
+async def test_passes_with_rows_and_passes_without_are_not_taken_for_each_other() -> None:
+    """Every third pass keeps rows, all steer: a report is read once the rows before it have left the device."""
+    bench = Bench()
+    configuration, vectors = adding(500.0)
+    configure(bench, configuration, vectors)
+    kept = CapturePlan((0, 1, 2), (Range(0, None, 3),), None, RAW)
+    bench.runtime.register("r1", Plan("r1", 1, 90, capture=kept, steering=steering_plan(configuration)).encode(), 0)
+    for position in range(60):
+        bench.step(("r1", position, 1))
+        if position > 40 and position % 3 == 1:
+            _, rows = await bench.rows("r1", position + 1)
+            torch.testing.assert_close(rows[1], expected(1, range(0, position + 1, 3), 1))
+    _, rows = await bench.rows("r1", 60)
+    torch.testing.assert_close(rows[0], expected(1, range(0, 60, 3), 0) + 500)
+    assert settled(bench, "r1", 60).rows == (120,)
+
+
 @pytest.mark.parametrize("at", [11, 20, 59])
 async def test_a_row_that_is_not_finite_is_named_whichever_pass_of_a_series_it_was_in(at) -> None:
     bench = Bench(dtype=torch.float16)

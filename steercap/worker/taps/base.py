@@ -212,8 +212,8 @@ class Taps(ABC):
     def completed(self, through: Step | None = None) -> Iterator[tuple[Sequence[Step], StepReport]]:
         """Iterate over steps whose passes have run and whose rows are in the arena, in their order, each once.
 
-        Consecutive steps of one series may come together, with one report. Some may be held back until others can come
-        with them, or until they are waited for.
+        Consecutive steps may come together, with one report. Some may be held back until others can come with them, or
+        until they are waited for.
 
         Args:
             through: wait until this step is among them.

@@ -27,7 +27,7 @@ from steercap.core.program import MAX_REPLACEMENTS, NONE, Configuration
 from steercap.core.rows import Ints
 from steercap.core.schema import LINE_BYTES
 from steercap.kernels import triton_tap as kernel
-from steercap.kernels.bits import split_checksum
+from steercap.kernels.bits import LINE, REPLACED, TOKEN_COLUMNS, split_checksum
 from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
 from steercap.worker.layouts import LAYOUTS, RecordLayout
@@ -48,9 +48,9 @@ RING_BYTES: Final = 5 << 29
 PART: Final = 1 / 8
 #: Maximum vectors that wait to be written to the device.
 VECTORS: Final = 256
-#: Passes whose reports are read together, and passes that wait until as many can be read. A call of the client does not
-#: wait for them.
-TOGETHER, WAITING = 16, 24
+#: Passes whose reports are read together, and their tokens unless one pass has more; passes that wait until as many can
+#: be read. A call of the client does not wait for them.
+TOGETHER, TOKENS_TOGETHER, WAITING = 16, 16_384, 24
 #: Passes, and bytes of rows, whose copies to the host are queued together.
 BUNDLE: Final = 8
 BUNDLE_BYTES: Final = 8 << 20
@@ -137,7 +137,7 @@ class CudaTaps(Taps):
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._tokens = table(sizes.tokens, kernel.TOKEN_COLUMNS) - 1
+        self._tokens = table(sizes.tokens, TOKEN_COLUMNS) - 1
         self._counts = table(sizes.slots, count)
         self._entries = table(sizes.slots, count, sizes.entries, kernel.ENTRY_COLUMNS)
         self._responses = table(sizes.slots, count, sizes.entries, kernel.RESPONSE_COLUMNS, dtype=torch.float32)
@@ -234,10 +234,10 @@ class CudaTaps(Taps):
         self._upload(step, pattern, sources)
         if updates is not None:
             opened.updates = len(updates)
-            self._sums.upload(self._number, step, updates, sources, self.layouts.raw_lines[step.layouts])
+            self._sums.upload(self._number, step, updates, sources, step.raw_lines)
         if pattern.encodes:
             encoded = pattern.encoded
-            targets, of = pattern.targets(first), step.layouts[encoded]
+            targets, of = pattern.targets(first, step.strides), step.layouts[encoded]
             layouts = [self.layouts[number] for number in np.unique(of).tolist()]
             records = np.stack([sources[encoded], targets], axis=1)
             opened.encoded = self._encoder.upload(self._number, layouts, of, records)
@@ -251,7 +251,7 @@ class CudaTaps(Taps):
 
     def _pattern_of(self, step: Step, batch: BatchRows) -> Pattern:
         if self._pattern is None or self._pattern.series is not step.series:
-            self._pattern = Pattern.of(step, int(batch.counts.sum()), self.layouts)
+            self._pattern = Pattern.of(step, int(batch.counts.sum()))
         return self._pattern
 
     def close(self, failure: str | None) -> None:
@@ -346,7 +346,7 @@ class CudaTaps(Taps):
 
     def completed(self, through: Step | None = None) -> Iterator[tuple[Sequence[Step], StepReport]]:
         while self._passed and (through is not None or len(self._passed) >= WAITING):
-            passes = self._alike(through)
+            passes = self._together(through)
             last = passes[-1]
             if through is not None:
                 self._copy_away(through=last)
@@ -354,26 +354,30 @@ class CudaTaps(Taps):
             elif last.copied is None or not self._transfers.done(last.copied):
                 return
             steps = [done.step for done in passes]
-            said = self._said[[done.number for done in passes], : len(steps[0])]
+            said = np.concatenate([self._said[done.number, : len(done.step)] for done in passes])
             for done in passes:
                 self._passed.popleft()
                 for held in (done,) if done.large is None else done.large.leaving:
                     self._lines.free(held)
             if last.step is through:
                 through = None
-            token_ids, positions, *checksums = np.moveaxis(said, 2, 0)
+            token_ids, positions, *checksums = said.T
             (edits, overflowed), (copies, nonfinite) = map(split_checksum, checksums)
             yield steps, StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, last.failure)
 
-    def _alike(self, through: Step | None) -> Sequence[_Pass]:
-        """Return the oldest passes of one series, none after `through`; a pass that failed is alone."""
-        found: list[_Pass] = []
-        for done in islice(self._passed, TOGETHER):
-            if found and (done.step.series is not found[0].step.series or done.failure or found[0].failure):
+    def _together(self, through: Step | None) -> Sequence[_Pass]:
+        """Return the oldest passes whose reports are read together, none after `through`; one that failed is alone.
+
+        All of them have rows on their way, or none: the event of the last follows those of the others.
+        """
+        found, tokens = [self._passed[0]], len(self._passed[0].step)
+        for done in islice(self._passed, 1, TOGETHER):
+            tokens += len(done.step)
+            alike = done.pattern.drains == found[0].pattern.drains and (done.large is None) == (found[0].large is None)
+            alike = alike and not (done.failure or found[0].failure)
+            if found[-1].step is through or not alike or tokens > TOKENS_TOGETHER:
                 break
             found.append(done)
-            if done.step is through:
-                break
         return found
 
     def _ring_bytes(self, device: torch.device) -> int:
@@ -455,16 +459,16 @@ class CudaTaps(Taps):
         table = self._tables[number]
         table[:count] = pattern.table
         if pattern.raw_lines:
-            table[step.tokens, kernel.LINE] = sources
+            table[pattern.places, LINE] = sources
         if step.replaced:
             self._replace(step, table)
-        self._transfers.put(self._tokens[:count], self._uploads[number][:count])
+        self._transfers.put(self._tokens, self._uploads[number], count)
 
     def _replace(self, step: Step, table: npt.NDArray[np.int32]) -> None:
         """Write the bank rows of replacements, and the index of each token's first one, to the tables."""
         rows = list(step.replaced.values())
         ends = np.cumsum([len(row) for row in rows])
-        table[step.tokens[list(step.replaced)], kernel.REPLACED] = ends - [len(row) for row in rows]
+        table[step.tokens[list(step.replaced)], REPLACED] = ends - [len(row) for row in rows]
         flat = self._there(np.concatenate(rows).astype(np.int32))
         self._replacements[: len(flat)].copy_(flat)
 
@@ -499,9 +503,12 @@ class CudaTaps(Taps):
     def _pieces(self, passes: Sequence[_Pass]) -> tuple[Ints, Ints, Ints]:
         """Return the copies of passes to the host: target and source addresses, and sizes in bytes."""
         assert self.arena is not None
-        records = [(one.step.lines, one.sources, one.pattern.stored) for one in passes]
-        drained = np.concatenate([one.pattern.drained for one in passes])
-        to, start, lines = runs(*(np.concatenate(numbers)[drained] for numbers in zip(*records, strict=True)))
+        records = np.concatenate([one.step.records for one in passes], axis=1)
+        sources = np.concatenate([one.sources for one in passes])
+        drained = records[0] != NONE
+        if not drained.all():
+            records, sources = records[:, drained], sources[drained]
+        to, start, lines = runs(records[0], sources, records[1])
         targets, sources = self.arena.lines.data_ptr() + to * LINE_BYTES, self._rows.data_ptr() + start * LINE_BYTES
         return pieces(targets, sources, lines * LINE_BYTES, PIECE_BYTES)
 

@@ -84,7 +84,7 @@ class DeviceEncoder:
         order = np.argsort(of, kind="stable")
         buffer = self._uploads[number % len(self._uploads)]
         buffer.numpy()[: len(order)] = records[order]
-        self._transfers.put(self._records[: len(order)], buffer[: len(order)])
+        self._transfers.put(self._records, buffer, len(order))
         ends = np.searchsorted(of[order], [layout.number for layout in layouts], side="right").tolist()
         return [(layout, slice(*one)) for layout, *one in zip(layouts, [0, *ends], ends, strict=False)]
 
@@ -256,7 +256,7 @@ class DeviceAccumulators:
         """
         buffer = self._uploads[number % len(self._uploads)]
         buffer.numpy()[: len(updates)] = self._table(step, updates, sources, records)
-        self._transfers.put(self._updates[: len(updates)], buffer[: len(updates)])
+        self._transfers.put(self._updates, buffer, len(updates))
 
     def launch(self, ring: torch.Tensor, updates: int) -> None:
         """Apply the first `updates` updates of the upload."""

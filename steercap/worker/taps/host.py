@@ -104,9 +104,7 @@ class HostTaps(Taps):
         for point, tokens in reversed(self._nonfinite):  # the first point is written last
             nonfinite[np.searchsorted(step.tokens, tokens.numpy())] = point
         edits, overflowed = self._edits.made(step)
-        columns = (*self._labels, edits, step.copies, overflowed, nonfinite)
-        token_ids, positions, edits, copies, overflowed, nonfinite = (column[None] for column in columns)
-        return StepReport(token_ids, positions, edits, copies, overflowed, nonfinite, failure)
+        return StepReport(*self._labels, edits, step.copies, overflowed, nonfinite, failure)
 
     def spill(self, accumulator: int, layout: RecordLayout, lines: Ints) -> Any:
         assert self.arena is not None

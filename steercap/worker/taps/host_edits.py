@@ -53,7 +53,7 @@ class HostEdits:
         self._tokens = torch.from_numpy(step.tokens[self._chosen])
         if not len(self._chosen):
             return
-        self._masks = torch.from_numpy(step.masks[self._chosen])
+        self._masks = torch.from_numpy(step.masks[self._chosen].astype(np.int32))
         self._checksums = torch.zeros(len(self._chosen), dtype=torch.int64)
         self._overflowed = torch.full_like(self._checksums, NONE)
         slots = step.slots[self._chosen]

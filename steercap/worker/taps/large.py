@@ -24,7 +24,7 @@ import torch
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
 from steercap.core.schema import LINE_BYTES
-from steercap.kernels import triton_tap as kernel
+from steercap.kernels.bits import LINE
 from steercap.worker.accumulators import Updates
 from steercap.worker.layouts import Layouts, RecordLayout
 from steercap.worker.step import Step
@@ -111,10 +111,10 @@ class LargePass:
     ) -> None:
         self._arena = arena
         self._memory, self._step, self._pattern, self._updates = memory, step, pattern, updates
-        self._kept: Final = np.flatnonzero(pattern.kept)
+        self._kept: Final = np.flatnonzero(step.kept)
         numbers, self._of = np.unique(step.layouts[self._kept], return_inverse=True)
         self._layouts = [layouts[number] for number in numbers.tolist()]
-        self._encoded, self._drained = pattern.encoded[self._kept], pattern.drained[self._kept]
+        self._encoded, self._drained = pattern.encoded[self._kept], step.drained[self._kept]
         self._left = deque(self._parts(layers, most))
         self._now: LayerRows | None = None
         #: Greatest number of lines of a part.
@@ -176,7 +176,7 @@ class LargePass:
         count = len(self._pattern.table)
         column = np.full(count, NONE, dtype=np.int32)
         column[self._step.tokens[self._kept]] = records
-        self._memory.tokens[:count, kernel.LINE] = self._memory.transfers.there(torch.from_numpy(column))
+        self._memory.tokens[:count, LINE] = self._memory.transfers.there(torch.from_numpy(column))
         # The next tap may read its tables while the kernel before it runs, so that must be another one.
         self._memory.idle.zero_()
 

@@ -74,8 +74,13 @@ class Transfers(Protocol):
     def there(self, values: torch.Tensor) -> torch.Tensor:
         """Copy host values to the device, for the next work on the model's stream."""
 
-    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy pinned memory to the device, before the next work on the model's stream."""
+    def put(self, target: torch.Tensor, source: torch.Tensor, rows: int) -> None:
+        """Copy the first rows of pinned memory to the device, before the next work on the model's stream.
+
+        Args:
+            target, source: contiguous, of one shape and dtype.
+            rows: number of rows, one at least.
+        """
 
     def now(self) -> Any:
         """Return an event after all work on the model's stream so far."""
@@ -130,6 +135,7 @@ class CudaTransfers:
         self._first_stream = first
         self._stream = torch.cuda.Stream(device)
         driver = ctypes.CDLL("libcuda.so.1")
+        self._there: Any = driver.cuMemcpyHtoDAsync_v2
         self._one: Any = driver.cuMemcpyDtoHAsync_v2
         self._grid: Any = driver.cuMemcpy2DAsync_v2
         # The call lost its `failIdx` argument with CUDA 13; the driver keeps the older one under the older name.
@@ -146,8 +152,13 @@ class CudaTransfers:
     def there(self, values: torch.Tensor) -> torch.Tensor:
         return values.pin_memory().to(self.device, non_blocking=True)
 
-    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+    def put(self, target: torch.Tensor, source: torch.Tensor, rows: int) -> None:
+        # By address: to take the views of a few rows takes longer than to queue the copy.
+        size = rows * target.stride(0) * target.itemsize
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        to, start = ctypes.c_uint64(target.data_ptr()), ctypes.c_void_p(source.data_ptr())
+        if status := self._there(to, start, ctypes.c_size_t(size), ctypes.c_void_p(stream)):
+            raise WorkerFailure(f"a copy of {size} bytes to the device failed (CUDA error {status})")
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
