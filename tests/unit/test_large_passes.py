@@ -179,6 +179,30 @@ def test_a_pass_that_runs_a_graph_is_kept_whole_or_refused() -> None:
     assert large.failure is None
 
 
+def test_rows_of_a_request_that_is_gone_do_not_come_over_those_of_a_large_pass(monkeypatch) -> None:
+    """Pages are another request's at once, while rows of the one before may wait to be copied there."""
+    ring = 1 << 16
+    runtime = some_runtime(
+        "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=ring, layers=LAYERS, graph_tokens=16
+    )
+    monkeypatch.setattr("steercap.worker.taps.cuda.PART", 1 / 64)
+    asking(runtime, Attach(1 << 20))
+    everything = CapturePlan(tuple(range(len(LAYERS))), (Range(0, None),), None, RAW)
+    order = list(range(len(LAYERS)))
+    runtime.register("r1", Plan("r1", 12, 40, capture=everything).encode(), 0)
+    run(runtime, ["r1"], [0], [12], order)
+    assert runtime.taps._waiting
+    before = set(runtime._kept[Owner("r1", 0)].capture_buffer._places.pages.tolist())
+    runtime.forget(["r1"])
+    decode_answer(runtime.answer(encode(Call((Owner("r1", 0),), Collect(())))))
+    runtime.register("r2", Plan("r2", 20, 40, capture=everything).encode(), 0)
+    run(runtime, ["r2"], [0], [20], order)
+    assert before & set(runtime._kept[Owner("r2", 0)].capture_buffer._places.pages.tolist())
+    (share,) = asking(runtime, Collect((Wanted(Owner("r2", 0), 20),))).shares
+    for point, rows in enumerate(rows_of(runtime, share)):
+        assert torch.equal(rows, expected(2, range(20), point))
+
+
 def test_copies_at_regular_distances_are_grids() -> None:
     """Every byte of a list of copies is in one grid, and neighbours that lie alike share it."""
     rng = random.Random(3)

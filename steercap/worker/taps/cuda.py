@@ -202,6 +202,7 @@ class CudaTaps(Taps):
         opened = _Pass(step, pattern, batch.token_ids, batch.positions, self._number % AHEAD, 0, _NOTHING, 0)
         if (large := self._large(step, pattern, updates)) is not None:
             opened.large = large
+            self._copy_away()  # rows of requests that are gone may still be on their way to these pages
             self._upload(step, pattern, np.full(len(step), NONE, dtype=np.int64))
         else:
             if pattern.lines > self._lines.size:
