@@ -11,6 +11,7 @@ import torch
 from steercap.architectures.sites import SITES
 from steercap.core.names import read_name
 from steercap.core.receipt import Receipt
+from steercap.core.schema import ATTENTION
 from steercap.core.spec import Point, name_of_site
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
@@ -81,6 +82,8 @@ class Captures(Mapping[Point, torch.Tensor]):
         rows = self.whole(key)
         if isinstance(rows, CodedRows) and rows.is_read:
             raise InvalidSpec(f"{rows} are features of an SAE, and no rows of the model; capture without sae=")
+        if isinstance(rows, CodedRows) and rows.codec == ATTENTION:
+            raise InvalidSpec(f"{rows} are targets of attention, and no rows of the model; capture without attention=")
         if isinstance(rows, CodedRows) and rows.is_projected:
             raise InvalidSpec(
                 f"{rows} have no elements of the rows; capture with another codec, or take coded[...].inner(vectors)"

@@ -61,6 +61,7 @@ from steercap.errors import InvalidFrame, SteercapError, WorkerFailure
 from steercap.kernels.codecs import dtype_of, record_of
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
+from steercap.worker.attention_buffer import AttentionBuffer
 from steercap.worker.biasing import Biasing
 from steercap.worker.bounds import check_plan, check_vectors
 from steercap.worker.capture_buffer import ArenaBuffer, CaptureBuffer
@@ -354,6 +355,8 @@ class Runtime:
     def _buffer_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> CaptureBuffer:
         if capture.accumulates:
             return ReducingBuffer(owner, plan, capture, self.taps.layouts, arena, self.taps)
+        if capture.attention is not None:
+            return AttentionBuffer(self._attention, owner, plan, capture, self.taps.layouts, arena)
         reads = self._saes.reads(capture.points, capture.saes) if capture.saes else ()
         capture_buffer = ArenaBuffer(owner, plan, capture, self.taps.layouts, arena, reads or ())
         if reads is None:

@@ -14,12 +14,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.rows import random_prompt
 from support.specs import spec
+from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 
 from steercap import AttentionSummary, Point, SteeringSpec
-from steercap.captures.attention import Attending, pattern, summarised, weights_of
 from steercap.core.attention import AttentionRule, joined
+from steercap.core.messages import (
+    Attach,
+    Attached,
+    Call,
+    CapturedRows,
+    Collect,
+    Collected,
+    Counted,
+    GetStats,
+    Owner,
+    Wanted,
+    decode_answer,
+    encode,
+)
+from steercap.core.plan import AttentionPlan, CapturePlan, Plan
+from steercap.core.schema import RAW, Coding, PointSchema
+from steercap.core.tokens import Range
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
+from steercap.kernels.attention import Attending, numbers_of, pattern, summarised, summary_of, weights_of
+from steercap.kernels.codecs.coded import CodedRows
 from steercap.testing import Reference, tiny_checkpoint
+from steercap.worker.runtime import Runtime
 
 RULES = st.builds(
     AttentionRule,
@@ -163,7 +183,7 @@ def test_a_handle_without_what_it_takes_says_what() -> None:
         handle.attention(1)
     with pytest.raises(InvalidRequest, match="layer 0 cannot be computed: it adds ALiBi's slopes"):
         handle.attention_pattern(0)
-    for top in (0, -1, True, "many", None):
+    for top in (0, -1, True, "many"):
         with pytest.raises(InvalidRequest, match="give a whole number above 0"):
             handle.attention(0, top=top)
     for most in ("x", 1.5, None, True):
@@ -266,3 +286,81 @@ def test_models_of_several_threads_are_visited_apart() -> None:
             for known, found in zip(alone, pool.map(rows, references), strict=True):
                 assert all(torch.equal(known[point], found[point]) for point in points)
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
+
+
+LAYERS, HEADS, KV_HEADS, SIZE = (1, 4), 4, 2, 32
+
+
+def runtime_of(kind: str, rules: dict[int, AttentionRule], shard: int, ranks: int) -> Runtime:
+    """One rank with the queries and keys of two layers, as bfloat16, and a point of the stream between them."""
+    heads = [PointSchema((count, SIZE), "bfloat16", shards=ranks) for count in (HEADS, KV_HEADS)]
+    runtime = some_runtime(
+        kind, 5, schemas=[*heads, PointSchema((8,), "bfloat16"), *heads], shard=shard, arena_bytes=8 << 20
+    )
+    runtime._attention = rules
+    assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(8 << 20))))), Attached)
+    return runtime
+
+
+def passes_of(runtime: Runtime, kind: str, rows: dict[int, torch.Tensor], passes: list[tuple[int, int]]) -> None:
+    """Run passes over positions of one request, whose rows at each point are given."""
+    for start, stop in passes:
+        positions = np.arange(start, stop)
+        runtime.begin_step(batch(kind, ["r"], [start], [stop - start], positions + 7, positions))
+        for point in runtime.taps.points:
+            own = rows[point][start:stop].flatten(1)
+            tap(runtime, own.to(device_of(kind)), None, point)
+        runtime.end_step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ranks", "total", "prompt"), [(1, 70, 40), (2, 33, 33)])
+def test_workers_make_the_summary_of_rows_that_came_in_chunks(kind, ranks, total, prompt) -> None:
+    """Chunks of a prompt, one that is computed twice, and single tokens, on each rank of a group: what the client sees
+    is the summary of all queries and keys, up to the rounding of the codes; pages that are not needed are free.
+    """
+    generator = torch.Generator().manual_seed(total)
+    rows = {
+        point: torch.randn(total, *shape, generator=generator).bfloat16()
+        for point, shape in enumerate([(HEADS, SIZE), (KV_HEADS, SIZE), (8,), (HEADS, SIZE), (KV_HEADS, SIZE)])
+    }
+    rules = {
+        1: AttentionRule(0.3, window=12, soft_cap=20.0),
+        4: AttentionRule(0.2, sinks=tuple(torch.randn(HEADS, generator=generator).tolist())),
+    }
+    asked = AttentionPlan(3, ((1, 0, 1), (4, 3, 4)))
+    plan = Plan("r", prompt, 200, capture=CapturePlan((0, 1, 3, 4), (Range(0, None),), None, RAW, attention=asked))
+    found: dict[int, list[CodedRows]] = {0: [], 3: []}
+    for shard in range(ranks):
+        of_rank = {
+            layer: msgspec.structs.replace(rule, sinks=rule.sinks[shard * HEADS // ranks :][: HEADS // ranks])
+            for layer, rule in rules.items()
+        }
+        runtime = runtime_of(kind, of_rank, shard, ranks)
+        runtime.register("r", plan.encode(), 0)
+        own = {point: row if row.dim() < 3 else row.chunk(ranks, dim=1)[shard] for point, row in rows.items()}
+        halves = [(0, 16), (16, prompt), (8, prompt), *((at, at + 1) for at in range(prompt, total))]
+        passes_of(runtime, kind, own, halves)
+        for _ in range(2):  # a second fetch is answered the same
+            answer = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), total),))))))
+            assert isinstance(answer, Collected)
+            (share,) = answer.shares
+            assert isinstance(share, CapturedRows)
+            kept = kept_of(runtime, share)
+        assert (share.points, share.coding, share.stored_rows) == ((0, 3), Coding("attention", 3), total)
+        for point, part in zip((0, 3), kept, strict=True):
+            assert isinstance(part, CodedRows)
+            assert not part.damage(total)
+            found[point].append(part)
+        counted = decode_answer(runtime.answer(encode(Call((), GetStats()))))
+        assert isinstance(counted, Counted)
+        assert counted.pages_in_use <= 1
+    for layer, queries, keys in asked.layers:
+        at = torch.arange(total)
+        wanted = summarised(Attending(rules[layer], rows[queries], rows[keys], at, at), 3)
+        numbers = CodedRows.joined(found[queries])
+        read = summary_of(numbers.decoded(), at, 3)
+        assert torch.equal(read.targets, wanted.targets)
+        off = (numbers.decoded() - numbers_of(wanted).unflatten(1, (HEADS, -1))).abs()
+        assert bool((off <= numbers.error_bound() + 1e-6).all())
+        assert numbers.nbytes == total * HEADS * (3 * 3 + 4)
