@@ -253,7 +253,9 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         if kept is None:
             return summarised(self._attending(layer, tokens), count)
         if count > kept.coding.k:
-            raise InvalidRequest(f"top={count}: {kept.coding.k} targets of each head and token were kept; give as many")
+            raise InvalidRequest(
+                f"top={count}: {kept.coding.k} targets of each head and token were kept; give as many at most"
+            )
         at = slice(None) if tokens is None else self._rows_at(tokens)
         return summary_of(kept[at].decoded(), self.positions[at], count)
 

@@ -52,8 +52,8 @@ class Captures(Mapping[Point, torch.Tensor]):
 
         Raises:
             LayerOutOfRange: it was not captured; a KeyError too.
-            InvalidSpec: several sites were captured and none is named, something that is not a layer and a site, or
-                shards that were not gathered.
+            InvalidSpec: several sites were captured and none is named, something that is not a layer and a site,
+                shards that were not gathered, or targets of attention.
         """
         return _decoded(self.whole(key))
 
@@ -82,8 +82,6 @@ class Captures(Mapping[Point, torch.Tensor]):
         rows = self.whole(key)
         if isinstance(rows, CodedRows) and rows.is_read:
             raise InvalidSpec(f"{rows} are features of an SAE, and no rows of the model; capture without sae=")
-        if isinstance(rows, CodedRows) and rows.codec == ATTENTION:
-            raise InvalidSpec(f"{rows} are targets of attention, and no rows of the model; capture without attention=")
         if isinstance(rows, CodedRows) and rows.is_projected:
             raise InvalidSpec(
                 f"{rows} have no elements of the rows; capture with another codec, or take coded[...].inner(vectors)"
@@ -270,6 +268,8 @@ class Featured(Mapping[Point, Features]):
 
 
 def _decoded(rows: Whole) -> torch.Tensor:
+    if isinstance(rows, CodedRows) and rows.codec == ATTENTION:
+        raise InvalidSpec(f"{rows} are targets of attention, and no rows of the model; take handle.attention(layer)")
     return rows.decoded() if isinstance(rows, CodedRows) else rows
 
 

@@ -184,7 +184,8 @@ class CaptureSpec:
         if self.attention is None:
             return
         others = ("at", "reduce", "codec", "k", "seed", "calibration", "project", "sae", "before_edits")
-        given = [name for name in (*others, "allow_nonfinite") if getattr(self, name) not in (None, False)]
+        values = {name: getattr(self, name) for name in (*others, "allow_nonfinite")}
+        given = [name for name, value in values.items() if value is not None and value is not False]
         if self.sites not in {("resid_post",), QUERIES_AND_KEYS}:
             given.append("sites")
         if given:

@@ -12,7 +12,14 @@ from support.specs import spec
 
 from steercap import CaptureHandle, CaptureSpec, Point, SteerModel
 from steercap.core.schema import PointSchema
-from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange, UnsupportedModel, UnsupportedRunner
+from steercap.errors import (
+    InvalidRequest,
+    InvalidSelection,
+    InvalidSpec,
+    LayerOutOfRange,
+    UnsupportedModel,
+    UnsupportedRunner,
+)
 from steercap.testing import Reference, tiny_checkpoint
 
 SITES = ("q", "k", "v", "resid_post")
@@ -71,6 +78,8 @@ async def test_two_workers_share_heads() -> None:
         assert model.points[Point(2, "k")] == PointSchema((1, 32), "float32")
         reference = Reference(path)
         await attention_agrees(model, reference)
+        with pytest.raises(InvalidRequest, match="keys that several tensor-parallel ranks share are kept by one"):
+            await model.read([1, 2, 3], capture=CaptureSpec(attention=8))
         specs = [
             spec(name, model.points[0, site].width, seed=5, layers="all", site=site)
             for name in ("add", "replace")
@@ -114,5 +123,7 @@ async def test_workers_summarise_what_the_handle_would(tmp_path) -> None:
                 torch.testing.assert_close(found.entropy, wanted.entropy, atol=1e-4, rtol=2**-10)
         with pytest.raises(InvalidRequest, match="3 targets of each head and token were kept"):
             again.attention(1, top=4)
+        with pytest.raises(InvalidSpec, match=r"targets of attention.*take handle.attention\(layer\)"):
+            again.captures[1, "q"]
         with pytest.raises(InvalidRequest, match="all weights are computed of queries and keys"):
             again.attention_pattern(1)

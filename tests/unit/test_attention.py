@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -16,7 +18,10 @@ from support.rows import random_prompt
 from support.specs import spec
 from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 
-from steercap import AttentionSummary, Point, SteeringSpec
+from steercap import AttentionSummary, CaptureHandle, CaptureSpec, Point, SteeringSpec
+from steercap.captures import npz
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Captures, Found
 from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import (
     Attach,
@@ -33,10 +38,12 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import AttentionPlan, CapturePlan, Plan
+from steercap.core.receipt import Receipt
 from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.tokens import Range
-from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSelection, InvalidSpec, LayerOutOfRange
 from steercap.kernels.attention import Attending, numbers_of, pattern, summarised, summary_of, weights_of
+from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.worker import attention_buffer
@@ -196,8 +203,6 @@ def test_old_files_are_read_and_say_that_they_have_no_rule(tmp_path) -> None:
     """The header's entry is one that older files lack."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
-
-    from steercap import CaptureHandle
 
     path = a_handle(sites=("q", "k"), attention_rules={0: AttentionRule(1.0)}).save(tmp_path / "new.safetensors")
     with safe_open(path, "pt") as file:
@@ -371,3 +376,81 @@ def test_workers_make_the_summary_of_rows_that_came_in_chunks(kind, ranks, total
         off = (numbers.decoded() - numbers_of(wanted).unflatten(1, (HEADS, -1))).abs()
         assert bool((off <= numbers.error_bound() + 1e-6).all())
         assert numbers.nbytes == total * HEADS * (3 * 3 + 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"attention": 0}, "attention=0; give an integer from 1 to 128"),
+        ({"attention": 129}, "from 1 to 128"),
+        ({"attention": True}, "attention=True; give an integer"),
+        ({"attention": "8"}, "attention='8'; give an integer"),
+        *(
+            ({"attention": 8, **other}, f"leave {next(iter(other))}= out")
+            for other in (
+                {"sites": "resid_pre"},
+                {"sites": ("k", "q")},
+                {"at": "q[1]"},
+                {"reduce": "mean"},
+                {"codec": "full8"},
+                {"k": 8},
+                {"seed": 0},
+                {"before_edits": True},
+                {"allow_nonfinite": True},
+            )
+        ),
+        *(
+            ({"attention": 8, "tokens": tokens}, "reads the keys of all tokens before; give 'all' as tokens")
+            for tokens in ("generated", "last_prompt", 3, slice(1, None), slice(None, None, 2), [0, 1])
+        ),
+    ],
+)
+def test_what_cannot_be_summarised_is_refused_by_name(given, says) -> None:
+    """Numbers that are none, what changes the rows, and tokens whose keys would be missing."""
+    with pytest.raises(InvalidSpec, match=re.escape(says)):
+        CaptureSpec(**given)
+
+
+def test_a_spec_of_attention_is_of_queries_and_keys_and_can_be_changed() -> None:
+    """Its sites follow, also in a copy; it equals what says them."""
+    asked = CaptureSpec(attention=8, layers=3, tokens=slice(0, 9))
+    assert (asked.sites, asked.keeps_rows) == (("q", "k"), False)
+    assert replace(asked, layers=2) == CaptureSpec(attention=8, layers=2, tokens=slice(0, 9), sites=("q", "k"))
+
+
+def test_targets_in_files_are_those_of_the_workers(tmp_path) -> None:
+    """As a handle's file and as an .npz by its own formula; a damaged entropy is found, and targets are no rows."""
+    found = attending(AttentionRule(0.5, sinks=(0.1, 1.0, -1.0, 0.0)), 12, 2, 5)
+    wanted = summarised(found, 3)
+    schema, coding, codec = PointSchema((4, 8), "float32"), Coding("attention", 3), ENCODINGS["attention"]
+    assert isinstance(codec, Codec)
+    kept = CodedRows(
+        coding, schema, codec.parts(codec.encode(numbers_of(wanted), schema, coding, None), schema, coding)
+    )
+    point, receipt = Point(1, "q"), Receipt((Point(1, "q"),), np.arange(12), np.arange(12), 12, None)
+    handle = CaptureHandle(
+        request_id="a",
+        model="m",
+        text="",
+        prompt_token_ids=range(12),
+        output_token_ids=(8,),
+        points=(point,),
+        num_layers=4,
+        lifecycle=Lifecycle("a", found=Found(Captures({point: kept}, 4), receipt)),
+    )
+    again = CaptureHandle.load(handle.save(tmp_path / "a.safetensors"))
+    for read in (handle.attention(1), again.attention(-3), handle.attention(1, top=3, tokens=slice(0, 12))):
+        assert torch.equal(read.targets, wanted.targets)
+        torch.testing.assert_close(read.weights, wanted.weights, atol=0.5 / 255 + 1e-6, rtol=0)
+        torch.testing.assert_close(read.sink, wanted.sink, atol=0.5 / 255 + 1e-6, rtol=0)
+        torch.testing.assert_close(read.entropy, wanted.entropy, atol=1e-6, rtol=2**-11)
+    assert torch.equal(again.attention(1, top=2, tokens=[4, 5]).targets, wanted.targets[:, 4:6, :2])
+    (rows,) = npz.read(handle.save_npz(tmp_path / "a.npz")).values()
+    assert torch.equal(rows, kept.decoded())
+    kept.parts["entropy"][3, 1] = torch.nan
+    with pytest.raises(InvalidFile, match="'entropy' must be finite, and not negative"):
+        CaptureHandle.load(handle.save(tmp_path / "b.safetensors"))
+    with pytest.raises(InvalidSpec, match="targets of attention, and no rows of the model"):
+        handle.captures[1]
+    with pytest.raises(InvalidRequest, match="3 targets of each head and token were kept; give as many at most"):
+        handle.attention(1, top=4)
