@@ -257,7 +257,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
                 f"top={count}: {kept.coding.k} targets of each head and token were kept; give as many at most"
             )
         at = slice(None) if tokens is None else self._rows_at(tokens)
-        return summary_of(kept[at].decoded(), self.positions[at], count)
+        return summary_of(kept[at].numbers(), self.positions[at], count)
 
     def _targets(self, layer: int) -> CodedRows | None:
         """Return the targets of a layer's attention, if they are kept in place of queries and keys."""

@@ -155,7 +155,7 @@ def _read_point(
         coded = CodedRows(coding, schema, parts, number if facts.shards else None, constants)
         if damage := coded.damage(len(parts["q"])):
             raise ValueError(f"{end}: {damage}")
-        found.append(coded.decoded())
+        found.append(coded.numbers())
     return codec.joined(found)
 
 

@@ -11,7 +11,6 @@ import torch
 from steercap.architectures.sites import SITES
 from steercap.core.names import read_name
 from steercap.core.receipt import Receipt
-from steercap.core.schema import ATTENTION
 from steercap.core.spec import Point, name_of_site
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
@@ -268,8 +267,6 @@ class Featured(Mapping[Point, Features]):
 
 
 def _decoded(rows: Whole) -> torch.Tensor:
-    if isinstance(rows, CodedRows) and rows.codec == ATTENTION:
-        raise InvalidSpec(f"{rows} are targets of attention, and no rows of the model; take handle.attention(layer)")
     return rows.decoded() if isinstance(rows, CodedRows) else rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from support.rows import random_prompt
 from support.specs import spec
 from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 
-from steercap import AttentionSummary, CaptureHandle, CaptureSpec, Point, SteeringSpec
+from steercap import AttentionSummary, CaptureHandle, CaptureSpec, Point, SteeringSpec, stack
 from steercap.captures import npz
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
@@ -371,9 +372,9 @@ def test_workers_make_the_summary_of_rows_that_came_in_chunks(kind, ranks, total
         at = torch.arange(total)
         wanted = summarised(Attending(rules[layer], rows[queries], rows[keys], at, at), 3)
         numbers = CodedRows.joined(found[queries])
-        read = summary_of(numbers.decoded(), at, 3)
+        read = summary_of(numbers.numbers(), at, 3)
         assert torch.equal(read.targets, wanted.targets)
-        off = (numbers.decoded() - numbers_of(wanted).unflatten(1, (HEADS, -1))).abs()
+        off = (numbers.numbers() - numbers_of(wanted).unflatten(1, (HEADS, -1))).abs()
         assert bool((off <= numbers.error_bound() + 1e-6).all())
         assert numbers.nbytes == total * HEADS * (3 * 3 + 4)
 
@@ -446,11 +447,18 @@ def test_targets_in_files_are_those_of_the_workers(tmp_path) -> None:
         torch.testing.assert_close(read.entropy, wanted.entropy, atol=1e-6, rtol=2**-11)
     assert torch.equal(again.attention(1, top=2, tokens=[4, 5]).targets, wanted.targets[:, 4:6, :2])
     (rows,) = npz.read(handle.save_npz(tmp_path / "a.npz")).values()
-    assert torch.equal(rows, kept.decoded())
+    assert torch.equal(rows, kept.numbers())
     kept.parts["entropy"][3, 1] = torch.nan
     with pytest.raises(InvalidFile, match="'entropy' must be finite, and not negative"):
         CaptureHandle.load(handle.save(tmp_path / "b.safetensors"))
-    with pytest.raises(InvalidSpec, match="targets of attention, and no rows of the model"):
-        handle.captures[1]
+    refused: list[Callable[[], object]] = [
+        lambda: handle.captures[1],
+        handle.to_numpy,
+        handle.coded[1].inner,
+        lambda: stack([handle]),
+    ]
+    for one in refused:
+        with pytest.raises(InvalidSpec, match="targets of attention, and no rows"):
+            one()
     with pytest.raises(InvalidRequest, match="3 targets of each head and token were kept; give as many at most"):
         handle.attention(1, top=4)
