@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from steercap import steering as steering
     from steercap import sync as sync
     from steercap import testing as testing
-    from steercap.captures.attention import AttentionSummary
     from steercap.captures.handle import CaptureHandle
     from steercap.captures.manifest import Manifest
     from steercap.captures.pooled import Encoded
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from steercap.core.receipt import Receipt, SteeringReceipt
     from steercap.core.rows import latest_per_position
     from steercap.core.spec import CaptureSpec, Point
+    from steercap.kernels.attention import AttentionSummary
     from steercap.model import SteerModel
     from steercap.requests.call_types import Generation
     from steercap.requests.monitoring import Crossing, MonitorReport
@@ -56,7 +56,7 @@ _HOMES = {
     "Add": "steering.edits.add",
     "AddIf": "steering.edits.add_if",
     "Cap": "steering.edits.cap",
-    "AttentionSummary": "captures.attention",
+    "AttentionSummary": "kernels.attention",
     "Calibration": "steering.calibration",
     "CaptureHandle": "captures.handle",
     "CaptureRun": "captures.saving",

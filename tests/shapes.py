@@ -26,7 +26,7 @@ CHECKED: Final = (
     "steercap.kernels.reference",
     "steercap.lab.mechanism.patching",
     "steercap.captures.quantisation",
-    "steercap.captures.attention",
+    "steercap.kernels.attention",
     "steercap.captures.experts",
     "steercap.captures.lens",
     "steercap.captures.sketch",

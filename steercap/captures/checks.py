@@ -14,7 +14,7 @@ from steercap.core.messages import CapturedRows
 from steercap.core.plan import Plan
 from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
 from steercap.core.rows import Ints, rows_selected
-from steercap.core.schema import REDUCED, PointSchema
+from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, CaptureNotFinite
 from steercap.kernels.codecs.coded import CodedRows
@@ -127,7 +127,7 @@ def check_labelled(expected: Expected, shares: Sequence[CapturedRows]) -> Ints:
     capture = expected.plan.capture
     assert capture is not None
     known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
-    coding, stored = (REDUCED, min(len(known), 1)) if capture.reduce else (capture.coding, len(known))
+    coding, stored = capture.sent, min(len(known), 1) if capture.reduce else len(known)
     for captured_rows in shares:
         if captured_rows.owner.key != expected.plan.key:
             raise CaptureIncomplete(

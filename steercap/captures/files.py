@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 import msgspec
 import torch
 
-from steercap.captures.attention import RecordedAttention
 from steercap.captures.rows import Rows
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MediaSpan, MessageSpan
@@ -30,6 +29,7 @@ from steercap.core.values import FAR
 from steercap.errors import InvalidFile
 from steercap.files.base import blame, encode_tensors, read_tensors, write_tensors
 from steercap.files.native import READERS
+from steercap.kernels.attention import RecordedAttention
 from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows, Whole, end_of, parts_of
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from steercap.captures import files, npz
-from steercap.captures.attention import Attending, AttentionSummary, RecordedAttention, pattern, summarised
 from steercap.captures.experts import Experts, experts, logits_of
 from steercap.captures.fetching import fetch_all, fetched_in_parts
 from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
@@ -26,11 +25,12 @@ from steercap.core.chat import MediaSpan, MessageSpan, types_at
 from steercap.core.ownership import NonCopyable
 from steercap.core.placing import LEFT_OUT
 from steercap.core.receipt import Receipt
-from steercap.core.schema import RAW
+from steercap.core.schema import ATTENTION, RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
+from steercap.kernels.attention import Attending, AttentionSummary, RecordedAttention, pattern, summarised, summary_of
 from steercap.kernels.codecs.coded import CodedRows
 
 if TYPE_CHECKING:
@@ -250,24 +250,42 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             mask |= (positions >= span.start) & (positions < span.stop)
         return mask
 
-    def attention(self, layer: int, *, top: int = 8, tokens: Tokens | TokenSelection | None = None) -> AttentionSummary:
-        """Return each head's most strongly attended tokens, for each token, computed here from captured `q` and `k`.
+    def attention(
+        self, layer: int, *, top: int | None = None, tokens: Tokens | TokenSelection | None = None
+    ) -> AttentionSummary:
+        """Return each head's most strongly attended tokens, for each token.
+
+        It is computed here from captured `q` and `k`, or was in the worker, with `CaptureSpec(attention=)`: weights are
+        then within 1/510 of the model's, the entropy within a 2,048th of itself.
 
         Args:
             layer: index of the layer; its `q` and `k` must have been captured, for every token that is seen.
-            top: number of the most strongly attended tokens to return.
+            top: number of the most strongly attended tokens to return: 8 if left out, or as many as were kept.
             tokens: the query tokens; by default all that were captured.
 
         Raises:
             LayerOutOfRange: `q` or `k` of the layer was not captured.
             InvalidSelection: `tokens` selects what was not captured, or the key of a token that it sees was not.
             InvalidRequest: the model's attention is not understood, the rows are not what it read (reduced, projected,
-                kept as codes, or from before their edits), or `top` is not a number above 0.
+                kept as codes, or from before their edits), or `top` is not a number above 0, or above those kept.
         """
-        count = index_of(top)
+        kept = self._targets(layer)
+        count = index_of((8 if kept is None else kept.coding.k) if top is None else top)
         if count is None or count < 1:
             raise InvalidRequest(f"top={shown(top)}; give a whole number above 0")
-        return summarised(self._attending(layer, tokens), count)
+        if kept is None:
+            return summarised(self._attending(layer, tokens), count)
+        if count > kept.coding.k:
+            raise InvalidRequest(
+                f"top={count}: {kept.coding.k} targets of each head and token were kept; give as many at most"
+            )
+        at = slice(None) if tokens is None else self._rows_at(tokens)
+        return summary_of(kept[at].numbers(), self.positions[at], count)
+
+    def _targets(self, layer: int) -> CodedRows | None:
+        """Return the targets of a layer's attention, if they are kept in place of queries and keys."""
+        kept = self.captures.whole((layer, "q"))
+        return kept if isinstance(kept, CodedRows) and kept.codec == ATTENTION else None
 
     def attention_pattern(
         self, layer: int, *, tokens: Tokens | TokenSelection | None = None, max_bytes: int = PATTERN_BYTES
@@ -292,6 +310,10 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         return pattern(self._attending(layer, tokens), most)
 
     def _attending(self, layer: int, tokens: Tokens | TokenSelection | None) -> Attending:
+        if (kept := self._targets(layer)) is not None:
+            raise InvalidRequest(
+                f"the handle holds {kept}, and all weights are computed of queries and keys; capture sites=('q', 'k')"
+            )
         queries, keys = self.captures[layer, "q"], self.captures[layer, "k"]
         index = operator.index(layer) % self.num_layers
         rule = self.attention_rules.get(index, AttentionRule(0.0, unknown="this handle was made without its rule"))

@@ -48,6 +48,8 @@ FORMULAS: Final = {
     "topk8": "row[indices] = least + step * q; the other elements are at most rest, and count as 0",
     "features": "activations[indices] = q; an index of -1 stands for none; the other activations are at most rest, and "
     "count as 0; active says how many are above 0",
+    "attention": "of each head: weights of the tokens at positions indices are q / 255 (65535: there is none), those "
+    "of the first token and of a sink first / 255 and sink / 255; entropy in nats",
     "rp8": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
     "rp16": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
 }
@@ -153,7 +155,7 @@ def _read_point(
         coded = CodedRows(coding, schema, parts, number if facts.shards else None, constants)
         if damage := coded.damage(len(parts["q"])):
             raise ValueError(f"{end}: {damage}")
-        found.append(coded.decoded())
+        found.append(coded.numbers())
     return codec.joined(found)
 
 

@@ -51,8 +51,8 @@ class Captures(Mapping[Point, torch.Tensor]):
 
         Raises:
             LayerOutOfRange: it was not captured; a KeyError too.
-            InvalidSpec: several sites were captured and none is named, something that is not a layer and a site, or
-                shards that were not gathered.
+            InvalidSpec: several sites were captured and none is named, something that is not a layer and a site,
+                shards that were not gathered, or targets of attention.
         """
         return _decoded(self.whole(key))
 

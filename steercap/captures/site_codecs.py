@@ -14,24 +14,18 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from steercap.captures.attention import RecordedAttention
 from steercap.captures.handle import CaptureHandle, holding
 from steercap.captures.rows import Captures, Found, Rows
 from steercap.captures.spilled import GatheredRows
-from steercap.core.schema import RAW, Coding, PointSchema
-from steercap.core.spec import CaptureSpec, Point, name_of_site
-from steercap.core.tokens import TokenSelection
+from steercap.core.schema import ATTENTION, RAW, Coding, PointSchema
+from steercap.core.spec import MOST_TARGETS, QUERIES_AND_KEYS, CaptureSpec, Point, name_of_site
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import require_file, write_whole
+from steercap.kernels.attention import RecordedAttention
 from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, Codec, codec_of
 from steercap.kernels.codecs.coded import CodedRows
 
-#: Name that stands for the targets of attention in place of a site, and the sites that they are computed of.
-ATTENTION: Final = "attention"
-QUERIES_AND_KEYS: Final = ("q", "k")
-#: Maximum number of targets of a head and token.
-MOST_TARGETS: Final = 128
 _PARAMETERS: Final = ("k", "seed")
 #: Start of a text that names a file of `SiteCodecs.save` in place of a site.
 FROM_FILE: Final = "@"
@@ -158,7 +152,7 @@ class SiteCodecs:
             The errors of `CaptureSpec`.
         """
         spec = _spec(self.sites, next(iter(self.codings.values())) if self.alike else RAW, others)
-        if self.attention and not _from_start(spec.selection):
+        if self.attention and not spec.selection.from_start:
             raise InvalidSpec("attention reads the keys of all tokens before; give 'all' as tokens, or a slice from 0")
         return spec
 
@@ -248,14 +242,6 @@ def _with_points(
 def _spec(sites: tuple[str, ...], coding: Coding, others: Mapping[str, Any]) -> CaptureSpec:
     parameters = {name: number for name in _PARAMETERS if (number := getattr(coding, name))}
     return CaptureSpec(sites=sites, codec=coding.encoding, **parameters, **others)
-
-
-def _from_start(selection: TokenSelection) -> bool:
-    """Return True if a selection is of all tokens up to some point, as far as it is known without a prompt."""
-    (first, *others) = selection.terms
-    return not others and (
-        first == "all" or (isinstance(first, tuple) and first[0] in {None, 0} and first[2] in {None, 1})
-    )
 
 
 def _targets(text: str, whole: str) -> int:

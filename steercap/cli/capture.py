@@ -161,6 +161,7 @@ def register(app: typer.Typer) -> None:
             "steercap capture --file prompts.txt --tokens generated --reduce mean --out out/means",
             "steercap capture --file prompts.txt --codec full8 --out out/coded",
             "steercap capture --chat --file questions.txt --sites attn_out,mlp_out --layers 4:20:2 --out out/blocks",
+            "steercap capture --file prompts.txt --attention 8 --layers 10:20 --out out/attention",
             'steercap capture --chat "How was your day?" --project directions.safetensors --heat 18 --out out/day',
         ],
     )
@@ -183,6 +184,9 @@ def register(app: typer.Typer) -> None:
         reduce: Annotated[str | None, typer.Option(help="Reduce to one row per point: mean, sum, max or last.")] = None,
         project: Annotated[
             Path | None, typer.Option(help="Keep each row's projections on this file's directions instead of the row.")
+        ] = None,
+        attention: Annotated[
+            int | None, typer.Option(help="Keep this many tokens that each head attends to most, instead of rows.")
         ] = None,
         heat: Annotated[
             int | None, typer.Option(help="Show the projections of this layer token by token; needs --project.")
@@ -213,9 +217,11 @@ def register(app: typer.Typer) -> None:
             tokens=tokens_of(tokens),
             reduce=reduce,
             project=directions,
+            attention=attention,
             **stored.coding(names_of(sites)),
         )
-        kept = names_of(sites) if directions is None else (directions.site,)
+        named = names_of(sites) if attention is None else wanted.sites
+        kept = named if directions is None else (directions.site,)
         armed = tuple(dict.fromkeys((*kept, *sites_of(spec))))
         planned = preflight(model, sites=armed, **stored.settings())
         planned.check_capture(wanted)

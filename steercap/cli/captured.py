@@ -170,8 +170,8 @@ def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpe
     """Return what identifies captures before the model is open, to be compared with that of a folder's manifest.
 
     Returns:
-        The SHA-256 of all prompts, the sampling parameters, and the spec's layers, sites, tokens and reduction;
-        `asked_of` returns what needs the model.
+        The SHA-256 of all prompts, the sampling parameters, and the spec's layers, sites, tokens, reduction and
+        attention; `asked_of` returns what needs the model.
     """
     known = [prompt.content if prompt.special is None else [prompt.content, prompt.special] for prompt in prompts]
     contents = msgspec.json.encode(known)
@@ -182,6 +182,7 @@ def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpe
         "sites": spec.sites,
         "tokens": f"TokenSelection(terms={spec.selection.terms!r})",  # in manifests, whatever the class is called
         "reduce": spec.reduce,
+        **({} if spec.attention is None else {"attention": spec.attention}),  # older manifests have no such key
     }
 
 

@@ -71,20 +71,22 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     from safetensors import safe_open
 
     from steercap.captures.files import read_header
+    from steercap.core.schema import RAW
 
     header = read_header(path)
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
         shapes = {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in tensors.items()}
     prompt, answer = (shapes[name]["shape"][0] for name in ("prompt_token_ids", "output_token_ids"))
-    rows = next(part for name, part in shapes.items() if name.startswith("rows."))
+    rows = next(part for name, part in shapes.items() if name.startswith(("rows.", "q.")))  # or codes
+    coded = "" if header.coding == RAW else f", codes of {header.coding}"
     known = {
         "kind": "captures",
         "model": header.model,
         "request": header.request_id,
         "text": header.text,
         "tokens": f"{prompt} of the prompt, {answer} generated",
-        "rows": f"{' × '.join(map(str, rows['shape']))} {rows['dtype']} at each point"
+        "rows": f"{' × '.join(map(str, rows['shape']))} {rows['dtype']} at each point{coded}"
         + (f", the {header.reduce} of {shapes['positions']['shape'][0]}" if header.reduce else ""),
         "layers": f"{layers_by_site(header.points)} of {header.num_layers}",
         "directions": ", ".join(header.directions),

@@ -12,7 +12,7 @@ import msgspec
 
 from steercap.core.framing import Digest, Label, Whole, framed, read
 from steercap.core.program import SteeringPlan
-from steercap.core.schema import Coding
+from steercap.core.schema import ATTENTION, REDUCED, Coding
 from steercap.core.spec import CaptureSpec, Reduction
 from steercap.core.tokens import Range
 
@@ -32,6 +32,18 @@ class InSlot(msgspec.Struct, frozen=True, array_like=True):
     configuration: Digest
 
 
+class AttentionPlan(msgspec.Struct, frozen=True, array_like=True):
+    """Summary of attention that leaves the workers in place of queries and keys.
+
+    Args:
+        top: number of targets of each head and token.
+        layers: for each layer its index, and the indices of its queries and of its keys among the armed points.
+    """
+
+    top: Whole
+    layers: tuple[tuple[Whole, Whole, Whole], ...]
+
+
 class CapturePlan(msgspec.Struct, frozen=True):
     """Compiled capture of one request.
 
@@ -49,6 +61,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         saes: digests of the encoders that read the rows of each point, or ().
         window: number of records that are in the arena at once, while the others are in the worker's file; 0 where all
             of them are in the arena.
+        attention: the summary that is made of the rows, or None.
     """
 
     points: tuple[Whole, ...]
@@ -62,6 +75,14 @@ class CapturePlan(msgspec.Struct, frozen=True):
     gather: bool = True
     saes: tuple[Digest, ...] = ()
     window: Whole = 0
+    attention: AttentionPlan | None = None
+
+    @property
+    def sent(self) -> Coding:
+        """Encoding of the rows as they leave the worker."""
+        if self.attention is not None:
+            return Coding(ATTENTION, self.attention.top)
+        return self.coding if self.reduce is None else REDUCED
 
     def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
         """Return the plan with the slot of its vectors filled in, if it has some.
@@ -126,6 +147,7 @@ def compile_capture(
     limit: int,
     accumulates: bool,
     vectors: InSlot | None = None,
+    attention: AttentionPlan | None = None,
 ) -> CapturePlan:
     """Compile `spec` for one request.
 
@@ -137,6 +159,7 @@ def compile_capture(
         limit: number of positions that can be inputs of the model: prompt + generated - 1 at most.
         accumulates: True if a reduction may run along.
         vectors: vectors that its encoding needs, or None.
+        attention: the summary that is made of its rows, or None.
 
     Raises:
         InvalidSelection, EmptySelection: `tokens` does not fit the prompt.
@@ -153,6 +176,7 @@ def compile_capture(
         vectors,
         spec.allow_nonfinite,
         spec.gather,
+        attention=attention,
     )
 
 

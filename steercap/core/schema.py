@@ -77,6 +77,8 @@ class Coding(msgspec.Struct, frozen=True, array_like=True):
 #: Encodings of rows, bit for bit, and of reductions, in float32.
 RAW: Final = Coding()
 REDUCED: Final = Coding("reduced")
+#: Name of the encoding of what `CaptureSpec(attention=)` keeps of queries and keys.
+ATTENTION: Final = "attention"
 
 
 #: Bytes of a line of an arena: a cache line; no store on a GPU needs an address that is aligned to more.

@@ -21,6 +21,10 @@ Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 MOST_NUMBERS: Final = 1 << 16
 MOST_SEED: Final = (1 << 64) - 1
 
+#: Sites that attention is computed of, and the maximum number of targets of a head and token.
+QUERIES_AND_KEYS: Final = ("q", "k")
+MOST_TARGETS: Final = 128
+
 REDUCTIONS: Final[tuple[Reduction, ...]] = ("mean", "sum", "max", "last")
 
 
@@ -100,14 +104,17 @@ class CaptureSpec:
             means all layers that the directions have, and the site is theirs.
         sae: an SAE, or several of different points: instead of each row, its `k` most active features, computed in
             the worker; see `CaptureHandle.features`. The points are those that the SAEs read.
+        attention: instead of queries and keys, the targets that each head attends to most for each token: this many,
+            1 to 128, computed in the worker; see `CaptureHandle.attention`. A target takes 3 bytes, a head of a token 4
+            more. The sites are "q" and "k", and `tokens` must begin at the first.
         allow_nonfinite: hand over rows that hold NaN or infinity, as a model that overflows has them; by default
             fetching them raises CaptureNotFinite.
         gather: join the shards of points that are split over tensor-parallel ranks; otherwise they are handed over as
             they are, see `Captures.shards`.
 
     Raises:
-        InvalidSpec: no site, an unknown reduction, something of another type, two of `project`, `reduce` and `sae`, or
-            `layers`, `sites` or `at` beside another argument that fixes the points.
+        InvalidSpec: no site, an unknown reduction, something of another type, two of `project`, `reduce`, `sae` and
+            `attention`, or `layers`, `sites` or `at` beside another argument that fixes the points.
         UnknownName: a name of TransformerLens's whose rows differ from every site's.
         InvalidSelection: a malformed `tokens`.
     """
@@ -124,6 +131,7 @@ class CaptureSpec:
     before_edits: bool = False
     project: Projectable | None = None
     sae: Reader | Sequence[Reader] | None = None
+    attention: int | None = None
     allow_nonfinite: bool = False
     gather: bool = True
 
@@ -132,7 +140,7 @@ class CaptureSpec:
             raise InvalidSpec(f"unknown reduce={shown(self.reduce)}; {choices(self.reduce, REDUCTIONS)}, or None")
         if not (self.codec is None or isinstance(self.codec, str)):
             raise InvalidSpec(f"codec={shown(self.codec)}; give the name of one codec, such as 'raw'")
-        for name, least, most in (("k", 1, MOST_NUMBERS), ("seed", 0, MOST_SEED)):
+        for name, least, most in (("k", 1, MOST_NUMBERS), ("seed", 0, MOST_SEED), ("attention", 1, MOST_TARGETS)):
             given = getattr(self, name)
             number = None if given is None else index_of(given)
             if given is not None and (number is None or not least <= number <= most):
@@ -155,6 +163,7 @@ class CaptureSpec:
                 f"project= gives a few numbers per token, reduce={self.reduce!r} one row per request; give only one"
             )
         self._check_reading()
+        self._check_attention()
         self._check_storing()
 
     def _check_reading(self) -> None:
@@ -169,6 +178,23 @@ class CaptureSpec:
             raise InvalidSpec("sae= gives features of each token, project= and reduce= something else; give only one")
         if self.layers != "all" or self.sites != ("resid_post",) or self.at is not None:
             raise InvalidSpec("sae= reads the points that its SAEs are of; leave layers=, sites= and at= out")
+
+    def _check_attention(self) -> None:
+        """Check that nothing else is given beside `attention` that fixes the sites or changes the rows."""
+        if self.attention is None:
+            return
+        others = ("at", "reduce", "codec", "k", "seed", "calibration", "project", "sae", "before_edits")
+        values = {name: getattr(self, name) for name in (*others, "allow_nonfinite")}
+        given = [name for name, value in values.items() if value is not None and value is not False]
+        if self.sites not in {("resid_post",), QUERIES_AND_KEYS}:
+            given.append("sites")
+        if given:
+            raise InvalidSpec(
+                f"attention= summarises the queries and keys that the model read; leave {given[0]}= out beside it"
+            )
+        if not self.selection.from_start:
+            raise InvalidSpec("attention reads the keys of all tokens before; give 'all' as tokens, or a slice from 0")
+        object.__setattr__(self, "sites", QUERIES_AND_KEYS)
 
     def _check_storing(self) -> None:
         """Check that no codec is given for results computed from rows, which are stored as float32."""
@@ -186,12 +212,12 @@ class CaptureSpec:
 
     def __hash__(self) -> int:
         parts = repr(self.layers), self.sites, self.at, self.tokens, self.reduce, self.codec, self.k, self.seed
-        return hash((*parts, self.before_edits))
+        return hash((*parts, self.before_edits, self.attention))
 
     @property
     def keeps_rows(self) -> bool:
         """True if rows are kept, rather than results computed from them."""
-        return self.project is None and self.reduce is None and self.sae is None
+        return self.project is None and self.reduce is None and self.sae is None and self.attention is None
 
     @property
     def saes(self) -> tuple[Any, ...]:

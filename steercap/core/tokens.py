@@ -82,6 +82,14 @@ class TokenSelection:
         """
         return _ranges(self, prompt_len, limit)
 
+    @property
+    def from_start(self) -> bool:
+        """True if it is of all tokens up to some point, as far as it is known without a prompt."""
+        (first, *others) = self.terms
+        return not others and (
+            first == "all" or (isinstance(first, tuple) and first[0] in {None, 0} and first[2] in {None, 1})
+        )
+
     def __str__(self) -> str:
         shown = [f"slice({t[0]}, {t[1]}, {t[2]})" if isinstance(t, tuple) else repr(t) for t in self.terms]
         return shown[0] if len(shown) == 1 else f"[{', '.join(shown)}]"

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary, ref
 
 from steercap.architectures.sites import SITES, placed
 from steercap.config import Settings
-from steercap.core.schema import RAW, Coding, PointSchema
+from steercap.core.schema import ATTENTION, RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed, existing
 from steercap.engine.ranks import Rank
-from steercap.errors import InvalidSpec
+from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files.fingerprint import warn_of_other_model
 from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, codec_of, record_of
 from steercap.kernels.codecs.calibrated8 import CALIBRATED
@@ -208,6 +208,9 @@ class Compiler:
         projected = self.projected(spec)
         if projected is not None:
             return Coding("projected", len(projected.names))
+        if spec.attention is not None:
+            self._check_summary(self.captured(spec)[0], Coding(ATTENTION, spec.attention))
+            return RAW
         coding = codec_for(spec, self._settings)
         named = f"codec={coding.encoding!r}"
         if coding == RAW:
@@ -226,13 +229,21 @@ class Compiler:
                 )
         for rank in self._ranks:
             kept = rank.kept([self._armed[point] for point in points])
-            raw, stored = record_of(kept).lines, record_of(kept, coding).lines
-            if stored > raw:
-                raise InvalidSpec(
-                    f"{named} takes more bytes for these rows than codec='raw', {stored} lines of 64 "
-                    f"instead of {raw}" + ("; give a smaller k=" if coding.k else "")
-                )
+            _check_smaller(named, kept, kept, coding, "k=")
         return coding
+
+    def _check_summary(self, points: Sequence[Point], coding: Coding) -> None:
+        """Check that each rank has the keys of its queries, and that their summary takes less room than they do."""
+        for rank in self._ranks:
+            own = [point for point in points if self._armed[point] in rank.schemas]
+            queries = [self._armed[point] for point in own if point.site == "q"]
+            if any(Point(point.layer, "k") not in own for point in own if point.site == "q"):
+                raise InvalidRequest(
+                    f"attention={coding.k}: keys that several tensor-parallel ranks share are kept by one, and the "
+                    "others cannot summarise; capture sites=('q', 'k'), and take handle.attention(layer)"
+                )
+            kept = rank.kept([self._armed[point] for point in own])
+            _check_smaller(f"attention={coding.k}", kept, rank.kept(queries), coding, "attention=")
 
     def _check_records(self, points: Sequence[int], coding: Coding, asked: str) -> None:
         """Check that the values computed for a token fit in a page of every arena."""
@@ -244,6 +255,18 @@ class Compiler:
                     f"{asked} asks for {wanted:,} bytes per token ({len(points)} points × {coding.k} {numbers}), "
                     f"and a page holds {rank.page.page_bytes:,}; use fewer {numbers} at once"
                 )
+
+
+def _check_smaller(
+    named: str, raw: Sequence[PointSchema], stored: Sequence[PointSchema], coding: Coding, smaller: str
+) -> None:
+    """Check that a record of points takes no more lines as it is stored than as it is computed."""
+    computed, kept = record_of(raw).lines, record_of(stored, coding).lines
+    if kept > computed:
+        raise InvalidSpec(
+            f"{named} takes more bytes for these rows than codec='raw', {kept} lines of 64 instead of {computed}"
+            + (f"; give a smaller {smaller}" if coding.k else "")
+        )
 
 
 def codec_for(spec: CaptureSpec, settings: Settings) -> Coding:

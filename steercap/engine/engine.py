@@ -282,7 +282,7 @@ class Engine:
         rows = count_selected(plan.ranges, limit)
         room = self.admission.budget.pages if room is None else room
         has_files = self.spilling is not None and all(rank.attached.file for rank in self._all_ranks)
-        if not has_files or plan.reduce or self.pages_needed(plan, rows) * samples <= room:
+        if not has_files or plan.reduce or plan.attention or self.pages_needed(plan, rows) * samples <= room:
             return plan
         windows = (max(CHUNK_TOKENS, self.vllm.batch_tokens), self.vllm.batch_tokens)
         fitting = (one for one in windows if one < rows and self.pages_needed(plan, one) * samples <= room)

@@ -145,6 +145,8 @@ class Workers:
             For each request, the captured rows of each capturing worker, engine by engine.
         """
         engines = await self.ask(Collect(tuple(wanted)), Collected)
+        while any(answer.unfinished for answers in engines for answer in answers):  # other requests run in between
+            engines = await self.ask(Collect(tuple(wanted)), Collected)
         return [[[answer.shares[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
     async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:

@@ -124,8 +124,8 @@ def one_to_stream(prompt: Any, call: CallArguments) -> Any:
     """
     many, given = listed(prompt)
     spec = call.spec
-    if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
-        raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
+    if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and (spec.reduce or spec.attention)):
+        raise InvalidRequest("stream takes one prompt, and rows rather than their reduction or summary; use generate")
     return given[0]
 
 

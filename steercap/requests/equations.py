@@ -25,9 +25,9 @@ from typing import Final
 
 import torch
 
-from steercap.captures.attention import Attending, weights_of
 from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
+from steercap.kernels.attention import Attending, weights_of
 
 #: Sites of the residual stream and of the blocks' outputs.
 STREAM: Final = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
-from steercap.core.plan import Plan, compile_capture
+from steercap.core.plan import AttentionPlan, Plan, compile_capture
 from steercap.core.schema import RAW, Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection, selected
-from steercap.errors import InvalidSpec
+from steercap.errors import InvalidRequest, InvalidSpec
+from steercap.kernels.codecs.attention import MOST_POSITIONS
 from steercap.requests.compiled_steering import CompiledSteering
 from steercap.requests.job import Job
 from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader_for
@@ -117,7 +119,13 @@ async def prepare(
             # Workers may run far past a stop string; else only as far as vLLM runs ahead, which they leave out.
             accumulates=not stops and asked.samples <= engine.reductions,
             vectors=None if needed is None else needed.plan,
+            attention=kept.attention,
         )
+        if kept.attention is not None and limit > MOST_POSITIONS:
+            raise InvalidRequest(
+                f"attention={kept.attention.top} is for sequences of up to {MOST_POSITIONS:,} tokens, and this one may "
+                f"have {limit:,}; lower max_tokens, or capture sites=('q', 'k')"
+            )
         capture = engine.windowed(capture, limit, asked.samples)
     change = None
     if lowered is not None:
@@ -165,6 +173,7 @@ class _Kept(NamedTuple):
         indices: indices of the points among the armed ones, ascending.
         coding: encoding of the rows.
         read_at: for each monitor, its point, and the index of its projection among those kept there.
+        attention: the summary that is made of queries and keys, or None; its points are those of the queries.
     """
 
     spec: CaptureSpec | None = None
@@ -175,6 +184,7 @@ class _Kept(NamedTuple):
     readers: Readers | None = None
     coding: Coding = RAW
     read_at: ReadAt = ()
+    attention: AttentionPlan | None = None
 
 
 def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors: Sequence[Monitor]) -> _Kept:
@@ -213,9 +223,26 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
         engine.readers(spec),
         engine.coding(spec),
     )
+    if spec.attention is not None:
+        queries = tuple(point for point in points if point.site == "q")
+        kept = kept._replace(points=queries, attention=_attention(engine, spec.attention, queries))
     if not monitors:
         return kept
     return kept._replace(read_at=reader_for(spec, kept.coding, points, monitors, engine.probe_points(monitors)))
+
+
+def _attention(engine: Engine, top: int, queries: Sequence[Point]) -> AttentionPlan:
+    """Compile the summary of attention of some layers.
+
+    Raises:
+        InvalidRequest: the attention of one of them is not understood.
+    """
+    for layer, _ in queries:
+        engine.attention.get(layer, AttentionRule(0.0, unknown="it has no rule")).understood(layer)
+    armed = engine.armed
+    return AttentionPlan(
+        top, tuple((layer, armed[Point(layer, "q")], armed[Point(layer, "k")]) for layer, _ in queries)
+    )
 
 
 def _check_biases(asked: _Asked, change: CompiledSteering, prompt_len: int) -> None:

@@ -169,7 +169,7 @@ def joint_capture(
     same = {
         name: getattr(spec, name) for name in ("layers", "sites", "codec", "k", "seed", "gather", "allow_nonfinite")
     }
-    raw = engine.coding(own) == engine.coding(spec)  # which may follow from settings
+    raw = own.attention is None and engine.coding(own) == engine.coding(spec)  # which may follow from settings
     if not raw or dataclasses.replace(own, **same) != spec or not set(wanted) <= set(points):
         raise InvalidSpec(
             f"a request in a sketch keeps rows once: {own} must have at least the sketch's points, its tokens "

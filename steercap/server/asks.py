@@ -41,6 +41,7 @@ CAPTURE: Final = (
     "k",
     "seed",
     "before_edits",
+    "attention",
     "allow_nonfinite",
     "project",
     "sae",

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from steercap.captures import files
-    from steercap.captures.attention import AttentionSummary, RecordedAttention
     from steercap.captures.experts import Experts
     from steercap.captures.lens import Lens
     from steercap.captures.lifecycle import Lifecycle
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from steercap.core.receipt import Receipt
     from steercap.core.spec import Layers, Point
     from steercap.core.tokens import Tokens, TokenSelection
+    from steercap.kernels.attention import AttentionSummary, RecordedAttention
     from steercap.lab.datasets.rows import Normalisation
     from steercap.steering.directions import DirectionSet, Mark
 
@@ -251,19 +251,24 @@ class CaptureHandle(
         """
         return self.awaited.rows_of(message)
 
-    def attention(self, layer: int, *, top: int = 8, tokens: Tokens | TokenSelection | None = None) -> AttentionSummary:
-        """Return each head's most strongly attended tokens, for each token, computed here from captured `q` and `k`.
+    def attention(
+        self, layer: int, *, top: int | None = None, tokens: Tokens | TokenSelection | None = None
+    ) -> AttentionSummary:
+        """Return each head's most strongly attended tokens, for each token.
+
+        It is computed here from captured `q` and `k`, or was in the worker, with `CaptureSpec(attention=)`: weights are
+        then within 1/510 of the model's, the entropy within a 2,048th of itself.
 
         Args:
             layer: index of the layer; its `q` and `k` must have been captured, for every token that is seen.
-            top: number of the most strongly attended tokens to return.
+            top: number of the most strongly attended tokens to return: 8 if left out, or as many as were kept.
             tokens: the query tokens; by default all that were captured.
 
         Raises:
             LayerOutOfRange: `q` or `k` of the layer was not captured.
             InvalidSelection: `tokens` selects what was not captured, or the key of a token that it sees was not.
             InvalidRequest: the model's attention is not understood, the rows are not what it read (reduced, projected,
-                kept as codes, or from before their edits), or `top` is not a number above 0.
+                kept as codes, or from before their edits), or `top` is not a number above 0, or above those kept.
         """
         return self.awaited.attention(layer, top=top, tokens=tokens)
 

@@ -7,9 +7,10 @@ from itertools import chain
 from typing import Final
 
 from steercap.core.messages import Configure, Placed, Vectors
-from steercap.core.plan import CapturePlan, Plan
+from steercap.core.plan import AttentionPlan, CapturePlan, Plan
 from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, Configuration
 from steercap.core.schema import RAW, REDUCED, Coding
+from steercap.core.spec import MOST_TARGETS
 from steercap.core.tokens import Range
 from steercap.errors import WorkerFailure
 from steercap.kernels.codecs import ENCODINGS
@@ -110,6 +111,8 @@ def _plan(plan: Plan, longest: int) -> Iterator[str]:
         yield from _stored(kept)
         if not kept.ranges or not any(map(_holds, kept.ranges)):
             yield "no token is kept"
+        if kept.attention is not None:
+            yield from _attention(kept, kept.attention)
         if kept.saes and len(kept.saes) != len(kept.points):
             yield f"{len(kept.saes)} SAEs for {len(kept.points)} points"
     if (steering := plan.steering) is not None:
@@ -117,6 +120,14 @@ def _plan(plan: Plan, longest: int) -> Iterator[str]:
             yield "more scopes or replacements than there can be"
         if any(position >= plan.limit for positions in steering.replaced for position in positions):
             yield "a replacement behind the end"
+
+
+def _attention(kept: CapturePlan, asked: AttentionPlan) -> Iterator[str]:
+    if kept.coding != RAW or kept.reduce is not None or not 1 <= asked.top <= MOST_TARGETS:
+        yield f"attention={asked.top} of rows as {kept.coding}, reduce={kept.reduce}"
+    points = [point for _, *pair in asked.layers for point in pair]
+    if sorted(points) != sorted(kept.points):
+        yield f"attention of points {points}, and points {kept.points} are kept"
 
 
 def _stored(kept: CapturePlan) -> Iterator[str]:

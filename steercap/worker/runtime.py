@@ -62,6 +62,7 @@ from steercap.errors import InvalidFrame, SteercapError, WorkerFailure
 from steercap.kernels.codecs import dtype_of, record_of
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
+from steercap.worker.attention_buffer import AttentionBuffer, advance
 from steercap.worker.biasing import Biasing
 from steercap.worker.bounds import check_plan, check_vectors
 from steercap.worker.capture_buffer import ArenaBuffer, CaptureBuffer
@@ -330,6 +331,8 @@ class Runtime:
                 finish(
                     self.taps, {found.capture_buffer: total for found, total in boxes if found and found.capture_buffer}
                 )
+                if not self._summarised(wanted):
+                    return Collected((), unfinished=True)
                 return Collected(tuple(map(self._seal, wanted)))
             case PrepareSketch(joining):
                 self._wait_for([one.wanted for one in joining])
@@ -360,6 +363,8 @@ class Runtime:
     def _buffer_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> CaptureBuffer:
         if capture.accumulates:
             return ReducingBuffer(owner, plan, capture, self.taps.layouts, arena, self.taps)
+        if capture.attention is not None:
+            return AttentionBuffer(self._attention, owner, plan, capture, self.taps.layouts, arena)
         reads = self._saes.reads(capture.points, capture.saes) if capture.saes else ()
         capture_buffer = self._kept_by(owner, plan, capture, arena, reads or ())
         if reads is None:
@@ -383,6 +388,12 @@ class Runtime:
         pending = self.taps.pending
         self._take_completed(pending[-1] if pending else None)
 
+    def _summarised(self, wanted: Sequence[Wanted]) -> bool:
+        """Compute a part of the summaries of attention that are wanted; return True if all are written."""
+        found = ((self._kept.get(item.owner), item.total) for item in wanted)
+        boxes = ((one.capture_buffer, total) for one, total in found if one is not None)
+        return advance({box: total for box, total in boxes if isinstance(box, AttentionBuffer)}, self.device)
+
     def _seal(self, item: Wanted) -> CapturedRows | Unknown:
         tracked = self._kept.get(item.owner)
         if tracked is None or tracked.capture_buffer is None:
@@ -397,7 +408,7 @@ class Runtime:
         if isinstance(captured_rows, Unknown) or captured_rows.failure or captured_rows.nonfinite:
             return captured_rows  # and the client refuses it
         rows = self._kept[joining.wanted.owner].capture_buffer
-        if not isinstance(rows, ArenaBuffer) or rows.capture.coding != RAW or rows.capture.reduce:
+        if not isinstance(rows, ArenaBuffer) or rows.capture.sent != RAW:
             refused: str | None = "its rows are not kept as they are, which a sketch needs"
         else:
             refused = self._sketches.weigh(joining, rows)

@@ -12,7 +12,14 @@ from support.specs import spec
 
 from steercap import CaptureHandle, CaptureSpec, Point, SteerModel
 from steercap.core.schema import PointSchema
-from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange, UnsupportedModel, UnsupportedRunner
+from steercap.errors import (
+    InvalidRequest,
+    InvalidSelection,
+    InvalidSpec,
+    LayerOutOfRange,
+    UnsupportedModel,
+    UnsupportedRunner,
+)
 from steercap.testing import Reference, tiny_checkpoint
 
 SITES = ("q", "k", "v", "resid_post")
@@ -71,6 +78,8 @@ async def test_two_workers_share_heads() -> None:
         assert model.points[Point(2, "k")] == PointSchema((1, 32), "float32")
         reference = Reference(path)
         await attention_agrees(model, reference)
+        with pytest.raises(InvalidRequest, match="keys that several tensor-parallel ranks share are kept by one"):
+            await model.read([1, 2, 3], capture=CaptureSpec(attention=8))
         specs = [
             spec(name, model.points[0, site].width, seed=5, layers="all", site=site)
             for name in ("add", "replace")
@@ -91,3 +100,30 @@ async def test_heads_that_cannot_be_had_are_refused_before_anything_starts() -> 
         await SteerModel(str(tiny_checkpoint("llama")), sites=("k", "q"), tensor_parallel_size=4, **TINY_ENGINE).start()
     with pytest.raises(UnsupportedModel, match="this model has no q"):
         await SteerModel(str(tiny_checkpoint("olmo2")), sites=("q", "z"), **TINY_ENGINE).start()
+
+
+async def test_workers_summarise_what_the_handle_would(tmp_path) -> None:
+    """In chunks, with cached prefixes and after others: windows, caps and sinks as `handle.attention` has them."""
+    async with opened(tiny_checkpoint("gemma2"), sites=SITES, **TINY_ENGINE) as model:
+        prompt, params = random_prompt(60, 1), {"max_tokens": 8, **GREEDY}
+        for asked in (CaptureSpec(attention=8), CaptureSpec(attention=3, layers=[1, -1], tokens=slice(0, 50))):
+            raw = CaptureSpec(sites=("q", "k"), layers=asked.layers, tokens=asked.tokens)
+            _, (kept, whole) = await model.generate([prompt] * 2, params, capture=[asked, raw])
+            await model.fetch_captures_batch([kept, whole])
+            again = CaptureHandle.load(kept.save(tmp_path / "kept.safetensors"))
+            assert again.points == tuple(point for point in whole.points if point.site == "q")
+            for layer in whole.captures.layers:
+                found, wanted = again.attention(layer), whole.attention(layer, top=asked.attention)
+                assert torch.equal(found.positions, wanted.positions)
+                assert (found.targets != wanted.targets).float().mean() < 0.02  # of equal weights, after other batches
+                for name in ("weights", "first", "sink"):
+                    torch.testing.assert_close(
+                        getattr(found, name), getattr(wanted, name), atol=0.5 / 255 + 1e-4, rtol=0
+                    )
+                torch.testing.assert_close(found.entropy, wanted.entropy, atol=1e-4, rtol=2**-10)
+        with pytest.raises(InvalidRequest, match="3 targets of each head and token were kept"):
+            again.attention(1, top=4)
+        with pytest.raises(InvalidSpec, match=r"targets of attention.*take handle.attention\(layer\)"):
+            again.captures[1, "q"]
+        with pytest.raises(InvalidRequest, match="all weights are computed of queries and keys"):
+            again.attention_pattern(1)

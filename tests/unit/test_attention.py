@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -14,12 +17,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.rows import random_prompt
 from support.specs import spec
+from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 
-from steercap import AttentionSummary, Point, SteeringSpec
-from steercap.captures.attention import Attending, pattern, summarised, weights_of
+from steercap import AttentionSummary, CaptureHandle, CaptureSpec, Point, SteeringSpec, stack
+from steercap.captures import npz
+from steercap.captures.lifecycle import Lifecycle
+from steercap.captures.rows import Captures, Found
 from steercap.core.attention import AttentionRule, joined
-from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
+from steercap.core.messages import (
+    Attach,
+    Attached,
+    Call,
+    CapturedRows,
+    Collect,
+    Collected,
+    Counted,
+    GetStats,
+    Owner,
+    Wanted,
+    decode_answer,
+    encode,
+)
+from steercap.core.plan import AttentionPlan, CapturePlan, Plan
+from steercap.core.receipt import Receipt
+from steercap.core.schema import RAW, Coding, PointSchema
+from steercap.core.tokens import Range
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSelection, InvalidSpec, LayerOutOfRange
+from steercap.kernels.attention import Attending, numbers_of, pattern, summarised, summary_of, weights_of
+from steercap.kernels.codecs import ENCODINGS, Codec
+from steercap.kernels.codecs.coded import CodedRows
 from steercap.testing import Reference, tiny_checkpoint
+from steercap.worker import attention_buffer
+from steercap.worker.runtime import Runtime
 
 RULES = st.builds(
     AttentionRule,
@@ -163,7 +192,7 @@ def test_a_handle_without_what_it_takes_says_what() -> None:
         handle.attention(1)
     with pytest.raises(InvalidRequest, match="layer 0 cannot be computed: it adds ALiBi's slopes"):
         handle.attention_pattern(0)
-    for top in (0, -1, True, "many", None):
+    for top in (0, -1, True, "many"):
         with pytest.raises(InvalidRequest, match="give a whole number above 0"):
             handle.attention(0, top=top)
     for most in ("x", 1.5, None, True):
@@ -175,8 +204,6 @@ def test_old_files_are_read_and_say_that_they_have_no_rule(tmp_path) -> None:
     """The header's entry is one that older files lack."""
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
-
-    from steercap import CaptureHandle
 
     path = a_handle(sites=("q", "k"), attention_rules={0: AttentionRule(1.0)}).save(tmp_path / "new.safetensors")
     with safe_open(path, "pt") as file:
@@ -266,3 +293,172 @@ def test_models_of_several_threads_are_visited_apart() -> None:
             for known, found in zip(alone, pool.map(rows, references), strict=True):
                 assert all(torch.equal(known[point], found[point]) for point in points)
     assert "eager" not in ALL_ATTENTION_FUNCTIONS
+
+
+LAYERS, HEADS, KV_HEADS, SIZE = (1, 4), 4, 2, 32
+
+
+def runtime_of(kind: str, rules: dict[int, AttentionRule], shard: int, ranks: int) -> Runtime:
+    """One rank with the queries and keys of two layers, as bfloat16, and a point of the stream between them."""
+    heads = [PointSchema((count, SIZE), "bfloat16", shards=ranks) for count in (HEADS, KV_HEADS)]
+    runtime = some_runtime(
+        kind, 5, schemas=[*heads, PointSchema((8,), "bfloat16"), *heads], shard=shard, arena_bytes=8 << 20
+    )
+    runtime._attention = rules
+    assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(8 << 20))))), Attached)
+    return runtime
+
+
+def passes_of(runtime: Runtime, kind: str, rows: dict[int, torch.Tensor], passes: list[tuple[int, int]]) -> None:
+    """Run passes over positions of one request, whose rows at each point are given."""
+    for start, stop in passes:
+        positions = np.arange(start, stop)
+        runtime.begin_step(batch(kind, ["r"], [start], [stop - start], positions + 7, positions))
+        for point in runtime.taps.points:
+            own = rows[point][start:stop].flatten(1)
+            tap(runtime, own.to(device_of(kind)), None, point)
+        runtime.end_step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ranks", "total", "prompt"), [(1, 70, 40), (2, 33, 33)])
+def test_workers_make_the_summary_of_rows_that_came_in_chunks(kind, ranks, total, prompt, monkeypatch) -> None:
+    """Chunks of a prompt, one that is computed twice, and single tokens, on each rank of a group: what the client sees
+    is the summary of all queries and keys, up to the rounding of the codes; pages that are not needed are free.
+    """
+    generator = torch.Generator().manual_seed(total)
+    rows = {
+        point: torch.randn(total, *shape, generator=generator).bfloat16()
+        for point, shape in enumerate([(HEADS, SIZE), (KV_HEADS, SIZE), (8,), (HEADS, SIZE), (KV_HEADS, SIZE)])
+    }
+    rules = {
+        1: AttentionRule(0.3, window=12, soft_cap=20.0),
+        4: AttentionRule(0.2, sinks=tuple(torch.randn(HEADS, generator=generator).tolist())),
+    }
+    asked = AttentionPlan(3, ((1, 0, 1), (4, 3, 4)))
+    plan = Plan("r", prompt, 200, capture=CapturePlan((0, 1, 3, 4), (Range(0, None),), None, RAW, attention=asked))
+    found: dict[int, list[CodedRows]] = {0: [], 3: []}
+    for shard in range(ranks):
+        of_rank = {
+            layer: msgspec.structs.replace(rule, sinks=rule.sinks[shard * HEADS // ranks :][: HEADS // ranks])
+            for layer, rule in rules.items()
+        }
+        runtime = runtime_of(kind, of_rank, shard, ranks)
+        runtime.register("r", plan.encode(), 0)
+        own = {point: row if row.dim() < 3 else row.chunk(ranks, dim=1)[shard] for point, row in rows.items()}
+        halves = [(0, 16), (16, prompt), (8, prompt), *((at, at + 1) for at in range(prompt, total))]
+        passes_of(runtime, kind, own, halves)
+        monkeypatch.setattr(attention_buffer, "SLICE", 1000)
+        monkeypatch.setattr(attention_buffer, "DEVICE_SLICE", 1000)
+        answers = []
+        while len(answers) < 3 or answers[-1].unfinished or answers[-2].unfinished:  # a second fetch is answered alike
+            answer = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), total),))))))
+            assert isinstance(answer, Collected)
+            answers.append(answer)
+        assert answers[0].unfinished
+        for answer in answers[-2:]:
+            (share,) = answer.shares
+            assert isinstance(share, CapturedRows)
+            kept = kept_of(runtime, share)
+        assert (share.points, share.coding, share.stored_rows) == ((0, 3), Coding("attention", 3), total)
+        for point, part in zip((0, 3), kept, strict=True):
+            assert isinstance(part, CodedRows)
+            assert not part.damage(total)
+            found[point].append(part)
+        counted = decode_answer(runtime.answer(encode(Call((), GetStats()))))
+        assert isinstance(counted, Counted)
+        assert counted.pages_in_use <= 1
+    for layer, queries, keys in asked.layers:
+        at = torch.arange(total)
+        wanted = summarised(Attending(rules[layer], rows[queries], rows[keys], at, at), 3)
+        numbers = CodedRows.joined(found[queries])
+        read = summary_of(numbers.numbers(), at, 3)
+        assert torch.equal(read.targets, wanted.targets)
+        off = (numbers.numbers() - numbers_of(wanted).unflatten(1, (HEADS, -1))).abs()
+        assert bool((off <= numbers.error_bound() + 1e-6).all())
+        assert numbers.nbytes == total * HEADS * (3 * 3 + 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"attention": 0}, "attention=0; give an integer from 1 to 128"),
+        ({"attention": 129}, "from 1 to 128"),
+        ({"attention": True}, "attention=True; give an integer"),
+        ({"attention": "8"}, "attention='8'; give an integer"),
+        *(
+            ({"attention": 8, **other}, f"leave {next(iter(other))}= out")
+            for other in (
+                {"sites": "resid_pre"},
+                {"sites": ("k", "q")},
+                {"at": "q[1]"},
+                {"reduce": "mean"},
+                {"codec": "full8"},
+                {"k": 8},
+                {"seed": 0},
+                {"before_edits": True},
+                {"allow_nonfinite": True},
+            )
+        ),
+        *(
+            ({"attention": 8, "tokens": tokens}, "reads the keys of all tokens before; give 'all' as tokens")
+            for tokens in ("generated", "last_prompt", 3, slice(1, None), slice(None, None, 2), [0, 1])
+        ),
+    ],
+)
+def test_what_cannot_be_summarised_is_refused_by_name(given, says) -> None:
+    """Numbers that are none, what changes the rows, and tokens whose keys would be missing."""
+    with pytest.raises(InvalidSpec, match=re.escape(says)):
+        CaptureSpec(**given)
+
+
+def test_a_spec_of_attention_is_of_queries_and_keys_and_can_be_changed() -> None:
+    """Its sites follow, also in a copy; it equals what says them."""
+    asked = CaptureSpec(attention=8, layers=3, tokens=slice(0, 9))
+    assert (asked.sites, asked.keeps_rows) == (("q", "k"), False)
+    assert replace(asked, layers=2) == CaptureSpec(attention=8, layers=2, tokens=slice(0, 9), sites=("q", "k"))
+
+
+def test_targets_in_files_are_those_of_the_workers(tmp_path) -> None:
+    """As a handle's file and as an .npz by its own formula; a damaged entropy is found, and targets are no rows."""
+    found = attending(AttentionRule(0.5, sinks=(0.1, 1.0, -1.0, 0.0)), 12, 2, 5)
+    wanted = summarised(found, 3)
+    schema, coding, codec = PointSchema((4, 8), "float32"), Coding("attention", 3), ENCODINGS["attention"]
+    assert isinstance(codec, Codec)
+    kept = CodedRows(
+        coding, schema, codec.parts(codec.encode(numbers_of(wanted), schema, coding, None), schema, coding)
+    )
+    point, receipt = Point(1, "q"), Receipt((Point(1, "q"),), np.arange(12), np.arange(12), 12, None)
+    handle = CaptureHandle(
+        request_id="a",
+        model="m",
+        text="",
+        prompt_token_ids=range(12),
+        output_token_ids=(8,),
+        points=(point,),
+        num_layers=4,
+        lifecycle=Lifecycle("a", found=Found(Captures({point: kept}, 4), receipt)),
+    )
+    again = CaptureHandle.load(handle.save(tmp_path / "a.safetensors"))
+    for read in (handle.attention(1), again.attention(-3), handle.attention(1, top=3, tokens=slice(0, 12))):
+        assert torch.equal(read.targets, wanted.targets)
+        torch.testing.assert_close(read.weights, wanted.weights, atol=0.5 / 255 + 1e-6, rtol=0)
+        torch.testing.assert_close(read.sink, wanted.sink, atol=0.5 / 255 + 1e-6, rtol=0)
+        torch.testing.assert_close(read.entropy, wanted.entropy, atol=1e-6, rtol=2**-11)
+    assert torch.equal(again.attention(1, top=2, tokens=[4, 5]).targets, wanted.targets[:, 4:6, :2])
+    (rows,) = npz.read(handle.save_npz(tmp_path / "a.npz")).values()
+    assert torch.equal(rows, kept.numbers())
+    kept.parts["entropy"][3, 1] = torch.nan
+    with pytest.raises(InvalidFile, match="'entropy' must be finite, and not negative"):
+        CaptureHandle.load(handle.save(tmp_path / "b.safetensors"))
+    refused: list[Callable[[], object]] = [
+        lambda: handle.captures[1],
+        handle.to_numpy,
+        handle.coded[1].inner,
+        lambda: stack([handle]),
+    ]
+    for one in refused:
+        with pytest.raises(InvalidSpec, match="targets of attention, and no rows"):
+            one()
+    with pytest.raises(InvalidRequest, match="3 targets of each head and token were kept; give as many at most"):
+        handle.attention(1, top=4)

@@ -124,6 +124,7 @@ captures = st.one_of(
         CaptureSpec, at=points, k=st.none() | st.integers(1, 99), codec=st.just("rp8"), seed=st.integers(0, 9), **rows
     ),
     st.builds(CaptureSpec, layers=layers, reduce=st.sampled_from(["mean", "sum", "max", "last"]), tokens=tokens),
+    st.builds(CaptureSpec, layers=layers, attention=st.integers(1, 128), tokens=st.sampled_from(["all", slice(0, 9)])),
 )
 
 

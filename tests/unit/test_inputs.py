@@ -683,7 +683,7 @@ def test_what_is_looked_up_in_vain_is_a_key_error_too() -> None:
         assert key not in mapping
         with pytest.raises(
             SteercapError,
-            match=r"(layers \[0, 2\]|known: 'v'|captured: resid_post\[0\], |known: 'calibrated8', 'features', 'fp8', )",
+            match=r"(layers \[0, 2\]|known: 'v'|captured: resid_post\[0\], |known: 'attention', 'calibrated8', 'features', )",
         ):
             mapping[key]
     with pytest.raises(LayerOutOfRange, match=r"^7 is not a layer"):

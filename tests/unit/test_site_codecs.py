@@ -16,7 +16,6 @@ import torch
 from cli_calls import call
 
 from steercap import AttentionSummary, CaptureHandle
-from steercap.captures.attention import RecordedAttention
 from steercap.captures.handle import holding
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
@@ -27,6 +26,7 @@ from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, InvalidFile, InvalidSelection, InvalidSetting, InvalidSpec, SteercapError
+from steercap.kernels.attention import RecordedAttention
 from steercap.server.recording import RecordSettings
 
 WIDTH, NEURONS = 96, 320

@@ -166,7 +166,7 @@ ANSWERS = {
         ),
         "da7dfbf7a72f6c49",
     ),
-    "Collected": (("parcels",), "4ace9486ee1161de"),
+    "Collected": (("parcels", "unfinished"), "d459b84951b38eb1"),
     "Lines": (("data",), "753932962079fa55"),
     "Counted": (
         (
@@ -317,7 +317,7 @@ def test_what_has_no_names_has_its_order(value, said) -> None:
 def test_a_plan_has_its_key_fields_and_bytes() -> None:
     """What a request carries."""
     frame = filled(inspect.type_info(Plan)).encode()
-    assert (EXTRA_ARGS_KEY, HEADER, short(frame)) == ("steercap", b"sc\x01\x00", "afe9ed6d214f353f")
+    assert (EXTRA_ARGS_KEY, HEADER, short(frame)) == ("steercap", b"sc\x01\x00", "54651cf723e9e69d")
     assert Plan.decode(frame).encode() == frame
     said = msgspec.msgpack.decode(frame[len(HEADER) :])
     assert list(said) == ["key", "prompt_len", "limit", "samples", "capture", "steering"]
@@ -332,6 +332,7 @@ def test_a_plan_has_its_key_fields_and_bytes() -> None:
         "allow_nonfinite",
         "gather",
         "saes",
+        "attention",
     ]
     assert list(said["steering"]) == ["slot", "configuration", "identity", "scopes", "replaced", "biased", "held"]
 
@@ -381,7 +382,20 @@ def test_native_files_name_their_types() -> None:
         (SKETCHES, ["frequent_directions", "moments", "variances"]),
         (
             ENCODINGS,
-            ["calibrated8", "features", "fp8", "full8", "int4", "projected", "raw", "reduced", "rp16", "rp8", "topk8"],
+            [
+                "attention",
+                "calibrated8",
+                "features",
+                "fp8",
+                "full8",
+                "int4",
+                "projected",
+                "raw",
+                "reduced",
+                "rp16",
+                "rp8",
+                "topk8",
+            ],
         ),
         (KNOWN_MEASURES, ["classifier", "length", "matches", "perplexity", "refusal", "repetition", "score"]),
         (OPERATIONS, ["ablate", "add", "cap", "set_projection"]),

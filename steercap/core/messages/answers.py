@@ -132,9 +132,15 @@ class Unknown(Message, frozen=True, tag="Unknown"):
 
 
 class Collected(Message, frozen=True, tag="Collected"):
-    """Answer to Collect, in its order."""
+    """Answer to Collect, in its order.
+
+    Args:
+        shares: rows of each request.
+        unfinished: True if there is work left on rows before they can leave, and no share is there: ask again.
+    """
 
     shares: tuple[CapturedRows | Unknown, ...] = msgspec.field(name="parcels")
+    unfinished: bool = False
 
 
 class Lines(Message, frozen=True, tag="Lines"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
+from steercap.core.schema import ATTENTION
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.kernels.codecs import ENCODINGS, Codec
@@ -89,7 +90,16 @@ class CodedRows:
 
         Returns:
             float32 [rows, *shape of the point]; for `rp8` and `rp16`, [rows, k]: random projections, see `inner`.
+
+        Raises:
+            InvalidSpec: targets of attention, which are no rows of the model.
         """
+        if self.codec == ATTENTION:
+            raise InvalidSpec(f"{self} are targets of attention, and no rows; take handle.attention(layer)")
+        return self.numbers()
+
+    def numbers(self) -> torch.Tensor:
+        """Decode as `decoded` does, targets of attention too: float32 [rows, heads, 2k + 3]; see `numbers_of`."""
         codec = self._codec
         return codec.joined([codec.decoded(parts, self.schema, self.coding) for parts in self._by_shard()])
 

@@ -60,7 +60,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         if not self.spec.keeps_rows or not self.spec.gather:
-            raise InvalidSpec("collect keeps rows; leave reduce=, project=, sae= and gather=False out")
+            raise InvalidSpec("collect keeps rows; leave reduce=, project=, sae=, attention= and gather=False out")
         if isinstance(self.sample, Selected):  # the same for every window, so it is lowered once
             object.__setattr__(self, "spec", replace(self.spec, tokens=self.sample.selection))
         object.__setattr__(self, "points", self.engine.captured(self.spec)[0])

@@ -205,7 +205,7 @@ def _weigh(attending: Attending, queries: slice, keys: slice) -> Weights:
     if rule.soft_cap is not None:
         logits = rule.soft_cap * torch.tanh(logits / rule.soft_cap)
     logits = logits.masked_fill(~_visible(attending, queries, keys), -torch.inf)
-    sinks = torch.tensor(rule.sinks, dtype=torch.float32).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+    sinks = logits.new_tensor(rule.sinks).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
     weights = (torch.cat([logits, sinks], dim=-1) if rule.sinks else logits).softmax(-1)
     sink = weights[..., -1] if rule.sinks else weights.new_zeros(weights.shape[:2])
     return Weights(queries, keys, logits, weights[..., : logits.shape[-1]], sink)
@@ -224,9 +224,10 @@ def summarised(attending: Attending, top: int) -> AttentionSummary:
         top: number of targets for each head and query.
     """
     heads, count = attending.queries.shape[1], len(attending.query_positions)
-    targets = torch.full((heads, count, top), -1, dtype=torch.int64)
-    strongest = torch.zeros(heads, count, top, dtype=torch.float32)
-    entropy, first, sink = (torch.zeros(heads, count, dtype=torch.float32) for _ in range(3))
+    device = attending.queries.device
+    targets = torch.full((heads, count, top), -1, dtype=torch.int64, device=device)
+    strongest = torch.zeros(heads, count, top, dtype=torch.float32, device=device)
+    entropy, first, sink = (torch.zeros(heads, count, dtype=torch.float32, device=device) for _ in range(3))
     for part in weights_of(attending):
         positions, queries = attending.key_positions[part.keys], part.queries
         logits, at = part.logits.topk(min(top, len(positions)), dim=-1)
@@ -237,6 +238,23 @@ def summarised(attending: Attending, top: int) -> AttentionSummary:
         first[:, queries] = part.weights[..., positions == 0].sum(-1)
         sink[:, queries] = part.sink
     return AttentionSummary(attending.query_positions, targets, strongest, entropy, first, sink)
+
+
+def numbers_of(summary: AttentionSummary) -> Float[torch.Tensor, "queries numbers"]:
+    """Lay a summary out as a row for each query: for each head its targets, weights, `first`, `sink` and `entropy`."""
+    others = torch.stack([summary.first, summary.sink, summary.entropy], dim=-1)
+    return torch.cat([summary.targets.float(), summary.weights, others], dim=-1).transpose(0, 1).flatten(1)
+
+
+def summary_of(
+    numbers: Float[torch.Tensor, "queries heads numbers"], positions: Int[torch.Tensor, " queries"], top: int
+) -> AttentionSummary:
+    """Return the summary that `numbers_of` laid out, with the `top` strongest of its targets."""
+    heads = numbers.transpose(0, 1)
+    kept = (heads.shape[-1] - 3) // 2
+    targets, weights, others = heads.split([kept, kept, 3], dim=-1)
+    first, sink, entropy = others.unbind(-1)
+    return AttentionSummary(positions, targets[..., :top].long(), weights[..., :top], entropy, first, sink)
 
 
 def pattern(attending: Attending, max_bytes: int) -> Float[torch.Tensor, "heads queries keys"]:
