@@ -168,6 +168,24 @@ def test_a_tap_out_of_order_or_unknown_fails_its_pass_and_later_ones_are_kept_wh
         )
 
 
+@pytest.mark.parametrize("reduce", [None, "mean"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 5, 3, 4, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 3, 8], [5, 0]])
+def test_rows_that_were_made_before_a_tap_out_of_order_are_there_all_the_same(order, reduce) -> None:
+    """A request that asks for no others has all that it asked for; one that does fails."""
+    runtime = small_ring(20)
+    asking(runtime, Attach(1 << 20))
+    for name, points in (("r1", (5,)), ("r2", tuple(range(len(LAYERS))))):
+        capture = CapturePlan(points, (Range(0, None),), reduce, RAW, accumulates=reduce is not None)
+        runtime.register(name, Plan(name, 10, 40, capture=capture).encode(), 0)
+    run(runtime, ["r1", "r2"], [0, 0], [10, 10], order)
+    few, many = asking(runtime, Collect((Wanted(Owner("r1", 0), 10), Wanted(Owner("r2", 0), 10)))).shares
+    assert few.failure is None
+    assert many.failure is not None
+    (rows,) = kept_of(runtime, few) if reduce else rows_of(runtime, few)
+    wanted = expected(1, range(10), 5)
+    assert torch.allclose(rows.flatten(), wanted.mean(0)) if reduce else torch.equal(rows, wanted)
+
+
 def test_a_layer_that_has_no_room_is_an_error_that_says_how_much_it_needs() -> None:
     """With that much of `arena_bytes` the same pass is kept."""
     capture = CapturePlan(tuple(range(len(LAYERS))), (Range(0, None),), None, codec_of("full8"))

@@ -165,6 +165,7 @@ class LargePass:
         if self.lost or (self._now is not None and point in self._now.points):
             return
         if point < (0 if self._now is None else self._now.points.start):
+            self.leave()  # a request may have all that it asked for
             self.lost = True
             self._write(np.full(len(self._kept), NONE, dtype=np.int64))
             return
@@ -204,7 +205,7 @@ class LargePass:
             with memory.transfers.using(self._beside.popitem()[0]):
                 ran = memory.transfers.now()
             memory.transfers.hold(ran)
-        if part is None or self.lost:
+        if part is None:
             return
         if self._updates is not None:
             whole = np.full((2, len(self._step)), NONE, dtype=np.int64)
