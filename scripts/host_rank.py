@@ -86,6 +86,13 @@ class NoDevice:
         self.sizes.append(copies[:, 2] * copies[:, 3])
         return after
 
+    def current(self) -> int:
+        return 0
+
+    def using(self, stream: int) -> AbstractContextManager[None]:
+        del stream
+        return nullcontext()
+
     def done(self, event: int) -> bool:
         return event <= self._ran
 

@@ -7,7 +7,8 @@ kernels run by Triton's interpreter over host memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class LateTransfers:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.queued: list[tuple[object, Ints, Ints, Ints]] = []
+        self.stream: object = "the model's"
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
@@ -68,6 +70,15 @@ class LateTransfers:
         for target, source, size, rows, target_step, source_step in copies.tolist():
             found += [(target + row * target_step, source + row * source_step, size) for row in range(rows)]
         return self.fetch(None, *np.array(found, dtype=np.int64).reshape(-1, 3).T, urgent=False)
+
+    def current(self) -> object:
+        return self.stream
+
+    @contextmanager
+    def using(self, stream: object) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
 
     def done(self, event: object) -> bool:
         return all(event is not queued for queued, *_ in self.queued)

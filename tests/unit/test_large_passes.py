@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from workers import batch, device_of, kept_of, rows_of, some_runtime, tap
+from workers import CUDA, LateTransfers, batch, device_of, kept_of, rows_of, some_runtime, tap
 
 from steercap.core.messages import Attach, Call, Collect, Owner, Wanted, decode_answer, encode
 from steercap.core.plan import CapturePlan, Plan
@@ -16,7 +18,8 @@ from steercap.core.schema import LINE_BYTES, RAW, Coding, PointSchema
 from steercap.core.tokens import Range
 from steercap.kernels.codecs import codec_of, record_of
 from steercap.kernels.codecs.coded import parts_of
-from steercap.worker.taps.large import grids
+from steercap.kernels.triton_tap import TapLauncher
+from steercap.worker.taps.large import LargePass, grids
 
 LAYERS = (0, 0, 0, 1, 1, 2, 2, 2, 3)
 SCHEMAS = [PointSchema((width,), "float32") for width in (8, 24, 16, 8, 24, 8, 24, 16, 8)]
@@ -165,6 +168,45 @@ def test_a_tap_out_of_order_or_unknown_fails_its_pass_and_later_ones_are_kept_wh
         )
 
 
+@pytest.mark.parametrize("reduce", [None, "mean"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 5, 3, 4, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 3, 8], [5, 0]])
+def test_rows_that_were_made_before_a_tap_out_of_order_are_there_all_the_same(order, reduce) -> None:
+    """A request that asks for no others has all that it asked for; one that does fails."""
+    runtime = small_ring(20)
+    asking(runtime, Attach(1 << 20))
+    for name, points in (("r1", (5,)), ("r2", tuple(range(len(LAYERS))))):
+        capture = CapturePlan(points, (Range(0, None),), reduce, RAW, accumulates=reduce is not None)
+        runtime.register(name, Plan(name, 10, 40, capture=capture).encode(), 0)
+    run(runtime, ["r1", "r2"], [0, 0], [10, 10], order)
+    few, many = asking(runtime, Collect((Wanted(Owner("r1", 0), 10), Wanted(Owner("r2", 0), 10)))).shares
+    assert few.failure is None
+    assert many.failure is not None
+    (rows,) = kept_of(runtime, few) if reduce else rows_of(runtime, few)
+    wanted = expected(1, range(10), 5)
+    assert torch.allclose(rows.flatten(), wanted.mean(0)) if reduce else torch.equal(rows, wanted)
+
+
+def test_a_layer_that_has_no_room_is_an_error_that_says_how_much_it_needs() -> None:
+    """With that much of `arena_bytes` the same pass is kept."""
+    capture = CapturePlan(tuple(range(len(LAYERS))), (Range(0, None),), None, codec_of("full8"))
+    needed, failures = LINE_BYTES, []
+    for _ in range(2):
+        runtime = some_runtime(
+            "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=needed, layers=LAYERS, graph_tokens=4
+        )
+        asking(runtime, Attach(1 << 20))
+        runtime.register("r1", Plan("r1", 17, 100, capture=capture).encode(), 0)
+        run(runtime, ["r1"], [0], [17], list(range(len(LAYERS))))
+        (share,) = asking(runtime, Collect((Wanted(Owner("r1", 0), 17),))).shares
+        failures.append(share.failure)
+        needed = int(re.findall(r"[\d,]+", share.failure or "0")[0].replace(",", ""))
+    assert failures[0].endswith(
+        f"bytes of rows, and the device holds {LINE_BYTES}; raise SteerModel(..., arena_bytes=), "
+        "lower max_num_batched_tokens=, or capture fewer points"
+    )
+    assert failures[1] is None
+
+
 def test_a_pass_that_runs_a_graph_is_kept_whole_or_refused() -> None:
     runtime = small_ring(16, graph_tokens=16)
     asking(runtime, Attach(1 << 20))
@@ -181,9 +223,8 @@ def test_a_pass_that_runs_a_graph_is_kept_whole_or_refused() -> None:
 
 def test_rows_of_a_request_that_is_gone_do_not_come_over_those_of_a_large_pass(monkeypatch) -> None:
     """Pages are another request's at once, while rows of the one before may wait to be copied there."""
-    ring = 1 << 16
     runtime = some_runtime(
-        "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=ring, layers=LAYERS, graph_tokens=16
+        "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=1 << 16, layers=LAYERS, graph_tokens=16
     )
     monkeypatch.setattr("steercap.worker.taps.cuda.PART", 1 / 64)
     asking(runtime, Attach(1 << 20))
@@ -201,6 +242,92 @@ def test_rows_of_a_request_that_is_gone_do_not_come_over_those_of_a_large_pass(m
     (share,) = asking(runtime, Collect((Wanted(Owner("r2", 0), 20),))).shares
     for point, rows in enumerate(rows_of(runtime, share)):
         assert torch.equal(rows, expected(2, range(20), point))
+
+
+class Streams(LateTransfers):
+    """Streams that know which work is done before theirs, by what they waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after: dict[object, set[int]] = defaultdict(set)
+        self.marked: dict[object, set[int]] = {}
+        self.works: list[str] = []
+
+    def now(self) -> object:
+        event = super().now()
+        self.marked[event] = set(self.after[self.stream])
+        return event
+
+    def hold(self, event: object) -> None:
+        super().hold(event)
+        self.after[self.stream] |= self.marked.get(event, set())
+
+    def work(self, name: str, *, behind: str) -> None:
+        """Queue work that must come behind all earlier work of these names."""
+        assert {number for number, one in enumerate(self.works) if one in behind.split()} <= self.after[self.stream]
+        self.after[self.stream].add(len(self.works))
+        self.works.append(name)
+
+
+@pytest.mark.skipif(CUDA, reason="streams of the test's own")
+@pytest.mark.parametrize("beside", [{5}, {6}, {0, 2, 5, 7}, {3, 4}, {8}])
+def test_taps_on_other_streams_find_their_lines_and_are_done_before_the_next_are_written(beside, monkeypatch) -> None:
+    """Such a stream may be ahead of the model's, or behind it, until steercap has one wait for the other."""
+    monkeypatch.setattr("workers.LateTransfers", Streams)
+    runtime = small_ring(20)
+    streams = runtime.taps._transfers
+    writes, leaves, launch = LargePass._write, LargePass._copy, TapLauncher.launch
+
+    def written(self, *args: Any) -> None:
+        streams.work("lines", behind="tap lines leave")
+        writes(self, *args)
+
+    def left(self, *args: Any) -> None:
+        streams.work("leave", behind="tap lines leave")
+        leaves(self, *args)
+
+    def launched(self, *args: Any, **more: Any) -> None:
+        streams.work("tap", behind="lines leave")
+        launch(self, *args, **more)
+
+    monkeypatch.setattr(LargePass, "_write", written)
+    monkeypatch.setattr(LargePass, "_copy", left)
+    monkeypatch.setattr(TapLauncher, "launch", launched)
+    asking(runtime, Attach(1 << 20))
+    everything = CapturePlan(tuple(range(len(LAYERS))), (Range(0, None),), None, RAW)
+    runtime.register("r1", Plan("r1", 20, 40, capture=everything).encode(), 0)
+    runtime.begin_step(batch("cuda", ["r1"], [0], [20], np.arange(20) + 7, np.arange(20)))
+    for point in range(len(LAYERS)):
+        with streams.using("other" if point in beside else "the model's"):
+            tap(runtime, expected(1, range(20), point), None, point)
+    runtime.end_step()
+    assert streams.works.count("tap") == len(LAYERS)
+    assert streams.works.count("leave") > 2
+    (share,) = asking(runtime, Collect((Wanted(Owner("r1", 0), 20),))).shares
+    for point, rows in enumerate(rows_of(runtime, share)):
+        assert torch.equal(rows, expected(1, range(20), point))
+
+
+def test_codes_may_be_larger_than_their_rows() -> None:
+    """Even where a whole stored record would begin before the ring does: each part of it lies within."""
+    counts = {"rp16": 320, "rp8": 256}
+    found = []
+    for lines, layers in ((1 << 12, ()), (64, LAYERS)):
+        runtime = some_runtime(
+            "cuda", len(LAYERS), schemas=SCHEMAS, tokens=64, arena_bytes=lines * LINE_BYTES, layers=layers
+        )
+        asking(runtime, Attach(1 << 20))
+        for number, (name, k) in enumerate(counts.items(), 1):
+            capture = CapturePlan(tuple(range(len(LAYERS))), (Range(0, None),), None, codec_of(name, k))
+            runtime.register(f"r{number}", Plan(f"r{number}", 1, 40, capture=capture).encode(), 0)
+        run(runtime, ["r1", "r2"], [0, 0], [1, 1], list(range(len(LAYERS))))
+        (done,) = runtime.taps._passed
+        if layers:
+            assert min(part.sources.min() for part in done.large.leaving) < 0
+        found.append(stored(runtime, {"r1": 1, "r2": 1}))
+    for name in ("r1", "r2"):
+        assert found[0][name][:3] == found[1][name][:3]
+        assert all(map(torch.equal, found[0][name][3], found[1][name][3]))
 
 
 def test_copies_at_regular_distances_are_grids() -> None:

@@ -200,13 +200,14 @@ class CudaTaps(Taps):
         pattern, failure = self._pattern_of(step, batch), None
         self._number += 1  # `blocking` ensures that the last pass to use these buffers is completed
         opened = _Pass(step, pattern, batch.token_ids, batch.positions, self._number % AHEAD, 0, _NOTHING, 0)
-        if (large := self._large(step, pattern, updates)) is not None:
+        large = self._large(step, pattern, updates)
+        if large is not None and large.lines <= self._lines.size:
             opened.large = large
             self._copy_away()  # rows of requests that are gone may still be on their way to these pages
             self._upload(step, pattern, np.full(len(step), NONE, dtype=np.int64))
         else:
             if pattern.lines > self._lines.size:
-                failure = self._too_many(pattern.lines)
+                failure = self._too_many(pattern.lines if large is None else large.lines)
                 opened.step, updates = step.keeping_nothing(), None
                 opened.pattern = self._pattern_of(opened.step, batch)
             self._place(opened, updates)
@@ -219,8 +220,7 @@ class CudaTaps(Taps):
         if not self._addresses or pattern.lines <= most or len(pattern.table) <= self.sizes.graph_tokens:
             return None
         arena = None if self.arena is None else self.arena.lines
-        large = LargePass(self._memory, step, pattern, updates, self.layouts, self._layers, most, arena)
-        return large if large.lines <= self._lines.size else None
+        return LargePass(self._memory, step, pattern, updates, self.layouts, self._layers, most, arena)
 
     def _place(self, opened: _Pass, updates: Updates | None) -> None:
         """Give the rows of a pass their places in the ring, and fill the tables."""

@@ -117,6 +117,8 @@ class LargePass:
         self._encoded, self._drained = pattern.encoded[self._kept], step.drained[self._kept]
         self._left = deque(self._parts(layers, most))
         self._now: LayerRows | None = None
+        self._stream = memory.transfers.current()
+        self._beside: dict[Any, None] = {}  # other streams with taps of this part
         #: Greatest number of lines of a part.
         self.lines = max((self._lines(points) for points in self._left), default=0)
         #: Parts with rows for the arena, in their order.
@@ -144,10 +146,26 @@ class LargePass:
         return total
 
     def before(self, point: int) -> None:
-        """Make room for the rows of a point, whose tap is launched next; NONE if it is not known."""
+        """Make room for the rows of a point, whose tap is launched next; NONE if it is not known.
+
+        A tap on a stream beside the model's, as in shared experts, waits for that, and the next part for the tap.
+        """
+        transfers, here = self._memory.transfers, self._memory.transfers.current()
+        if here == self._stream:
+            self._make_room(point)
+            return
+        with transfers.using(self._stream):
+            self._make_room(point)
+            ready = transfers.now()
+        transfers.hold(ready)
+        self._memory.idle.zero_()  # as in `_write`
+        self._beside[here] = None
+
+    def _make_room(self, point: int) -> None:
         if self.lost or (self._now is not None and point in self._now.points):
             return
         if point < (0 if self._now is None else self._now.points.start):
+            self.leave()  # a request may have all that it asked for
             self.lost = True
             self._write(np.full(len(self._kept), NONE, dtype=np.int64))
             return
@@ -183,7 +201,11 @@ class LargePass:
     def leave(self) -> None:
         """Encode, reduce and copy away the rows of the part whose taps have run."""
         part, self._now, memory = self._now, None, self._memory
-        if part is None or self.lost:
+        while self._beside:
+            with memory.transfers.using(self._beside.popitem()[0]):
+                ran = memory.transfers.now()
+            memory.transfers.hold(ran)
+        if part is None:
             return
         if self._updates is not None:
             whole = np.full((2, len(self._step)), NONE, dtype=np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -108,6 +109,12 @@ class Transfers(Protocol):
         Returns:
             The event after these copies.
         """
+
+    def current(self) -> Any:
+        """Return the stream that work is queued on."""
+
+    def using(self, stream: Any) -> AbstractContextManager[Any]:
+        """Queue the work of a block on a stream, as if it were the model's."""
 
     def done(self, event: Any) -> bool:
         """Return whether the device has reached an event."""
@@ -214,6 +221,12 @@ class CudaTransfers:
         if status:
             self._batch = None  # this driver, or this memory, does not support it: copy one by one
         return not status
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def using(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
 
     def done(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())
