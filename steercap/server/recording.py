@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 #: Maximum bytes of rows that wait to be written.
 QUEUE_BYTES: Final = 1 << 30
+#: Maximum bytes of several requests' rows that are fetched at once. Workers answer between two passes of the model, and
+#: more than one request may end in a pass.
+FETCH_BYTES: Final = 16 << 20
 #: Seconds between two looks for segments that are old, and that the end of a server waits for what is queued.
 TIDY_SECONDS, END_SECONDS = 60.0, 10.0
 #: Reasons: memory of the workers, full queue, spent quota, a disk that fails, wrong rows, server that ended, and so on.
@@ -192,19 +195,30 @@ class Recorder:
             self._fetching = asyncio.create_task(self._fetch())
 
     async def _fetch(self) -> None:
-        """Fetch the rows of ended requests, and hand them to the thread."""
+        """Fetch the rows of ended requests, several at once, and hand them to the thread."""
         while self._coming:
-            one = self._coming.popleft()
+            together, failed = self._next(), None
             try:
-                await fetch_all([handle.lifecycle for handle in one.handles])
-                one = self._weighed(one)
-            except Exception as error:  # noqa: BLE001 -- later requests are still fetched
-                self._done(one, "rows", error)
+                await fetch_all([handle.lifecycle for one in together for handle in one.handles])
+            except Exception as error:  # noqa: BLE001 -- other rows are here, and later requests are still fetched
+                failed = error
             except asyncio.CancelledError:
-                self._done(one, "ended")
+                for one in together:
+                    self._done(one, "ended")
                 raise
-            else:
-                self._queue.put(one)
+            for one in together:
+                try:
+                    self._queue.put(self._weighed(one))
+                except Exception as error:  # noqa: BLE001 -- likewise
+                    self._done(one, "rows", failed or error)
+
+    def _next(self) -> list[_Ended]:
+        """Take the next ended requests: one, or as many as hold at most `FETCH_BYTES`."""
+        found = [self._coming.popleft()]
+        size = found[0].size
+        while self._coming and (size := size + self._coming[0].size) <= FETCH_BYTES:
+            found.append(self._coming.popleft())
+        return found
 
     def _weighed(self, one: _Ended) -> _Ended:
         """Return fetched rows with the bytes that they have; in the workers they may hold room for many more."""
