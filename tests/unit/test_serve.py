@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import re
 from typing import Any
@@ -728,3 +729,13 @@ async def test_a_long_file_is_not_read_to_its_end(client, library) -> None:
 
     assert (await http.put("/vectors/long", content=endless())).status_code == 413
     assert read < 5000
+
+
+def test_warnings_are_said_beside_a_library_that_silences_the_root_logger() -> None:
+    """`build_app` of vLLM imports one that does: drops of a recorder were counted, and never logged."""
+    before = logging.getLogger().level
+    try:
+        logging.getLogger().setLevel(logging.ERROR)
+        assert logging.getLogger("steercap.server.recording").isEnabledFor(logging.WARNING)
+    finally:
+        logging.getLogger().setLevel(before)
