@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import socket
 from collections.abc import Callable, Collection, Sequence
@@ -38,6 +39,10 @@ try:
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 except ModuleNotFoundError:  # its module in older releases
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+
+# vLLM's `build_app` sets the root logger's level to ERROR (model_hosting_container_standards): warnings would be lost.
+if (_OURS := logging.getLogger("steercap")).level == logging.NOTSET:
+    _OURS.setLevel(logging.INFO)
 
 #: Engine arguments that are not passed on as such: SteerModel has its own argument for them.
 _LEFT_OUT: Final = ("model",)

@@ -111,8 +111,8 @@ def check_points(request: str, expected: Sequence[Point], captured: Sequence[Poi
     Raises:
         CaptureIncomplete: a point is missing.
     """
-    missing = [str(point) for point in expected if point not in set(captured)]
-    if missing:
+    there = set(captured)
+    if missing := [str(point) for point in expected if point not in there]:
         raise CaptureIncomplete(f"{request}: no worker captured {', '.join(missing)}")
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from steercap.captures.fetching import fetch_all
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 QUEUE_BYTES: Final = 1 << 30
 #: Divisor of these: a request with more bytes than this part is written in chunks.
 LARGE: Final = 8
+#: Maximum bytes of rows of several requests that are fetched at once: workers answer between two passes of the model.
+FETCH_BYTES: Final = 16 << 20
 #: Seconds between two looks for segments that are old, and that the end of a server waits for what is queued.
 TIDY_SECONDS, END_SECONDS = 60.0, 10.0
 #: Reasons: memory of the workers, full queue, spent quota, a disk that fails, wrong rows, server that ended, and so on.
@@ -192,28 +194,31 @@ class Recorder:
             room = self.pending + size <= self.settings.queue_bytes
             self.pending += size if room and not self._closed else 0
         if not room or self._closed:
-            _release(handles)
-            self.drop("ended" if self._closed else "queue")
+            self._done(_Ended(handles, answer_id, 0), "ended" if self._closed else "queue")
             return
         self._coming.append(_Ended(handles, answer_id, size, rows if chunked else ()))
         if self._fetching is None or self._fetching.done():
             self._fetching = asyncio.create_task(self._fetch())
 
     async def _fetch(self) -> None:
-        """Fetch the rows of ended requests, and hand them to the thread."""
+        """Fetch the rows of ended requests, several at once, and hand them to the thread."""
         while self._coming:
-            one = self._coming.popleft()
+            together, failed = self._next(), None
             try:
-                if not one.rows:
-                    await fetch_all([handle.lifecycle for handle in one.handles])
-                    one = self._weighed(one)
-            except Exception as error:  # noqa: BLE001 -- later requests are still fetched
-                self._done(one, "rows", error)
-            except asyncio.CancelledError:
-                self._done(one, "ended")
-                raise
-            else:
-                self._queue.put(one)
+                await fetch_all([handle.lifecycle for one in together if not one.rows for handle in one.handles])
+            except Exception as error:  # noqa: BLE001 -- other rows are here, and later requests are still fetched
+                failed = error
+            for one in together:
+                self._coming.popleft()
+                try:
+                    self._queue.put(one if one.rows else self._weighed(one))
+                except Exception as error:  # noqa: BLE001 -- likewise
+                    self._done(one, "rows", failed or error)
+
+    def _next(self) -> list[_Ended]:
+        """Return the next ended requests: one, or as many as hold at most `FETCH_BYTES`; they are still coming."""
+        places = enumerate(zip(self._coming, accumulate(one.size for one in self._coming), strict=True))
+        return [one for place, (one, size) in places if not place or size <= FETCH_BYTES]
 
     def _weighed(self, one: _Ended) -> _Ended:
         """Return fetched rows with the bytes that they have; in the workers they may hold room for many more."""
@@ -277,7 +282,8 @@ class Recorder:
 
     def _done(self, one: _Ended, reason: str, error: Exception | None = None) -> None:
         """Let go of a request; count it if it was not written."""
-        _release(one.handles)
+        for handle in one.handles:
+            handle.release()
         with self._lock:
             self.pending -= one.size
         if reason:
@@ -288,9 +294,7 @@ class Recorder:
         self._thread = on_thread(self._write, "steercap recorder")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Write what is queued, if the disk takes it within `END_SECONDS`; the rest is dropped, and said."""
         self._closed = True
         if self._fetching is not None:
@@ -312,11 +316,6 @@ class Recorder:
                 self._done(one, "ended")
         self._queue.put(None)  # for when it takes them after all
         _LOG.warning("%s takes no bytes; %d bytes of rows may not be recorded", self.folder.path, self.pending)
-
-
-def _release(handles: Sequence[CaptureHandle]) -> None:
-    for handle in handles:
-        handle.release()
 
 
 def _source(handle: CaptureHandle) -> Source:

@@ -24,6 +24,7 @@ from steercap.engine.memory import check_memory, require_room, weights_in
 from steercap.errors import InvalidFile, InvalidPrompt, InvalidRequest, ModelTooLarge, RunDiffers, UnknownName
 from steercap.files.folder import locked
 from steercap.lab.personas import read_answers, read_answers_by_dtype
+from steercap.lab.personas.answer_files import read_scores
 from steercap.lab.personas.answer_folder import RowsFile
 from steercap.testing import tiny_checkpoint
 from steercap.testing.tiny import tokenizer
@@ -510,3 +511,21 @@ def test_only_a_model_that_cannot_fit_is_refused_at_the_start(stored, tmp_path, 
             ModelTooLarge, match=r"on one of its GPUs .*; process 77 \(python\) holds 129\.0 GB of GPU 0"
         ):
             require_room(str(path), asked, {})
+
+
+def test_scores_are_checked_in_a_time_that_grows_with_their_number(tmp_path) -> None:
+    """Of 2,000 keys each is looked at a few times, and not once for every other one."""
+    looked = 0
+
+    class Key(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            nonlocal looked
+            looked += 1
+            return super().__hash__()
+
+    keys = [Key(f"pos_p0_q{number}") for number in range(2_000)]
+    (tmp_path / "a.json").write_text(json.dumps({str(key): 3 for key in keys}))
+    assert len(read_scores(tmp_path / "a.json", keys, tmp_path / "a.jsonl")) == 2_000
+    assert looked < 4 * len(keys)

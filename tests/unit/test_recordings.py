@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
 import subprocess
 import sys
 import textwrap
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -19,7 +21,9 @@ from handles import a_handle
 from steercap import Manifest
 from steercap.captures.files import bytes_of, write
 from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
-from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSetting
+from steercap.errors import CaptureIncomplete, CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSetting
+from steercap.server import recording
+from steercap.server.recording import Recorder, RecordSettings
 
 #: Most bytes of the entry of one file in a journal, with its layout.
 ENTRY = 1_500
@@ -272,3 +276,33 @@ def test_limits_and_folders_that_do_not_fit_are_refused(tmp_path) -> None:
         RecordLimits(keep_seconds=0)
     with pytest.raises(InvalidFile, match="is no folder; give one that"):
         Recordings.load(tmp_path / "missing")
+
+
+async def test_requests_that_end_together_leave_the_workers_together(tmp_path, monkeypatch) -> None:
+    """Workers answer once a pass, in which four of 40 requests end; rows of one that are wrong cost no other its own."""
+    handles = [a_handle(output=(8, number)) for number in range(40)]
+    wrong, fetches = handles[13].lifecycle, list[int]()
+
+    async def fetch_all(wanted) -> None:
+        fetches.append(len(wanted))
+        for _ in range(4):  # a pass
+            await asyncio.sleep(0)
+        if wrong in wanted:
+            handles[13].release()
+            raise CaptureIncomplete("r: rows are missing")
+
+    monkeypatch.setattr(recording, "fetch_all", fetch_all)
+    monkeypatch.setattr(recording, "_held", lambda _: 1 << 20)
+    async with Recorder(RecordSettings(tmp_path), opened(tmp_path)) as recorder:
+        for number, handle in enumerate(handles):
+            recorder.take([handle], str(number))
+            await asyncio.sleep(0)
+        while sum(recorder.dropped.values()) + recorder.recorded["requests"] < 40:
+            await asyncio.sleep(0.01)
+    assert len(fetches) <= 12
+    assert max(fetches) <= recording.FETCH_BYTES >> 20
+    assert (dict(recorder.dropped), recorder.pending) == ({"rows": 1}, 0)
+    assert ids(tmp_path) == [str(number) for number in range(40) if number != 13]
+    for sizes, taken in (((40, 9, 7), 1), ((9, 7, 1), 2), ((1, 16), 1), ((16,), 1)):
+        recorder._coming = deque(recording._Ended([], "", size << 20) for size in sizes)
+        assert len(recorder._next()) == taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import re
 import socket
@@ -740,3 +741,13 @@ def test_a_port_in_use_names_its_option() -> None:
         flags = server.read_flags(str(tiny_checkpoint("llama")), ["--host", "127.0.0.1", "--port", str(port)])
         with pytest.raises(OSError, match=f"in use: --host 127.0.0.1 --port {port}; give another"):
             server.listening(flags)
+
+
+def test_warnings_are_said_beside_a_library_that_silences_the_root_logger() -> None:
+    """`build_app` of vLLM imports one that does: drops of a recorder were counted, and never logged."""
+    before = logging.getLogger().level
+    try:
+        logging.getLogger().setLevel(logging.ERROR)
+        assert logging.getLogger("steercap.server.recording").isEnabledFor(logging.WARNING)
+    finally:
+        logging.getLogger().setLevel(before)

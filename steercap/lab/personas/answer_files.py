@@ -186,7 +186,8 @@ def read_scores(path: Path, keys: Sequence[str], responses: Path) -> dict[str, f
         raise InvalidFile(f"{path} cannot be read as JSON: {error}; score the answers again") from error
     if not isinstance(found, dict):
         raise InvalidFile(f"{path} holds {shown(found)}; expected an object from keys to scores")
-    if extra := [key for key in found if key not in set(keys)]:
+    known = set(keys)
+    if extra := [key for key in found if key not in known]:
         named = ", ".join(extra[:_SHOWN]) + (f" and {len(extra) - _SHOWN} more" if len(extra) > _SHOWN else "")
         raise InvalidFile(f"{path} scores {named}, which {responses} does not hold; {choices(extra[0], keys)}")
     for key, score in found.items():
