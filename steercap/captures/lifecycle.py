@@ -110,7 +110,7 @@ class Origin(Protocol):
 
     @property
     def again(self) -> Lost | None:
-        """Means to recompute the rows if they are lost; None if they are not, or cannot be recomputed."""
+        """Object that recomputes the rows, if their engine has died and another can do it; else None."""
 
     def require_open(self) -> None:
         """Check that the origin can be asked for rows.
@@ -130,10 +130,10 @@ class Origin(Protocol):
         """
 
     def give_back(self) -> None:
-        """Free the rows at their origin."""
+        """Tell the workers or the server to free these rows."""
 
     def give_back_from_any_thread(self) -> None:
-        """Free the rows at their origin, from any thread at any moment, as a garbage collector needs."""
+        """Do as `give_back` from any thread at any moment; safe in a finalizer."""
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         """Read the rows from disk, and take them; rows released meanwhile are dropped.
 
         Raises:
-            CaptureIncomplete: the file does not hold what was written; or what was found wrong with them before.
-            CaptureNotFinite: likewise.
+            CaptureIncomplete: the file differs from what was written, or the rows were incomplete when moved to disk.
+            CaptureNotFinite: a row was not finite when moved to disk.
             ModelClosed: the model was closed meanwhile.
         """
         if isinstance(self.spilled, CaptureError):
@@ -293,13 +293,13 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         self.take(await self.source.engine.read_spilled(self.spilled.read))
 
     def end_fetch(self) -> None:
-        """End a fetch: rows that did not come stay where they were, or are freed there if they were released."""
+        """End a fetch; if it failed, the rows stay in the worker or on disk, and are freed there if released."""
         if self.stage in {Stage.COMING, Stage.RETURNING, Stage.LEAVING}:
             self._advance(Event.FAIL)
 
     @property
     def again(self) -> Lost | None:
-        """Means to recompute the rows, if they were lost with their engine; else None."""
+        """Object that recomputes the rows, if their engine has died and another can do it; else None."""
         return None if self.source is None else self.source.again
 
     # On the way to disk, for whoever makes room

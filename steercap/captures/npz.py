@@ -109,7 +109,7 @@ class _About(msgspec.Struct, frozen=True):
 
 
 def read(path: str | Path) -> dict[str, torch.Tensor]:
-    """Read the rows of a file of `write`, of version 1 or 2, each by its own formula.
+    """Read the rows of a file that `write` wrote, of version 1 or 2, whose codes are decoded by different formulas.
 
     Returns:
         Rows by the name of their point, "resid_post.8": as they were, of codecs decoded to float32; projections and

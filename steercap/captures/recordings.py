@@ -69,12 +69,11 @@ class RecordLimits:
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """One request of a folder of recordings: one that a server gave its engine, which is one prompt of a client's
-    request, with all its samples; each beam of a beam search is one.
+    """Recorded request to an engine: one prompt of a client's request with its samples, or one beam of a beam search.
 
     Args:
-        manifest: manifest of its segment.
-        files: its entries there, one for each file: several samples, or several codecs.
+        manifest: manifest of the request's segment.
+        files: entries of the request in the manifest, one for each file, of each sample and codec.
     """
 
     manifest: Manifest

@@ -72,7 +72,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         return rows
 
     def elements(self, key: Key) -> torch.Tensor:
-        """Return the rows of one point, checked to be rows of the model: for a lens, or products with vectors.
+        """Return the rows of one point with all their elements, decoded, for a lens or products with vectors.
 
         Raises:
             InvalidSpec: features or random projections are kept of them; or as for `captures[layer, site]`.

@@ -269,5 +269,5 @@ def forget_run(folder: Path) -> None:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Return the files of a folder that have the numbered names of a run."""
+    """List the files of a folder named like "0001.safetensors" (4 digits or more), sorted by name."""
     return sorted(path for path in folder.glob("*.safetensors") if _OURS.fullmatch(path.name))

@@ -53,8 +53,8 @@ class SiteCodecs:
 
     Args:
         codings: codec of each site, by the site's name.
-        attention: number of the most strongly attended tokens to keep of each head and token, computed of queries and
-            keys, which are not kept; 0 for none.
+        attention: number of attended tokens of highest weight to keep for each head and token, 0 for none. Queries and
+            keys are captured to compute them, then dropped.
     """
 
     codings: Mapping[str, Coding]
@@ -117,7 +117,7 @@ class SiteCodecs:
         return (*own, *([f"{ATTENTION}={self.attention}"] if self.attention else ()))
 
     def coding_of(self, sites: Sequence[str]) -> Coding:
-        """Return the one codec of these sites.
+        """Return the codec that all of these sites share.
 
         Raises:
             UnknownName: a site without a codec.
@@ -134,7 +134,7 @@ class SiteCodecs:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Sites that are captured for it."""
+        """Sites to capture: those with a codec, and those that `attention` is computed from."""
         return tuple(dict.fromkeys([*self.codings, *(QUERIES_AND_KEYS if self.attention else ())]))
 
     @property

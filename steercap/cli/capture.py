@@ -79,7 +79,7 @@ class RowOptions:
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of SteerModel that were given, without those of the codec, which belong to the spec."""
+        """Return the options that were given, as arguments of SteerModel; `coding` returns those of the codec."""
         given = asdict(self).items()
         return {name: value for name, value in given if not name.startswith("codec") and value is not None}
 

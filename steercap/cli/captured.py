@@ -167,7 +167,7 @@ async def capture_to(
 
 
 def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpec) -> dict[str, Any]:
-    """Return what identifies captures before the model is open, to be compared with that of a folder's manifest.
+    """Return the inputs of captures that are known before the model is open, to compare with a folder's manifest.
 
     Returns:
         The SHA-256 of all prompts, the sampling parameters, and the spec's layers, sites, tokens, reduction and
@@ -187,7 +187,7 @@ def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpe
 
 
 def asked_of(model: SteerModel, spec: CaptureSpec, steering: SteeringSpec | None) -> dict[str, Any]:
-    """Return the other inputs of captures: the model, the codec, and digests of the steering and the directions."""
+    """Return the inputs of captures that need an open model: model, codec, and digests of edits and directions."""
     engine = model.serving.here()
     projected = engine.projected(spec)
     return {

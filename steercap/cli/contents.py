@@ -166,7 +166,11 @@ def only(directions: DirectionSet, name: str | None) -> LayerVectors:
 
 
 def vectors_at(path: Path, level: str) -> LayerVectors:
-    """Return the vector of a folder with `steering_vector.pt`, of a level of a `.pt` file, or of a file of vectors.
+    """Read one vector.
+
+    Args:
+        path: folder with `steering_vector.pt`, `.pt` file of levels, or file of one direction.
+        level: level to read from a `.pt` file.
 
     Raises:
         InvalidFile: it cannot be read.

@@ -85,8 +85,8 @@ def saved(path: Path, save: Callable[[Path], object], terminal: Terminal) -> tup
     """Write a result; if that fails, write it to a temporary folder.
 
     Returns:
-        Path of the written file, None if it could not be written: then the caller prints the result; and the error of
-        the first attempt, None if it worked, which the caller raises after showing everything else.
+        Path of the written file, None if neither file could be written, so that the caller prints the result; and the
+        error of writing to `path`, None if that worked, which the caller raises after showing everything else.
     """
     try:
         save(path)

@@ -114,6 +114,9 @@ class RoleOptions(AnswerOptions):
 def shard_of(text: str) -> tuple[int, int]:
     """Parse a share of the roles, such as "0/2".
 
+    Returns:
+        Index of the share from 0, and number of shares.
+
     Raises:
         typer.BadParameter: the text is not of this form.
     """

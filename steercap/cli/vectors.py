@@ -40,7 +40,7 @@ LEAST_ALIKE: Final = 10
 
 
 class Bound(enum.StrEnum):
-    """Kinds of bound that the caps of a capping experiment can be."""
+    """Choices of `--bound`: "high" if the caps of a capping experiment are upper bounds, "low" if lower bounds."""
 
     HIGH = "high"
     LOW = "low"

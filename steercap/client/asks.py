@@ -36,11 +36,11 @@ class NotAsJSON(Exception):
 
 
 def require_specs(spec: Any) -> None:
-    """Check the capture spec of one prompt.
+    """Check that the capture spec of one prompt, if it has any, can be sent to a server.
 
     Raises:
         InvalidSpec: something else than a CaptureSpec.
-        InvalidRequest: it asks what a server cannot do.
+        InvalidRequest: it has a field that a server does not support.
     """
     if spec is None:
         return

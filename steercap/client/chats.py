@@ -30,7 +30,7 @@ class RenderedChat(NamedTuple):
 
     Args:
         ids: token ids.
-        texts: bytes of each token, each byte as the character of its number.
+        texts: bytes of each token, decoded as Latin-1: one character for each byte.
     """
 
     ids: list[int]
@@ -38,7 +38,7 @@ class RenderedChat(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Bytes of the whole conversation, each as the character of its number."""
+        """Bytes of the whole conversation, decoded as Latin-1."""
         return "".join(self.texts)
 
     @property
@@ -49,12 +49,12 @@ class RenderedChat(NamedTuple):
 
 
 def spelled(text: str) -> str:
-    """Return a text's UTF-8 bytes, each as the character of its number, so that tokens may divide characters."""
+    """Return a text's UTF-8 bytes decoded as Latin-1, since a token may end inside a character of several bytes."""
     return text.encode(errors="surrogatepass").decode("latin-1")
 
 
 def token_text(token: str, *, in_bytes: bool) -> str:
-    """Return the bytes of a token, each as the character of its number.
+    """Return the bytes of a token, decoded as Latin-1.
 
     Args:
         token: the token as the vocabulary writes it.

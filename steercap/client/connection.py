@@ -196,10 +196,13 @@ class Connection:
         return described
 
     async def run(self, work: Callable[[], Awaitable[Value]]) -> Value:
-        """Await `work` on the server; closing the connection ends the wait.
+        """Await `work()` in this event loop, as a task that closing the connection cancels.
+
+        Args:
+            work: function that returns the awaitable, usually requests to the server.
 
         Raises:
-            ModelClosed: the connection was closed, before or meanwhile.
+            ModelClosed: the connection was never started, or was closed, before or meanwhile.
             WrongEventLoop: it was started in another event loop.
         """
         self.here()

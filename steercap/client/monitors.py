@@ -24,7 +24,13 @@ Said = Mapping[str, Any]
 async def monitors_asked(
     monitors: Sequence[Monitor], num_layers: int, uploads: Uploads, names: AsyncExitStack
 ) -> list[dict[str, Any]]:
-    """Return the field `monitors` of a body; long probes and steering are uploaded, and stay while `names` is open.
+    """Return the field `monitors` of a request's body, and upload long probes and steering.
+
+    Args:
+        monitors: the monitors.
+        num_layers: decoder layers of the model.
+        uploads: uploads of the connection.
+        names: exit stack that keeps the uploads on the server until it is closed.
 
     Raises:
         LayerOutOfRange: a layer that the model does not have.

@@ -60,7 +60,7 @@ class Uploads:
         """Upload content if it is not on the server yet, and yield its name; it stays there while the block runs.
 
         Raises:
-            CaptureMemoryFull: the server keeps no more of this key.
+            CaptureMemoryFull: the server has no more room for uploads of this key.
             The errors of `Connection.ask`.
         """
         data = await asyncio.to_thread(encoded, content)

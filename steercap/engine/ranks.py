@@ -56,7 +56,7 @@ class Rank:
     def damage(self, captured_rows: CapturedRows) -> str | None:
         """Return the reason why captured rows cannot be this worker's, or None; checked before memory is allocated.
 
-        Its labels are compared with those of the request by the caller that takes the rows.
+        The caller that takes the rows compares their positions and token ids with those of the request.
         """
         if unknown := [point for point in captured_rows.points if point not in self.schemas]:
             return f"rows came of points {unknown}, which the worker does not keep"
@@ -74,11 +74,11 @@ class Rank:
         return None
 
     def kept(self, points: Sequence[int]) -> list[PointSchema]:
-        """Return the schemas of those of the points that it keeps."""
+        """Return the schemas of those of `points` that this worker keeps."""
         return [self.schemas[point] for point in points if point in self.schemas]
 
     def pages(self, plan: CapturePlan, rows: int) -> int:
-        """Return the pages of its arena that `rows` rows of a plan take, or the reduction of them that runs along."""
+        """Return the pages of this worker's arena that `rows` rows of a plan take, or the running reduction of them."""
         schemas = self.kept(plan.points)
         if not schemas:
             return 0

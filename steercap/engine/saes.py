@@ -159,7 +159,7 @@ class Dictionaries:
             self._entries.pop(key, None)
 
     def gone(self, key: Key) -> None:
-        """Note that an encoder was garbage-collected; called from any thread, at any moment."""
+        """Free an encoder on the workers after its garbage collection; safe from any thread, at any moment."""
         if not self._workers.closed:
             self._workers.home.call(partial(self._let_go, key))
 

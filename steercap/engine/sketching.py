@@ -157,10 +157,13 @@ class Sketching:
         return await self._folding.ask((joining, tuple(books)))
 
     async def states(self, book: Book, points: Sequence[Point]) -> tuple[dict[Point, SketchState], int]:
-        """Read the statistics of points, of all engines together and at one moment, and the number of requests.
+        """Read the statistics of points, merged over all engines, in one consistent state.
+
+        Returns:
+            Statistics by point, and the number of requests in them.
 
         Raises:
-            SketchClosed, SketchIncomplete: it was freed, or its rows are not those that were counted.
+            SketchClosed, SketchIncomplete: the sketch was freed, or its rows are not those that were counted.
         """
         async with self._turn:
             return {point: await self._state(book, point) for point in points}, book.requests

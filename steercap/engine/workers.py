@@ -217,7 +217,7 @@ class Workers:
         return found
 
     async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int) -> torch.Tensor:
-        """Apply the last projection of a layer's block to rows of its input, on one engine."""
+        """Apply the last projection of a layer's block to rows of its input, on one engine: float32 [n, hidden]."""
         asked = Project(layer, site, *_sent(rows))
         answers = (await self.ask(asked, Projected))[engine]
         if not answers:

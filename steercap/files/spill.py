@@ -248,7 +248,7 @@ class SpillFile:
         dropped()
 
     def _punch(self, extents: Sequence[Extent]) -> None:
-        """Punch blocks, in ascending order, out of the file; adjacent extents at once, as there can be thousands."""
+        """Punch blocks, in ascending order, out of the file; adjacent blocks by one call, as there can be thousands."""
         end = os.fstat(self._fd).st_size
         while extents:
             start, length = extents[0]

@@ -61,5 +61,9 @@ def weight(point: int) -> int:
 
 
 def split_checksum(checksums: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Split checksums into the sum of weights, and the first point whose row was not finite, -1 for none."""
+    """Split checksums into their two parts.
+
+    Returns:
+        Sum of weights, and index of the first point whose row was not finite, -1 for none: int64, of the same shape.
+    """
     return checksums & (NOT_FINITE - 1), (checksums >> NOT_FINITE.bit_length() - 1) - 1

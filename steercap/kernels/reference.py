@@ -218,10 +218,10 @@ def add_norm(
     weight: Float[torch.Tensor, " width"],
     epsilon: float,
 ) -> None:
-    """Put the sum of both into `residual`, and its RMS norm, of all its elements, into `hidden`.
+    """Write `hidden + residual` to `residual`, and the RMSNorm of that sum, over the full width, to `hidden`.
 
-    As inductor compiles vLLM's `RMSNorm`: all is computed in float32, and each result rounded once. PyTorch alone would
-    round the norm a second time, before it is multiplied by the weights.
+    As in vLLM's `RMSNorm` compiled by inductor, both are computed in float32 and each is rounded once. PyTorch alone
+    would round the norm a second time, before it is multiplied by the weights.
     """
     row = hidden.float() + residual.float()
     residual.copy_(row)

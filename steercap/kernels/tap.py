@@ -47,7 +47,7 @@ class Tappable(Protocol):
         epsilon: float,
         kind: int,
     ) -> None:
-        """Do the same, then add and norm all rows."""
+        """Do as `on_tap`, then as `kernels.reference.add_norm` with all rows."""
 
 
 _bound: Tappable | None = None
@@ -79,7 +79,7 @@ def _tap_norm(  # noqa: PLR0917 -- as the operator
 
 
 def _fake(*_arguments: object) -> None:
-    """Return nothing, as both operators do."""
+    """Return None, as `tap` and `tap_norm` do; used when they are traced."""
 
 
 for _name, _function in {"tap": _tap, "tap_norm": _tap_norm}.items():
@@ -94,12 +94,11 @@ def tap(
     point: Int[torch.Tensor, " 1"],
     kind: int,
 ) -> None:
-    """Call the tap of one point.
+    """Edit the steered rows of one point in place, and copy the captured rows to the buffers of the step.
 
     Args:
-        hidden: the stream, or its undeferred part; edits change it in place.
-        residual: tensor to add to `hidden` to give the row, zero for a row that was edited; None when `hidden` is
-            the row.
+        hidden: the rows, or one summand of them; edits change it in place.
+        residual: the other summand, set to zero in an edited row; None when `hidden` is the rows.
         point: index of the point, int32 [1], on the model's device.
         kind: number of the kind of its rows: the same for all layers of a site, or the site's layers would
             not trace to the same code.
@@ -115,10 +114,10 @@ def tap_norm(  # noqa: PLR0917 -- as the operator
     epsilon: float,
     kind: int,
 ) -> None:
-    """Call the tap of one point, then `kernels.reference.add_norm`; at once, where taps run on CUDA.
+    """Do as `tap`, then as `kernels.reference.add_norm`; on CUDA in a single kernel.
 
     Args:
-        hidden, residual: the parts of the stream, as for `tap`; `hidden` becomes its norm, `residual` the stream.
+        hidden, residual: summands of the rows, as for `tap`; `residual` becomes their sum, `hidden` its RMSNorm.
         weight: the norm's weights, of the stream's dtype.
         point, kind: as for `tap`.
         epsilon: number that the norm adds to the mean of the squares.

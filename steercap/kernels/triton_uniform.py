@@ -20,7 +20,7 @@ _SMALL, _LIFT = tl.constexpr(2.0**-90), tl.constexpr(2.0**100)
 
 @triton.jit
 def step_of(least, most, STEPS: tl.constexpr):
-    """Return the float32 step of which STEPS cover the range between two float32 numbers."""
+    """Return `(most - least) / STEPS` as float32, rounded up if needed so that STEPS steps reach `most`."""
     spread = most.to(tl.float64) - least.to(tl.float64)
     step = (spread / STEPS).to(tl.float32)
     larger = (step.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
@@ -29,16 +29,16 @@ def step_of(least, most, STEPS: tl.constexpr):
 
 @triton.jit
 def lift_of(magnitude):
-    """Return a power of two to multiply numbers up to a magnitude by before they are subtracted and divided.
+    """Return a power of two by which to multiply numbers of at most `magnitude` before subtracting and dividing them.
 
-    With it no difference overflows, and no denormal number is lost.
+    So no difference overflows, and no denormal number is lost.
     """
     return tl.where(magnitude < _SMALL, _LIFT, 0.5)
 
 
 @triton.jit
 def steps_from(values, zero, scale, lift):
-    """Return the number of steps from zero points; 0 where the step is 0."""
+    """Return `(values - zero) / scale`, computed on numbers times `lift`; 0 where the scale is 0."""
     return tl.where(scale > 0, (values * lift - zero * lift) / tl.where(scale > 0, scale * lift, 1.0), 0.0)
 
 

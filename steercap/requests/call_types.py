@@ -47,7 +47,7 @@ Pooling: TypeAlias = "PoolingParams | Mapping[str, Any] | Sequence[Any] | None"
 
 
 class Several(Protocol[One_co]):
-    """Sequence that is not a str: its `in` takes any object, which that of a str does not."""
+    """Typing protocol that lists and tuples match and `str` does not, since `str.__contains__` takes only a str."""
 
     def __contains__(self, item: object, /) -> bool: ...
     def __iter__(self) -> Iterator[One_co]: ...

@@ -64,7 +64,7 @@ def in_force(model: object) -> SteeringSpec | None:
 
 
 def by_word_or_context(model: object, steering: Any) -> Any:
-    """Return the steering of a call: its own argument, or the spec in force where the call is made (not awaited)."""
+    """Return the steering of a call: `steering` if it was passed, else the spec in force where the call is made."""
     return in_force(model) if steering is FROM_CONTEXT else steering
 
 
@@ -94,7 +94,7 @@ def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
 
 
 def sketches_in_force(model: object) -> tuple[RunningSketch, ...]:
-    """Return the sketches that calls of this model join where they are made, wherever they are awaited."""
+    """Return the sketches that calls of this model join if made here, even if awaited elsewhere."""
     return tuple(sketch for owner, sketch in _sketches.get() if owner is model)
 
 

@@ -204,16 +204,16 @@ def closes(
     size: float,
     dtype: torch.dtype,
 ) -> Claim:
-    """Return the claim that the lens closes at one row: it gives the logits that the engine reports.
+    """Return the claim that the logits that the lens computes from one row are those that the engine reports.
 
     Args:
         named: the place of the row, for the claim's name.
         reported: the engine's values for the most probable tokens: logits, or log probabilities.
-        found: logits that the row gives for them.
-        most: greatest logit of all tokens that the row gives.
-        spread: standard deviation of the logits of all tokens.
+        found: the lens's logits for the same tokens.
+        most: greatest of the lens's logits of all tokens.
+        spread: standard deviation of the lens's logits of all tokens.
         total: logarithm of the sum of their exponentials.
-        size: greatest magnitude among them.
+        size: greatest magnitude of the lens's logits of all tokens.
         dtype: dtype of the rows.
     """
     ours, theirs = torch.tensor(found).double(), torch.tensor(reported).double()

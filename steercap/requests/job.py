@@ -111,7 +111,7 @@ class Job:
 
 
 async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Add the rows of a finished job to the sketches that it joined.
+    """Add the rows of a finished job to the sketches that it joined; do nothing if it joined none.
 
     Args:
         job: the request.

@@ -195,7 +195,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return replace(self, directions=done)
 
     def __or__(self, other: DirectionSet) -> DirectionSet:
-        """Return the directions of both; for equal names those of the other. Their provenances must agree.
+        """Return the directions of `self` and `other`, the latter's for equal names. Their provenances must agree.
 
         Raises:
             InvalidSpec: they differ in model, site, width, layers or how they were made.

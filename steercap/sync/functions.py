@@ -620,6 +620,9 @@ def mean_rows(
         model, layers, site, tokens, reduce, add_special_tokens, progress: arguments as for `extract`.
         texts: texts to read, in full batches.
 
+    Returns:
+        Rows, float32 [texts, layers, hidden], and the layers that have the site.
+
     Raises:
         InvalidSpec: there are no texts.
         The errors of `SteerModel.generate`.

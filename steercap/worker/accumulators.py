@@ -65,7 +65,7 @@ class Accumulators:
     Args:
         total: number of accumulators.
         lag: maximum positions that vLLM may compute past a sequence's end, rejected drafts included.
-        held: number of slots for held rows of each accumulator.
+        held: slots of each accumulator for rows that are not added yet, since their token may still be rejected.
     """
 
     def __init__(self, total: int, lag: int, held: int) -> None:
@@ -102,13 +102,21 @@ class Accumulators:
         self._ended[accumulator] = spill
 
     def release(self, accumulator: int) -> tuple[int, Ints]:
-        """Free an accumulator; return its number of added rows, and the positions that it holds, slot by slot."""
+        """Free an accumulator.
+
+        Returns:
+            Number of rows added to it; and the position of the held row in each slot, EMPTY for none: int64 [held].
+        """
         self._ended.pop(accumulator, None)
         self._free.append(accumulator)
         return int(self._added[accumulator]), self._positions[accumulator].copy()
 
     def finish(self, accumulators: Ints, totals: Ints) -> tuple[Updates, Ints]:
-        """Add held rows within sequences of `totals` inputs; return the updates and each accumulator's row count."""
+        """Compute the updates that add all held rows within sequences of `totals` inputs.
+
+        Returns:
+            The updates; and the number of rows in each accumulator after them: int64 [accumulators].
+        """
         held = self._positions[accumulators]
         late = (held != EMPTY) & (held < totals[:, None])
         nothing = np.zeros(len(accumulators), dtype=np.int64)

@@ -116,11 +116,11 @@ class CaptureBuffer(ABC):
         """Return the first line of each row's record, NONE where a row has none; None if they do not fit."""
 
     def ahead(self, start: int) -> tuple[int, int | None]:
-        """Return the end of the run of tokens from `start` on that are stored alike, and their place.
+        """Return how far the tokens from `start` on are all kept or all left out, and where their records lie.
 
         Returns:
-            The first position that is not stored like `start`, and a line number: position p has its record at that
-            number plus p × the lines of a record; None when the tokens are not kept.
+            Position after the last such token, and a line number: position p has its record at that number plus p × the
+            lines of a record; None if the tokens are not kept.
         """
         run = int(self._stops.searchsorted(start, side="right"))
         if run == len(self._stops):
@@ -152,7 +152,7 @@ class CaptureBuffer(ABC):
             self._nonfinite = position, point
 
     def stop(self) -> None:
-        """End the request: release what it did not use. Idempotent."""
+        """End the request: release its use of the layout, and the resources it no longer needs. Idempotent."""
         if self._layout is not None and self._uses_layout:
             self._uses_layout = False
             self._layouts.release(self._layout)

@@ -78,9 +78,11 @@ def install_taps(
 def norm_after(
     point: Point, decoder: Decoder, family: Family, armed: Iterable[Point], num_layers: int
 ) -> nn.Module | None:
-    """Return the norm that takes the stream as a layer returns it; None if the point is not there, or another reads it.
+    """Return the norm whose input is the stream at a point: that of the next layer, or the one after the last layer.
 
-    It is that of the next layer, or the one after the last layer, if this rank has it.
+    Returns:
+        The norm; None if the point is not the end of a layer, if this rank does not hold the norm, or if something else
+        reads the stream between the layer and the norm.
     """
     loop = decoder.parent
     if point.site != "resid_post" or name_of(type(loop)) not in family.loops:

@@ -114,7 +114,7 @@ class Layouts:
         return [self._schemas[point] for point in points]
 
     def acquire(self, wanted: Sequence[int], form: Form) -> RecordLayout | None:
-        """Return the layout of a record, with one user more; None when too many different ones are in use."""
+        """Return the layout of a record and count one more user of it; None if no number is free for a new layout."""
         key = self.points(wanted), form
         if key not in self._known:
             if not self._free:

@@ -58,7 +58,7 @@ def _called(module: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def projected(project: Projecting | None, asked: Project, device: torch.device) -> Projected | NotCapturing:
-    """Answer a `Project` call on one rank; rows go one by one, see `architectures.decoder`."""
+    """Answer a `Project` call on one rank; rows are projected one by one, see `architectures.decoder`."""
     if project is None:
         return NotCapturing()
     found = [project(asked.layer, asked.site, row[None]) for row in rows_of(asked, device)]
@@ -73,7 +73,7 @@ Choosing: TypeAlias = "Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.T
 
 
 def chosen(choose: Choosing | None, asked: Choose, device: torch.device) -> Chosen | NotCapturing:
-    """Answer a `Choose` call on one rank, each of which has the whole router."""
+    """Answer a `Choose` call on one rank; every rank of a layer's pipeline stage has its whole router."""
     if choose is None:
         return NotCapturing()
     logits = rows_of(asked, device)

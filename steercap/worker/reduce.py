@@ -49,7 +49,11 @@ class Accumulator:
                 self._value = part if self._value is None else self._value + part
 
     def result(self) -> Float[torch.Tensor, ...]:
-        """Return the reduced rows, float32."""
+        """Return the reduction of all blocks; at least one must have been added.
+
+        Returns:
+            One row, float32 of a block's shape without its first axis.
+        """
         assert self._value is not None, "nothing was added"
         return self._value / self._rows if self._reduce == "mean" else self._value
 

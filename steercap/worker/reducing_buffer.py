@@ -140,14 +140,14 @@ class ReducingBuffer(CaptureBuffer):
         return found == rows
 
     def rows_to_finish(self, total: int) -> int:
-        """Return the rows of the reduction at `total` inputs, if it can and must be finished; else 0."""
+        """Return the number of rows to reduce for a sequence of `total` inputs; 0 if there is nothing to finish."""
         if self._accumulator is None or self.failure:
             return 0
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         return rows if self._missing(self._labels(rows)[0]) is None else 0
 
     def finished(self, rows: int, found: int) -> None:
-        """Record that the reduction of the first rows is in the arena; fail if `found` differs from `rows`."""
+        """Record that the reduction is in the arena; fail unless `found`, the number of reduced rows, equals `rows`."""
         if self._has(found, rows):
             self._reduced = self._labels(rows)
             self._release()

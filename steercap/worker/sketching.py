@@ -66,7 +66,11 @@ class Held:
         return owner in self.weighed or owner in self.folded
 
     def refusal(self, squares: Mapping[int, float]) -> str | None:
-        """Return the reason why rows cannot be added beside those weighed before; None if they can."""
+        """Return the reason why rows cannot be added besides all rows that were weighed before; None if they can.
+
+        Args:
+            squares: sum of the squares of the rows, by the index of their point.
+        """
         for point, state in self.states.items():
             promised = sum(other.squares[point] for other in self.weighed.values())
             if reason := self.kind.refusal(state.squares + promised + squares[point]):
@@ -74,7 +78,7 @@ class Held:
         return None
 
     def take(self, block: Mapping[int, torch.Tensor]) -> None:
-        """Add rows of each point."""
+        """Add rows to the state of each point: float32 [rows, width] by the index of the point."""
         for point, state in self.states.items():
             self.kind.take(state, block[point])
 

@@ -114,14 +114,22 @@ class SteeredSample:
         self._computed[start:stop] = True
 
     def ahead(self, start: int) -> tuple[int, int]:
-        """Return the next position with other scopes than `start` or with a replacement, and the scopes of `start`."""
+        """Return how far the tokens from `start` on have equal scopes and no replacement, and these scopes.
+
+        Returns:
+            Position after the last such token, `start` if there is none; and the bit mask of the scopes, 0 if none.
+        """
         run = int(self._stops.searchsorted(start, side="right"))
         if run == len(self._stops) or start in self._replacements:
             return start, 0
         return int(self._stops[run]), int(self._masks[start]) if self.slot is not None else 0
 
     def replaced(self, positions: Ints) -> dict[int, Ints]:
-        """Return the bank rows of the replacements at some of `positions`, by index in `positions`, NONE for none."""
+        """Return the bank rows of the replacements at those of `positions` that have any.
+
+        Returns:
+            int64 [replacements] by index in `positions`: row in the bank of each replacement, NONE for none.
+        """
         if not self._replacements:
             return {}
         found = enumerate(positions.tolist())
@@ -148,7 +156,14 @@ class SteeredSample:
         self.failure = self.failure or reason
 
     def seal(self, total: int, points: Sequence[int], *, primary: bool, samples: bool) -> SteeringRecord:
-        """Return the record of the edits of the first `total` inputs."""
+        """Return the record of the edits of the first `total` inputs; a position neither computed nor cached fails it.
+
+        Args:
+            total: number of inputs.
+            points: indices of the points of this rank at which edited rows are counted.
+            primary: True if the rows of this rank count in the receipt.
+            samples: True on the last pipeline stage, where logits are computed.
+        """
         computed, cached = self._computed[:total], self._cached[:total] & ~self._computed[:total]
         failure = self.failure
         missing = np.flatnonzero(~(computed | cached))
@@ -198,11 +213,14 @@ class Steering:
     # The client's calls
 
     def configure(self, question: Configure, held: Mapping[int, Slot]) -> Configured:
-        """Write vectors and configurations, unless a running request uses what they would displace.
+        """Write vectors and configurations, except to bank rows and slots that a running request uses.
 
         Args:
             question: the vectors and configurations to write.
             held: contents of the slots that running requests use, by number.
+
+        Returns:
+            Digests of the configurations that were not written.
 
         Raises:
             WorkerFailure: a vector does not match its digest, or something does not fit the tables.
@@ -297,7 +315,10 @@ class Steering:
         self.taint(steered.steering, reason)
 
     def taint(self, steering: SteeringPlan, reason: str) -> None:
-        """Mark the identity of this steering, so that nothing written under it is ever reused."""
+        """Record that KV cache entries made under this steering's identity must not be reused.
+
+        Does nothing for steering of logit biases alone. After `TAINTS` records no identity is trusted.
+        """
         if steering.scopes and len(self._tainted) < TAINTS:  # biases of logits write nothing
             self._tainted.setdefault(steering.identity, reason)
 

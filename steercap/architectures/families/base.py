@@ -35,7 +35,7 @@ def one(_config: Any) -> float:
 
 
 def unknown(_config: Any) -> None:
-    """Return None, the factor of layers that do more to the stream than add to it."""
+    """Return None: no factor is known, since these layers do not merely add their blocks' outputs to the stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,10 @@ class Family:
 
     @property
     def projections(self) -> dict[str, tuple[str, str]]:
-        """Last projection and last module of a block, by the site of the projection's input."""
+        """Paths of each block's output projection and of the module whose output is added to the stream.
+
+        They are keyed by the site that the projection reads: "z" for attention, "neurons" for feed-forward.
+        """
         return {"z": (self.attn_proj, self.attn_out), "neurons": (self.mlp_proj, self.mlp_out)}
 
     def is_sparse(self, config: Any, layer: int) -> bool:

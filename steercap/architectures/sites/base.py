@@ -302,10 +302,10 @@ def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 
 
 
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy if its rows are parts of longer ones, such as values of a fused projection.
+    """Return the tensor if its rows are adjacent in memory, else a contiguous copy, as of `q`, a view of a fused qkv.
 
-    A change of such a view in place is compiled to a copy of more than the view, by which inductor of PyTorch 2.13
-    reads beyond a buffer's end where there are several views of one tensor.
+    Inductor of PyTorch 2.13 compiles an in-place change of such a view to a copy of more than the view, and with
+    several views of one tensor this copy reads beyond the buffer's end.
     """
     return tensor if tensor.stride(-2) == tensor.shape[-1] else tensor.contiguous()
 

@@ -56,7 +56,11 @@ class ResidPre(Site):
 
 
 def taken_by(layer: nn.Module, family: Family) -> Terms:
-    """Return a function from the arguments of one of vLLM's decoder layers to the stream and its deferred part."""
+    """Return a function of the `args` and `kwargs` of a vLLM layer's `forward`, for its summands of the stream.
+
+    Returns:
+        Function that returns the layer's hidden states and its residual, None if not passed.
+    """
     names = list(inspect.signature(layer.forward).parameters)
     hidden_name, residual_name = family.hidden_input, family.residual_input
     hidden_at = names.index(hidden_name)

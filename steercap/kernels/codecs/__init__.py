@@ -197,7 +197,7 @@ def packed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def added(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add up shards of products."""
+    """Return the elementwise sum of the shards, each of which holds partial sums over its own elements of a row."""
     return sum(shards[1:], start=shards[0])
 
 

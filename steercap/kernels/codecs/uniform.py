@@ -111,7 +111,7 @@ def columns_of(numbers: torch.Tensor) -> list[torch.Tensor]:
 
 
 def step_of(spread: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return the least float32 step of which `steps` cover a spread; NaN where there is none."""
+    """Return `spread / steps` as float32, rounded up if `steps` steps would not reach `spread`; NaN if infinite."""
     step = (spread / steps).float()
     short = step.double() * steps < spread
     step = torch.where(short, step.nextafter(step.new_tensor(torch.inf)), step)

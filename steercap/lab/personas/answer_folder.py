@@ -121,8 +121,11 @@ def load_rows_pt(path: Path, keys: Sequence[str]) -> dict[str, torch.Tensor]:
         path: the file.
         keys: keys that it must hold, in their order.
 
+    Returns:
+        Mean row [layers, hidden] of each answer, by key.
+
     Raises:
-        InvalidFile: damaged, or of other keys.
+        InvalidFile: the file is damaged, or has other keys.
     """
     found = read_pt(path, mapped=True)
     if not isinstance(found, dict) or list(found) != list(keys):
@@ -181,7 +184,7 @@ class AnswersFolder:
         return self.path / f"default_vectors{self.suffix}.pt"
 
     def part(self, files: PersonaFiles) -> Path:
-        """Return the file of the rows of a persona that is not done."""
+        """Return the path of the file of the rows of a persona that is not finished."""
         return self.path / f"parts{self.suffix}" / f"{files.name}-{files.digest[:16]}.rows"
 
     def receipt(self, files: PersonaFiles) -> PersonaReceipt | None:
@@ -209,14 +212,14 @@ class AnswersFolder:
         return self.path / f"receipts{self.suffix}" / f"{name}.json"
 
     def finish(self, files: PersonaFiles, rows: RowsFile) -> None:
-        """Write the files of a persona all of whose rows are there, and remove its part."""
+        """Write the files of a persona from the rows of all its answers, and remove the file of `part`."""
         found = rows.rows()
         save_pt(self.activations(files.name), found)
         self._save_levels(files, found)
         rows.path.unlink(missing_ok=True)
 
     def renew(self, files: PersonaFiles) -> PersonaReceipt:
-        """Return the receipt of a finished persona, whose levels are made again where scores or `minimum` differ."""
+        """Return the receipt of a finished persona; recompute its levels if its scores or `minimum` have changed."""
         found = self.receipt(files)
         assert found is not None, "its answers are read first"
         there = self.vectors(files.name).exists() or not found.levels

@@ -120,7 +120,7 @@ def room_of(
 
 
 def prompt_of(settings: RunSettings, response: Response | RoleResponse) -> list[dict[str, str]]:
-    """Return the conversation before an answer when it is read again."""
+    """Return the messages that precede an answer when the model reads it; with the system prompt if `read_system`."""
     return messages_of(response.system_prompt if settings.read_system else "", response.question_text)
 
 

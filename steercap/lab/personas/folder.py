@@ -127,7 +127,9 @@ class StageFolder:
         return {key.partition("/")[2] for key in self._load() if key.startswith(f"{stage}/")}
 
     def begin(self, stage: str) -> None:
-        """Mark a stage as unfinished, of traits and later stages those of other inputs; remove parts of other inputs.
+        """Mark a stage as unfinished, and remove marks and parts made from other inputs than the current ones.
+
+        Marks of later stages, and of single traits, are removed only if their inputs differ.
 
         Results of traits that are not requested now stay.
         """
@@ -152,7 +154,12 @@ class StageFolder:
             shutil.rmtree(folder)
 
     def parts(self, stage: str, trait: str = "") -> Path:
-        """Return the folder of a stage's parts, of one trait if they are marked one by one, for its current inputs."""
+        """Return the folder of a stage's parts for its current inputs.
+
+        Args:
+            stage: the stage.
+            trait: name of the trait, for a stage that is marked trait by trait; else "".
+        """
         return self._parts(f"{stage}/{trait}" if trait else stage)
 
     def _parts(self, key: str) -> Path:

@@ -273,7 +273,7 @@ def _answers(keys: Iterable[str]) -> dict[str, re.Match[str]]:
 
 
 def _score(kind: str, key: str, score: Any) -> float | None:
-    """Return a score, checked to be one of the kind; NaN for a refusal, None for no score."""
+    """Check a score by the kind of persona and return it; NaN for a refusal, None for no score."""
     if score is None:
         return None
     if isinstance(score, str) and score == REFUSAL:

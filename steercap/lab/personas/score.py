@@ -16,7 +16,9 @@ from steercap.lab.personas.settings import PersonaSettings
 async def score(
     settings: PersonaSettings, folder: StageFolder, responses: Sequence[Response], report: Report | None
 ) -> list[Score]:
-    """Return the scores of all answers, in order; None for those without a token or a word.
+    """Score all answers that are not scored yet, write `scores.parquet`, and return all scores in the order of answers.
+
+    An answer without a token or a word has the score None.
 
     Raises:
         The errors of the scorer.

@@ -218,7 +218,7 @@ def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str
 
 
 def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the SHA-256 of each stage's inputs, by stage and trait, whatever the other traits; see `stage_hashes`."""
+    """Return the SHA-256 of each stage's inputs, by stage and trait; other traits of the run do not affect it."""
     found: dict[str, dict[str, str]] = {}
     for stage in DEPENDS:
         common, own = stage_settings(plain, stage)
@@ -230,7 +230,11 @@ def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str
 
 
 def stage_settings(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the settings a stage itself depends on: those for all traits, and those of each trait."""
+    """Return the settings that a stage itself depends on, earlier stages left out.
+
+    Returns:
+        Settings for all traits, by field; and settings of each trait, by trait and field.
+    """
     fields = [name.removeprefix("traits.") for name in DEPENDS[stage] if name.startswith("traits.")]
     common = {name: plain[name] for name in DEPENDS[stage] if not name.startswith("traits.")}
     return common, {name: {field: trait[field] for field in fields} for name, trait in plain["traits"].items()}

@@ -31,10 +31,10 @@ MEASURED: Final = 256
 def steered(
     items: Iterable[Item], spec: Callable[[Any], SteeringSpec | None]
 ) -> Iterator[tuple[Item, SteeringSpec | None]]:
-    """Yield items with their steering, made when the first of a condition is taken, and shared by those after it.
+    """Yield items with their steering, made once for each condition, when its first item is taken.
 
     Args:
-        items: items with an attribute `condition`, those of one condition after each other.
+        items: items with an attribute `condition`, grouped by it.
         spec: function that makes the edits of a condition; None for none.
     """
     for condition, alike in groupby(items, attrgetter("condition")):
@@ -53,7 +53,7 @@ async def fill(
     wanted: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Make the missing rows of a table; what was made until an error is kept.
+    """Make the missing rows of a table; rows made before an error are kept.
 
     Args:
         kept: table to fill; its parts become one when all rows are there.

@@ -63,17 +63,17 @@ class Table(Generic[Row]):
         self.rows: dict[int, Row] = {NUMBER(row): row for row in self._parts.read()}
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Add rows; they are written soon."""
+        """Add rows; they are written to the folder later, or by `flush`."""
         for row in rows:
             self.rows[NUMBER(row)] = row
             self._parts.add(row)
 
     def flush(self) -> None:
-        """Write the rows that were not written yet."""
+        """Write rows still in memory to a new file in the folder."""
         self._parts.flush()
 
     def join(self) -> None:
-        """Rewrite all parts as one."""
+        """Flush, and rewrite all files in the folder as one, in the order of the rows' numbers."""
         self.flush()
         self._parts.replace([self.rows[number] for number in sorted(self.rows)])
 
@@ -99,7 +99,12 @@ class StudyFolder(Generic[Row]):
 
 
 def folder_of(label: str, made: object) -> str:
-    """Return the name of the folder of the values of a measure or task, whose `repr` identifies it."""
+    """Return the name of the folder for the values of a measure or task.
+
+    Args:
+        label: label of the measure or task.
+        made: the measure or task; its `repr` distinguishes it from others of the same label.
+    """
     digest = hashlib.sha256(repr(made).encode()).hexdigest()[:8]
     return f"{''.join(letter if letter.isalnum() else '-' for letter in label)}-{digest}"
 

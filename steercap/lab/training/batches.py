@@ -39,7 +39,7 @@ class Padded:
     owners: Int[torch.Tensor, " n"]
 
     def __add__(self, other: Padded) -> Padded:
-        """Concatenate the sequences of both."""
+        """Append the sequences of `other`, and pad all to one length."""
         longest = max(self.ids.shape[1], other.ids.shape[1])
         mine, theirs = self._to(longest), other._to(longest)
         names = {"ids": 0, "targets": 0, "counted": 0, "scopes": 1, "owners": 0}
@@ -58,7 +58,8 @@ class Batch:
     """Examples of a step, of any traits.
 
     Args:
-        roles: sequences of all examples, one entry for each sequence of an example, in the same order.
+        roles: padded sequences by their role in an example: for pairs, `roles[0]` holds the first sequence of every
+            example and `roles[1]` the second, in the order of `owners`.
         owners: trait index of each example: int64 [examples].
         draws: random number in [0, 1) for each example, for objectives that sample: float32 [examples]; None to average
             instead of sampling.
@@ -151,8 +152,13 @@ def generator(*parts: object) -> torch.Generator:
 def loader(
     examples: EncodedExamples, order: Any, selections: Sequence[TokenSelection], device: torch.device
 ) -> DataLoader[Any]:
-    """Return a loader that reads batches of examples on demand: those that `order` yields, with a mask for each token
-    selection, on `device`.
+    """Return a loader that yields a `Batch` on `device` for each list of examples that `order` yields.
+
+    Args:
+        examples: examples to load from.
+        order: batch sampler, such as `Steps`.
+        selections: token selections, each of which gets a mask.
+        device: device of the batches.
     """
     return DataLoader(examples, batch_sampler=order, collate_fn=partial(collated, selections=selections, device=device))
 

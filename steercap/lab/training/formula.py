@@ -38,14 +38,14 @@ class Part:
     relaxed: bool
 
     def to(self, device: torch.device) -> Part:
-        """Return it on a device, itself if it is there."""
+        """Return the part with its tensors on a device; the same object if they are there already."""
         if self.write.device == device:
             return self
         read = None if self.read is None else self.read.to(device)
         return replace(self, write=self.write.to(device), read=read)
 
     def number(self, name: str, owners: Int[torch.Tensor, " n"]) -> Any:
-        """Return a parameter of f: a float if all specs have the same, else [n, 1], one for each sequence."""
+        """Return a parameter of the responses f: a float if all specs share it, else [n, 1], one for each sequence."""
         found = [getattr(response, name) for response in self.responses]
         if not any(torch.is_tensor(one) for one in found) and len(set(found)) == 1:
             return found[0]
@@ -67,7 +67,7 @@ class Doses:
     nulled: Bool[torch.Tensor, " n"] | None = None
 
     def to(self, device: torch.device) -> Doses:
-        """Return them on a device."""
+        """Return the doses with their tensors on a device."""
         factors, nulled = (None if one is None else one.to(device) for one in (self.factors, self.nulled))
         return Doses(factors, nulled)
 

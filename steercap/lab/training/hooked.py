@@ -189,7 +189,12 @@ def _restore_forward(layer: nn.Module, before: Any) -> None:
 
 
 def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:
-    """Return the visits at sites whose rows others begin with, or the rest; the first must be hooked first."""
+    """Return the visits at sites that must be hooked first, or all others.
+
+    Args:
+        visits: points with their functions.
+        first: True for sites with `Site.first`, which others take their rows from; False for the rest.
+    """
     return [one for one in visits if SITES[one[0].site].first == first]
 
 

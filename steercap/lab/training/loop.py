@@ -52,7 +52,7 @@ class TraitInTraining:
 
     @property
     def done(self) -> bool:
-        """True if its loss has not improved for `patience` validations."""
+        """True if the held-out loss has not improved for `patience` validations."""
         return self.waited >= self.settings.patience
 
     def step(self) -> None:
@@ -64,7 +64,12 @@ class TraitInTraining:
             self.scheduler.step()
 
     def look(self, step: int, loss: float | None, validation_loss: float) -> None:
-        """Record a validation.
+        """Record a validation, and keep the parameters if its loss is the lowest so far.
+
+        Args:
+            step: number of steps taken.
+            loss: mean training loss since the previous validation; None before the first step.
+            validation_loss: mean loss of the held-out examples.
 
         Raises:
             TrainingDiverged: its losses or vectors are not finite.

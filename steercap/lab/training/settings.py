@@ -37,7 +37,11 @@ class Penalties:
             raise InvalidSetting(f"norm_penalty={self.norm}, sparsity_penalty={self.sparsity}; give 0 or more")
 
     def of(self, spec: TrainableSpec) -> torch.Tensor:
-        """Return the penalty, differentiable by torch."""
+        """Return `norm` · sum of squares + `sparsity` · sum of absolute values, over all trainable elements.
+
+        Returns:
+            Scalar tensor with a gradient.
+        """
         values = torch.cat([value.flatten() for value in spec.values.values()])
         return self.norm * values.square().sum() + self.sparsity * values.abs().sum()
 
@@ -203,7 +207,10 @@ class TrainingSettings:
         return replace(self, steps=total, evaluate_every=each, epochs=None)
 
     def described(self) -> dict[str, str]:
-        """Return the settings that affect results as text, by name; a folder of before `accumulation` had 1."""
+        """Return the settings that affect results as text, by name.
+
+        `accumulation` is left out if it is 1, as in folders that were written before it existed.
+        """
         left_out = FREE | _RESOLVED | ({"accumulation"} if self.accumulation == 1 else set())
         found = {field.name: described(getattr(self, field.name)) for field in fields(self)}
         found |= {"optimizer": described(self.make_optimizer), "scheduler": described(self.make_scheduler)}

@@ -122,7 +122,7 @@ class SteeredTraits(nn.Module):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Apply the edits in each pass within the block."""
+        """Apply the edits in each forward pass while the `with` block runs."""
         (model,) = self._held
         points = dict.fromkeys(point for points in self._points for point in points)
         visits = [(point, partial(self._change, point)) for point in points]

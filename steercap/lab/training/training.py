@@ -262,7 +262,7 @@ def tokenizer_of(model: HookedModel) -> Any:
 
 @dataclass(frozen=True)
 class Sides:
-    """Tokenised examples for training, and held-out ones."""
+    """Tokenised examples of a trait: `seen` for training, `unseen` held out."""
 
     seen: list[tuple[ExampleTokens, ...]]
     unseen: list[tuple[ExampleTokens, ...]]

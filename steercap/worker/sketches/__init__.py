@@ -197,7 +197,7 @@ def move_mean(state: SketchState, mean: Float[torch.Tensor, " width"], rows: int
 
 
 def signed(directions: Float[torch.Tensor, "k width"]) -> Float[torch.Tensor, "k width"]:
-    """Flip directions so that the largest element of each is positive, alike on any machine."""
+    """Negate each row whose element of largest absolute value is negative, so that signs agree between machines."""
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     return torch.where(largest < 0, -directions, directions)
 

@@ -53,13 +53,16 @@ class FrequentDirections(Kind):
             state.filled += len(fitting)
 
     def matrix(self, state: SketchState) -> tuple[Float[torch.Tensor, "size width"], float]:
-        """Return the rows B, float64, and an upper bound of ‖Ax‖² - ‖Bx‖² for ‖x‖ = 1."""
+        """Return rows B that approximate all added rows A, float64, and an upper bound of ‖Ax‖² - ‖Bx‖² for ‖x‖ = 1."""
         kept = state.tensors["rows"]
         rows, lost = shrink(kept[: state.filled], len(kept) // 2)
         return rows, float(state.tensors["lost"] + lost)
 
     def spectrum(self, state: SketchState) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
-        """Return the spectrum of `BᵀB - n m mᵀ`, m the mean; a variance is off by at most the bound of B over n - 1."""
+        """Return the spectrum of `(BᵀB - n m mᵀ) / (n - 1)`, with B of `matrix`, n rows in all, and m their mean.
+
+        A variance is off by at most the bound of `matrix` over n - 1.
+        """
         rows, mean = self.matrix(state)[0], state.tensors["mean"]
         basis, _ = torch.linalg.qr(torch.cat([rows, mean[None]]).T)  # [width, rank]: nothing else is in their span
         inner, centre = rows @ basis, mean @ basis
@@ -70,7 +73,7 @@ class FrequentDirections(Kind):
 
 
 def shrink(rows: Float[torch.Tensor, "rows width"], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `size` longest principal rows of a matrix, their squared lengths shortened by that of the next one.
+    """Return the `size` longest principal rows of a matrix, with the squared length of the next one subtracted.
 
     Args:
         rows: float64.

@@ -324,8 +324,8 @@ async def sound_shards(folder: DatasetFolder, asked: CollectArguments) -> tuple[
 
 
 async def changed(work: Callable[[], Value]) -> Value:
-    """Run a call that changes a folder on a thread; a cancellation is raised only after it has ended.
+    """Run `work`, which changes a folder, on a thread, and wait for its end even if cancelled.
 
-    The folder's lock is released after that, and others may write.
+    So the caller keeps the folder's lock until nothing is being written.
     """
     return await finished(on_thread(work, "steercap folder"))

@@ -57,7 +57,7 @@ async def feed(
     """Yield the documents of a source in batches, in order; those whose numbers are not `wanted` are only hashed.
 
     Raises:
-        The errors of `DocumentSource` and of `Cutting.windows`, where their document is.
+        The errors of `DocumentSource` and of `Cutting.windows`, raised when their document is reached.
     """
     items = source.begin()
     if isinstance(items, AsyncIterator):

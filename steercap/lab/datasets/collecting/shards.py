@@ -152,9 +152,9 @@ class Sharder:
             await self._look(least=1)
 
     async def aclose(self) -> None:
-        """Wait for pending writes, whether they fail or not; a cancellation is raised after they have ended.
+        """Wait until all pending writes have ended, so that the caller can release the folder to other writers.
 
-        The caller can then release the folder to other writers.
+        Their errors are dropped, since they were reported before; a cancellation meanwhile is raised at the end.
         """
         cancelled: asyncio.CancelledError | None = None
         while self._writing:

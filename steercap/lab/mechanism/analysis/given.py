@@ -77,7 +77,7 @@ class LabelledRows:
         return torch.nn.functional.normalize(self.rows.double(), dim=1)
 
     def scaled(self, length: float) -> LabelledRows:
-        """Return the rows at another length, so that none counts for more and no norm's epsilon differs."""
+        """Return the rows scaled to L2 norm `length`, so that all weigh the same, also against a norm's epsilon."""
         return replace(self, rows=(self.units * length).float())
 
     @property
@@ -86,13 +86,13 @@ class LabelledRows:
         return {"group": list(self.groups), "name": list(self.names)}
 
     def where(self, kept: Iterable[int]) -> LabelledRows:
-        """Return some of the rows."""
+        """Return the rows of these indices, in this order, with their labels."""
         places = list(kept)
         groups, names = (tuple(labels[one] for one in places) for labels in (self.groups, self.names))
         return LabelledRows(groups, names, self.rows[places])
 
     def sampled(self, per_group: int | None, seed: int) -> LabelledRows:
-        """Return some rows of each group, drawn by the seed, in their order; all if None."""
+        """Return `per_group` random rows of each group, group by group in their order; all rows if None."""
         kept, generator = list[int](), torch.Generator().manual_seed(seed)
         for group in dict.fromkeys(self.groups):
             places = [at for at, own in enumerate(self.groups) if own == group]
@@ -100,7 +100,7 @@ class LabelledRows:
         return self.where(kept)
 
     def __add__(self, other: LabelledRows) -> LabelledRows:
-        """Return the rows of both, in order."""
+        """Return the rows of `self`, then those of `other`."""
         rows = torch.cat([self.rows, other.rows])
         return LabelledRows(self.groups + other.groups, self.names + other.names, rows)
 

@@ -156,7 +156,15 @@ class _Sweep:
         concurrent: int,
         progress: Callable[[int, int], None] | None,
     ) -> pa.Table:
-        """Run every prompt with every vector, and return the table."""
+        """Measure each prompt without steering, and with each vector or random control at each layer (and position).
+
+        Args:
+            model, prompts, metric, progress: as for `layer_sweep`.
+            concurrent: maximum runs at the same time.
+
+        Returns:
+            Columns `COLUMNS`: a row for each run with a vector.
+        """
         ids = [tuple(one) for one in ids_of(model.tokenizer, texts_of(prompts, "prompts"))]
         pairs = [Pair(number, one, one, decoded(model.tokenizer, one)) for number, one in enumerate(ids)]
         asked = [list(self._asked(pair)) for pair in pairs]

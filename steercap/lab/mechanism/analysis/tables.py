@@ -114,7 +114,7 @@ def as_text(table: pa.Table, rows: int = ROWS) -> str:
 
 
 def once(compared: int) -> float:
-    """Return the |z| that a random vector exceeds once among `compared` standard normal values, on average."""
+    """Return the |z| that one of `compared` standard normal values exceeds on average."""
     return NormalDist().inv_cdf(1 - 0.5 / max(compared, 2))
 
 

@@ -39,7 +39,7 @@ COLUMNS: Final = (
 
 
 class RandomPairs(NamedTuple):
-    """Random vectors, and one orthogonal to each, of the length of the vectors that are compared.
+    """Pairs of orthogonal random vectors, of the same L2 norm as the vectors that are compared.
 
     Args:
         first, across: float32 [random, hidden].
@@ -50,7 +50,7 @@ class RandomPairs(NamedTuple):
 
     @classmethod
     def drawn(cls, count: int, width: int, length: float, seed: int) -> RandomPairs:
-        """Draw `count` pairs of vectors of a length."""
+        """Draw `count` pairs of vectors of L2 norm `length`."""
         first, across = random_pairs(count, width, seed)
         return cls(first * length, across * length)
 
@@ -61,7 +61,7 @@ class RandomPairs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RelationNull:
-    """Mean and standard deviation of a number of two random vectors, by the angle between them.
+    """Mean and standard deviation of a function of two random vectors, by the angle between them.
 
     Args:
         mean, spread: functions of angles in radians.
@@ -72,7 +72,7 @@ class RelationNull:
 
     @classmethod
     def drawn(cls, number: Callable[[torch.Tensor], torch.Tensor], pairs: RandomPairs, place: str) -> RelationNull:
-        """Draw the null of a number.
+        """Estimate the mean and standard deviation of a function of two vectors from random pairs.
 
         Args:
             number: function of the second vector of each pair, [random, hidden], that returns the number with the
@@ -94,7 +94,7 @@ class RelationNull:
         return cls(CubicSpline(angles, drawn.mean(dim=1).numpy()), CubicSpline(angles, spreads.numpy()))
 
     def z(self, values: Floats, cosines: Floats) -> Floats:
-        """Return the distance of values from the mean of random pairs with these cosines, in their deviations."""
+        """Return z scores: distances from the mean of random pairs of equal cosine, in standard deviations."""
         angles = np.arccos(np.clip(cosines, -1, 1))
         return (values - self.mean(angles)) / self.spread(angles)
 
@@ -102,7 +102,7 @@ class RelationNull:
 def scores(
     queries: Float[torch.Tensor, "n heads head_dim"], keys: Float[torch.Tensor, "m heads head_dim"]
 ) -> Float[torch.Tensor, "n m"]:
-    """Return q · k / √head_dim of every query and key, the mean over heads."""
+    """Return q · k / √head_dim of every query and key, averaged over heads."""
     heads, head_dim = queries.shape[1:]
     return queries.flatten(1) @ keys.flatten(1).T / (heads * math.sqrt(head_dim))
 
@@ -164,7 +164,7 @@ class _PairSet(NamedTuple):
         return -1 if self.relation == "opposite" else 1
 
     def cosines(self, given: LabelledRows) -> Floats:
-        """Return the cosine of each pair, exactly ±1 where a row meets itself or its opposite."""
+        """Return the cosine of each pair of rows, exactly 1 or -1 if a row is paired with itself or its opposite."""
         if self.relation != "given":
             return np.full(len(self.sources), float(self.sign))
         found: Floats = (given.units @ given.units.T).numpy()[self.sources, self.targets]

@@ -108,12 +108,12 @@ class BlockOutputs:
 
     @classmethod
     def of(cls, pair: FeedForwardPair, given: LabelledRows) -> BlockOutputs:
-        """Apply both blocks to the vectors; the residual is not in it."""
+        """Apply the block of each model to the vectors; the outputs do not include the residual."""
         base, instruct = (block.forward(given.rows).double() for block in pair)
         return cls(pair[0].layer, given, base, instruct)
 
     def tail(self, count: int) -> BlockOutputs:
-        """Return the last outputs alone."""
+        """Return the outputs of the last `count` vectors."""
         first = len(self.given) - count
         given = self.given.where(range(first, len(self.given)))
         return BlockOutputs(self.layer, given, self.base[first:], self.instruct[first:])
@@ -204,7 +204,7 @@ def joined(tables: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
 
 
 def _matrices(pair: AttentionPair | FeedForwardPair) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Return the matrices of both, by name.
+    """Return the matrices of the two models, by name.
 
     Raises:
         UnsupportedModel: their names or shapes differ.

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Given(NamedTuple):
-    """Rows to put into the cells of one grid in one pair.
+    """Replacement rows for the places of one grid, for one pair of prompts.
 
     Args:
-        value: metric of the run that rows come from; None if they come from no run.
-        rows: function that returns a flat row for each position of a cell.
+        value: metric of the run that the rows come from; None if they come from no run.
+        rows: function that returns the rows for a place: [positions, width].
     """
 
     value: float | None
@@ -48,14 +48,15 @@ async def over_grids(
     positions: Callable[[Pair, Grid], Sequence[int]],
     given: Callable[[Pair, ResolvedGrid, Sequence[int]], Awaitable[Given]],
 ) -> Effects:
-    """Put rows into every cell, in a run of its own.
+    """Run each pair once for each cell of each grid with the cell's rows replaced, and measure the effects.
 
     Args:
         runs: runner of the experiment.
         pairs: the prompts.
         places: the grids.
         positions: function that returns the positions of a grid's tokens in the changed prompt of a pair.
-        given: function that returns the rows to put there; called at the pair's turn, and held until its runs are done.
+        given: function that returns the replacement rows of a pair, grid and positions; called when the grid's runs
+            begin, and its result is held until they are done.
 
     Raises:
         InvalidSpec, InvalidSelection: a grid does not fit a prompt; raised before anything runs.

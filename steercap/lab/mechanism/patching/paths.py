@@ -118,7 +118,7 @@ class Routes:
 
     @property
     def sent(self) -> CaptureSpec:
-        """Capture spec of the senders' rows in the other run."""
+        """Capture spec of the senders' `z` rows in the run on the source prompt."""
         layers = sorted({layer for layer, _ in self.senders})
         return CaptureSpec(layers=layers, sites="z", tokens=self.tokens, codec="raw")
 

@@ -40,7 +40,7 @@ class Mapped(Protocol):
         """Select some of the runs."""
 
     def array(self, of: Any = None) -> npt.NDArray[np.float64]:
-        """Return the values of the map."""
+        """Return the values of the map: float64 [layers, columns]."""
 
     def labels(self) -> list[str]:
         """Return the labels of the columns."""

@@ -25,9 +25,9 @@ from steercap.lab.mechanism.weights.files import TensorFiles
 
 @dataclass(frozen=True, eq=False)
 class AttentionBlock:
-    """Attention block of one layer, its matrices raw and float32.
+    """Attention block of one layer; its matrices are float32, as in the checkpoint, with no norm folded in.
 
-    Rotary embedding is left out, as at position 0, and so is the scale of scores.
+    Rotary embedding is omitted, so results are those at position 0, and so is the scale of the attention scores.
 
     Args:
         layer: index of the layer.

@@ -25,7 +25,7 @@ LINEAR: Final = 1e-4
 
 
 class FrozenNorm:
-    """Norm whose scale is taken as given.
+    """Norm as a linear map: the scale, which depends on the row, is treated as a constant.
 
     Args:
         module: transformers' module with its weights, which may be gains, or gains minus one.
@@ -62,7 +62,7 @@ class FrozenNorm:
             return found
 
     def linear(self, directions: Float[torch.Tensor, "*any width"]) -> Float[torch.Tensor, "*any width"]:
-        """Map directions through the norm, up to the positive scale of the row: float32, of the same shape."""
+        """Map directions through the norm without the positive scale of the row: float32, of the same shape."""
         return self.gain * self._centre(directions.float())
 
     def through(self, readers: Float[torch.Tensor, "*any width"]) -> Float[torch.Tensor, "*any width"]:
@@ -231,12 +231,15 @@ def reading(
 
 
 def writing(linear: Linear, post: FrozenNorm | None, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the contributions of a block's last projection to the stream: for each of its inputs, and constant.
+    """Return the contributions of a block's last projection to the stream, with its norm and factor folded in.
 
     Args:
         linear: weight, [..., in, hidden], and bias, [hidden].
         post: norm behind it.
         factor: factor of the block's output.
+
+    Returns:
+        Contribution of each input, [..., in, hidden], and the constant one, [hidden].
     """
     weight, bias = linear
     constant = torch.zeros(weight.shape[-1]) if bias is None else bias

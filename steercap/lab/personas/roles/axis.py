@@ -52,7 +52,7 @@ class Directions(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Directions of several sets of roles at once, with fields as in `Directions`.
+    """Directions of several sets of roles, stacked along the leading axes; fields as in `Directions`.
 
     Args:
         contrast, pca: unit vectors, [..., hidden].
@@ -173,7 +173,7 @@ def assistant_axis(rows: RoleRows, how: How = "contrast") -> AssistantAxis:
 
 
 def directions(roles: Float[torch.Tensor, "roles hidden"], assistant: Float[torch.Tensor, " hidden"]) -> Directions:
-    """Compute both directions at one layer.
+    """Compute the contrast and the first principal component at one layer.
 
     Args:
         roles: vectors of roles, two at least.
@@ -197,12 +197,15 @@ def axes(
     assistant: Float[torch.Tensor, "*sets hidden"],
     used: Bool[torch.Tensor, "*sets roles"],
 ) -> Axes:
-    """Compute both directions of several sets of roles, each of some of the roles; NaN for a set without a direction.
+    """Compute the contrast and the first principal component for each set of roles; NaN for a set without them.
+
+    The contrast is the unit vector from the mean of the roles to the assistant. The component, of the roles' vectors,
+    has unit norm too and is signed towards the assistant.
 
     Args:
         roles: float64 vectors.
         assistant: float64 vectors.
-        used: roles of each set, two at least.
+        used: True for the roles that belong to each set, at least two.
     """
     weights = used.to(roles.dtype)[..., None]
     mean = (roles * weights).sum(-2, keepdim=True) / weights.sum(-2, keepdim=True)

@@ -168,11 +168,10 @@ def trait_of(role: Role, roles: RoleSet, scorer: str) -> Trait:
 
 
 def check_texts(what: str, texts: tuple[str, ...], *, least: int = 1, empty: bool = False) -> None:
-    """Check that there are at least `least` texts, none of them duplicated, nor empty unless `empty`; messages name
-    `what`.
+    """Check that `texts` has at least `least` elements, no duplicate, and, unless `empty`, no blank element.
 
     Raises:
-        ValueError: a condition is not met.
+        ValueError: a condition is not met; the message begins with `what`.
     """
     if len(texts) < least:
         raise ValueError(f"{what}: {len(texts)} given; give {least} or more")

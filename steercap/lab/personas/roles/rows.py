@@ -165,7 +165,7 @@ def read_rows_header(path: Path) -> RoleRowsHeader:
 
 
 def load_part(path: Path) -> tuple[RoleRowsHeader, torch.Tensor, torch.Tensor]:
-    """Read a whole file: its header, and both tensors.
+    """Read a whole file of a role's rows: its header, and its tensors `means` and `norms`.
 
     Raises:
         InvalidFile: as for `read_rows_header`.

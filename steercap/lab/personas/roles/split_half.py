@@ -27,7 +27,7 @@ OFS: Final[tuple[Of, ...]] = get_args(Of)
 
 @dataclass(frozen=True, eq=False)
 class Stability:
-    """Cosines of the axes of two halves, one for each split; made by `stability`.
+    """Cosines between the axes of the two halves of each split; made by `stability`.
 
     For "pca" they are magnitudes, as a component has no sign. NaN for a split in one half of which the assistant, or
     all roles but one, have no answers.
@@ -48,11 +48,11 @@ class Stability:
         return len(next(iter(self.cosines.values())).T)
 
     def median(self, how: How = "contrast", of: Of = "found") -> dict[int, float]:
-        """Return the median over the splits, by layer, without NaN."""
+        """Return the median cosine over the splits, by layer; NaN is ignored. Arguments as for `band`."""
         return dict(zip(self.layers, np.nanmedian(self.cosines[how_of(how), of], 1).tolist(), strict=True))
 
     def band(self, how: How = "contrast", of: Of = "found", share: float = 0.9) -> dict[int, tuple[float, float]]:
-        """Return the interval, by layer, that holds the central share of the cosines of the splits, without NaN.
+        """Return the interval, by layer, that holds the central share of the splits' cosines; NaN is ignored.
 
         Args:
             how: direction of the axes: "contrast" or "pca".

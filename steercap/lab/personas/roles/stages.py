@@ -69,7 +69,11 @@ def _write(role: RoleFolder, responses: Sequence[RoleResponse]) -> None:
 async def score(
     settings: RoleSettings, role: RoleFolder, responses: Sequence[RoleResponse]
 ) -> list[float | None] | None:
-    """Return the scores of a role's answers, in order; None if nothing is scored, as for the assistant.
+    """Score a role's answers and write `scores.parquet`, or load the scores that an earlier run wrote.
+
+    Returns:
+        A score of 0 to 100 for each answer, None where it could not be scored; None in place of the list if there is no
+        scorer or the role is the assistant.
 
     Raises:
         The errors of the scorer.

@@ -97,11 +97,11 @@ class Columns:
         return found
 
     def by_question(self, label: str, turn: int | None = None) -> dict[tuple[str, float], Floats]:
-        """Return the mean of each question's answers, or of those at one turn: float64 [questions] by line and dose.
+        """Return a measure's mean over each question's answers: float64 [questions] by line and dose.
 
         Args:
             label: label of a measure.
-            turn: index of the turn, from 0; None for all.
+            turn: index of the turn whose answers to use, from 0; None for all turns.
         """
         lines = {method.name: method.line for method in self.evaluation.methods}
         found: dict[tuple[str, float], list[list[float]]] = {
@@ -114,9 +114,12 @@ class Columns:
         return {at: cluster_means(values, log=log) for at, values in found.items()}
 
     def along(self, line: str, column: str) -> dict[float, Floats]:
-        """Return a column at each dose of a line, with dose 0 for no steering; a line without doses has its own alone.
+        """Return a column's means at each dose of a line, and at dose 0, no steering, if the line can be scaled.
 
         A method with a system prompt has no dose 0: without its edits it is the prompt alone, which was not tried.
+
+        Returns:
+            Means as in `means`, by dose.
         """
         means = self.means[column]
         if not self.has_doses(line):
@@ -193,7 +196,7 @@ class Place:
 
 
 def path(doses: Sequence[float]) -> list[float]:
-    """Return the doses, without 0, in order from 0 upwards; if all are below 0, from 0 downwards."""
+    """Return 0 and the positive doses, ascending; if there are none, 0 and the negative doses, descending."""
     up = sorted(dose for dose in doses if dose > 0)
     return [0.0, *(up or sorted(doses, reverse=True))]
 

@@ -253,7 +253,7 @@ def _several(given: object, axis: str) -> list[Any]:
 
 
 def _together(layers: object) -> tuple[int, ...]:
-    """Return the layers steered at once, from an index or several."""
+    """Return the layers that are steered together, from one index or several."""
     index = index_of(layers)
     indices: list[int | None] = [index]
     if index is None:

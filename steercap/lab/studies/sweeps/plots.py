@@ -46,7 +46,11 @@ class Plotted(Protocol):
         """Return means by condition."""
 
     def check(self, *measures: str) -> None:
-        """Check that measures are known."""
+        """Check that measures were taken.
+
+        Raises:
+            InvalidSpec: one was not taken.
+        """
 
 
 def plot_doses(

@@ -47,7 +47,7 @@ class Mean(msgspec.Struct, frozen=True):
     Args:
         value: mean over prompts of the mean over each prompt's answers; for a measure that is a factor (`Measure.log`)
             the geometric one. NaN if nothing could be measured.
-        error: standard error over prompts, for a factor that of its logarithm; NaN for fewer than two prompts.
+        error: standard error over prompts, for a factor of its logarithm; NaN for fewer than two prompts.
         count: number of answers that could be measured.
     """
 
