@@ -25,6 +25,9 @@ Value = TypeVar("Value")
 #: Seconds until a server must have accepted a connection, and for deletions on the server at the end.
 CONNECT_SECONDS: Final = 10.0
 CLOSE_SECONDS: Final = 5.0
+#: Seconds for which an unused connection is kept: well below the five after which uvicorn closes it, or a request could
+#: be sent in that very moment.
+IDLE_SECONDS: Final = 2.0
 #: Maximum number of requests at the server at once; further ones wait here, in order.
 AT_ONCE: Final = 256
 #: Header of an answer with the name of the steercap error class.
@@ -119,7 +122,7 @@ class Connection:
             base_url=self.url,
             headers=headers,
             timeout=httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None),
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_SECONDS),
             transport=self._transport,
         )
         try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -278,3 +280,28 @@ async def test_errors_and_values_of_what_is_scoped_are_its_own() -> None:
         async with aclosing(scoped_steps(steps(None))) as left:
             assert await anext(left) == 1
         assert list(map(type, ended)) == [type(None), ModelClosed, type(None)]
+
+
+class Closing(Server):
+    """A server that closes a connection when it is asked for "/" on it once more, as if it had been idle for too long."""
+
+    def _reply(self, writer: asyncio.StreamWriter, path: str, body: bytes) -> None:
+        if path == "/" and writer in self.waiting:
+            writer.transport.abort()
+            return
+        if path == "/":
+            self.waiting.append(writer)
+        super()._reply(writer, path, body)
+
+
+async def test_a_connection_that_its_server_may_close_is_not_used_again(monkeypatch) -> None:
+    """Servers close what was idle for five seconds; a request that is sent in that moment is lost."""
+    listening = await asyncio.start_server(Closing().serve, "127.0.0.1", 0)
+    try:
+        async with RemoteModel(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}") as model:
+            for later in (0.0, 3.0, 6.0):
+                clock = SimpleNamespace(monotonic=lambda later=later: time.monotonic() + later)
+                monkeypatch.setattr("httpcore._async.http11.time", clock)
+                await ask(model)
+    finally:
+        listening.close()
