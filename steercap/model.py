@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.captures.fetching import fetch_all
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
 from steercap.captures.lens import MOST_BYTES, Lens, unembed
+from steercap.captures.stacking import flat
 from steercap.config import Overflow, Preset, Settings, Transport, environment, with_preset
 from steercap.core.ownership import NonCopyable
 from steercap.core.schema import PointSchema

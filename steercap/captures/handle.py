@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 #: Advice in the error of an attempted copy.
 INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
-#: Maximum nesting of lists of handles: deeper ones contain themselves.
-DEEPEST: Final = 8
 #: Default maximum size of a whole attention pattern: 32 heads and 1,400 tokens.
 PATTERN_BYTES: Final = 256 << 20
 #: Default number of rows of a chunk.
@@ -556,18 +554,3 @@ def holding(handle: CaptureHandle, found: Found, *, prompts: bool = True) -> Cap
         marks=handle.marks,
         attention_rules=handle.attention_rules if exact else {},
     )
-
-
-def flat(handles: Any, depth: int = 0) -> list[CaptureHandle]:
-    """Return the handles of nested lists in order, without None.
-
-    Raises:
-        InvalidRequest: a list holds something else, or is nested too deeply.
-    """
-    if handles is None:
-        return []
-    if isinstance(handles, CaptureHandle):
-        return [handles]
-    if not isinstance(handles, (list, tuple)) or depth > DEEPEST:
-        raise InvalidRequest(f"handles={shown(handles)}; give handles of generate or chat, in lists as they came")
-    return [handle for group in handles for handle in flat(group, depth + 1)]

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, UInt8
 
 from steercap.captures.npz import PUBLISHED, arrays_in
-from steercap.captures.site_codecs import encoded
+from steercap.captures.rows import encoded
 from steercap.core.schema import Coding
 from steercap.core.values import index_of, shown, warn
 from steercap.errors import InvalidFile, InvalidSpec

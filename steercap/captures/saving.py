@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from steercap.captures import files
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
 from steercap.captures.manifest import (
     CAPTURES,
     FILE,
@@ -28,6 +28,7 @@ from steercap.captures.manifest import (
     layout_of,
     request_of,
 )
+from steercap.captures.stacking import flat
 from steercap.errors import InvalidRequest
 from steercap.files.base import check_extension
 from steercap.files.journal import Journal

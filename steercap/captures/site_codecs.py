@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import torch
 
 from steercap.captures.handle import CaptureHandle, holding
-from steercap.captures.rows import Captures, Found, Rows
+from steercap.captures.rows import Captures, Found, Rows, encoded
 from steercap.captures.spilled import GatheredRows
-from steercap.core.schema import ATTENTION, RAW, Coding, PointSchema
+from steercap.core.schema import ATTENTION, RAW, Coding
 from steercap.core.spec import MOST_TARGETS, QUERIES_AND_KEYS, CaptureSpec, Point, name_of_site
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import require_file, write_whole
 from steercap.kernels.attention import RecordedAttention
-from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, Codec, codec_of
-from steercap.kernels.codecs.coded import CodedRows
+from steercap.kernels.codecs import codec_of
 
 _PARAMETERS: Final = ("k", "seed")
 #: Start of a text that names a file of `SiteCodecs.save` in place of a site.
@@ -295,20 +293,3 @@ def _from_file(text: str) -> Sequence[str]:
 
 def _said(coding: Coding) -> list[str]:
     return [f"{name}={number}" for name in _PARAMETERS if (number := getattr(coding, name))]
-
-
-def encoded(rows: torch.Tensor, coding: Coding) -> torch.Tensor | CodedRows:
-    """Encode whole rows, [rows, *shape of the point], on the host, as workers of one rank do; raw rows stay.
-
-    Raises:
-        InvalidSpec: more elements than the codec's indices can name.
-    """
-    if coding == RAW:
-        return rows
-    codec = ENCODINGS[coding.encoding]
-    assert isinstance(codec, Codec)
-    schema = PointSchema(tuple(rows.shape[1:]), str(rows.dtype).removeprefix("torch."))
-    if codec.indexed and schema.width > MOST_INDEXED:
-        raise InvalidSpec(f"{coding} takes rows of at most {MOST_INDEXED:,} elements, and these are {schema}")
-    stored = codec.encode(rows.flatten(1), schema, coding, codec.matrix(schema.width, coding))
-    return CodedRows(coding, schema, codec.parts(stored, schema, coding))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 import torch
 
+from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Captures
 from steercap.core.spec import Layers, Point, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection, selected
-from steercap.core.values import choices
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
 from steercap.kernels.codecs.coded import CodedRows
 
-if TYPE_CHECKING:
-    from steercap.captures.handle import CaptureHandle
+#: Maximum depth of nested lists of handles.
+DEEPEST: Final = 8
 
 
 def stack(
@@ -154,3 +155,18 @@ def _row(number: int, handle: CaptureHandle, tokens: Tokens | TokenSelection | N
             f"captured: {len(held)} of {total} positions"
         )
     return held.index(positions[0])
+
+
+def flat(handles: Any, depth: int = 0) -> list[CaptureHandle]:
+    """Return the handles of nested lists in order, without None.
+
+    Raises:
+        InvalidRequest: a list holds something else, or is nested too deeply.
+    """
+    if handles is None:
+        return []
+    if isinstance(handles, CaptureHandle):
+        return [handles]
+    if not isinstance(handles, (list, tuple)) or depth > DEEPEST:
+        raise InvalidRequest(f"handles={shown(handles)}; give handles of generate or chat, in lists as they came")
+    return [handle for group in handles for handle in flat(group, depth + 1)]

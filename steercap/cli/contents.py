@@ -166,11 +166,7 @@ def only(directions: DirectionSet, name: str | None) -> LayerVectors:
 
 
 def vectors_at(path: Path, level: str) -> LayerVectors:
-    """Read one vector.
-
-    Args:
-        path: folder with `steering_vector.pt`, `.pt` file of levels, or file of one direction.
-        level: level to read from a `.pt` file.
+    """Read the one vector of a folder with `steering_vector.pt`, of a `.pt` file at a level, or of a file of vectors.
 
     Raises:
         InvalidFile: it cannot be read.

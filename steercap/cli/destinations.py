@@ -27,7 +27,7 @@ from steercap.errors import SteercapError
 
 if TYPE_CHECKING:
     from steercap.captures.recordings import RecordLimits, WhenFull
-    from steercap.server.recording import RecordSettings
+    from steercap.server.record_settings import RecordSettings
 
 RECORDING: Final = "Recording"
 #: Extras that writing a file needs, by its extension.
@@ -186,7 +186,7 @@ class RecordOptions:
             return None
         from steercap.architectures.sites import SITES
         from steercap.captures.site_codecs import SiteCodecs
-        from steercap.server.recording import RecordSettings
+        from steercap.server.record_settings import RecordSettings
 
         if not self.record.strip():
             raise typer.BadParameter(f"{self.record!r}; give the path of a folder", param_hint="--record")

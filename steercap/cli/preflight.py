@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from steercap.config import Settings
     from steercap.core.spec import CaptureSpec, Layers, Point
     from steercap.engine.checkpoint import Checkpoint
-    from steercap.server.recording import RecordSettings
+    from steercap.server.record_settings import RecordSettings
     from steercap.steering.directions import DirectionSet
     from steercap.steering.spec import SteeringSpec
 

@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.captures.fetching import fetch_all
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.stacking import flat
 from steercap.client.answers import RemoteAnswers
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import Connection

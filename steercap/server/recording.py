@@ -13,10 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -24,13 +21,11 @@ from steercap.captures.fetching import fetch_all
 from steercap.captures.files import size_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Source
-from steercap.captures.recordings import RecordingFolder, RecordLimits
-from steercap.captures.site_codecs import SiteCodecs
+from steercap.captures.recordings import RecordingFolder
 from steercap.concurrency.loops import end_within, on_thread
-from steercap.core.spec import CaptureSpec, Layers
-from steercap.core.tokens import Tokens
-from steercap.errors import CaptureMemoryFull, InvalidSetting, SteercapError
+from steercap.errors import CaptureMemoryFull, SteercapError
 from steercap.server.call import OPTED_OUT
+from steercap.server.record_settings import RecordSettings
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -38,8 +33,6 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.requests.job import Job
 
-#: Maximum bytes of rows that wait to be written.
-QUEUE_BYTES: Final = 1 << 30
 #: Divisor of these: a request with more bytes than this part is written in chunks.
 LARGE: Final = 8
 #: Maximum bytes of rows of several requests that are fetched at once: workers answer between two passes of the model.
@@ -50,45 +43,6 @@ TIDY_SECONDS, END_SECONDS = 60.0, 10.0
 DROPPED: Final = ("memory", "queue", "quota", "disk", "rows", "cancelled", "unsupported", "own_capture", "ended")
 SKIPPED: Final = ("opted_out", "not_sampled")
 _LOG: Final = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RecordSettings:
-    """Settings of a recorder.
-
-    Args:
-        folder: folder to record to.
-        codecs: sites that are recorded, with the codec of each.
-        layers, tokens: layers and tokens that are recorded, as for `CaptureSpec`.
-        fraction: fraction of the engine's requests that are recorded, drawn at random; see `Recorder`.
-        prompts: False to leave out the prompts' token ids; then `tokens` must be "generated".
-        limits: limits of the folder.
-        queue_bytes: maximum bytes of rows that wait to be written.
-
-    Raises:
-        InvalidSetting: a value that does not fit; and the errors of `CaptureSpec`.
-    """
-
-    folder: Path
-    codecs: SiteCodecs = field(default_factory=lambda: SiteCodecs.parse(["resid_post"]))
-    layers: Layers = "all"
-    tokens: Tokens = "all"
-    fraction: float = 1.0
-    prompts: bool = True
-    limits: RecordLimits = field(default_factory=RecordLimits)
-    queue_bytes: int = QUEUE_BYTES
-
-    def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise InvalidSetting(f"fraction={self.fraction}; give a number above 0, up to 1")
-        generated = self.capture.tokens == CaptureSpec(tokens="generated").tokens
-        if not (self.prompts or generated):
-            raise InvalidSetting("prompts=False records no row of a prompt; give tokens='generated' beside it")
-
-    @cached_property
-    def capture(self) -> CaptureSpec:
-        """Spec of each recorded request's capture."""
-        return self.codecs.spec(layers=self.layers, tokens=self.tokens)
 
 
 class _Ended(NamedTuple):

@@ -22,7 +22,8 @@ from steercap.server.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
 from steercap.server.library import NAME, OPERATOR, Library, Presets
 from steercap.server.middleware import PATHS, Keyless, OptOut, SteercapRoute
 from steercap.server.passthrough_routes import Elsewhere
-from steercap.server.recording import Recorder, RecordSettings
+from steercap.server.record_settings import RecordSettings
+from steercap.server.recording import Recorder
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from steercap import CaptureSpec, SteerModel
 from steercap.adapters import server
 from steercap.captures.recordings import RecordedRequest, Recordings
 from steercap.captures.site_codecs import SiteCodecs
-from steercap.server.recording import Recorder, RecordSettings
+from steercap.server.record_settings import RecordSettings
+from steercap.server.recording import Recorder
 from steercap.server.server import ServerSettings, application
 
 FLAGS = ["--served-model-name", "tiny"]

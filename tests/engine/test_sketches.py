@@ -12,7 +12,7 @@ from support.rows import ALL_SITES, GREEDY, TINY_ENGINE, counter, random_prompt,
 from support.sketching import moments_hold, rows_by_point, sketches_agree
 
 from steercap import Add, CaptureSpec, Sketch, errors
-from steercap.captures.handle import flat
+from steercap.captures.stacking import flat
 from steercap.testing import tiny_checkpoint
 
 SIX = {"max_tokens": 6, **GREEDY}

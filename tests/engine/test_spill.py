@@ -149,7 +149,8 @@ async def test_a_request_larger_than_memory_for_recordings_is_recorded(spilling,
     from steercap.adapters import server
     from steercap.captures.recordings import Recordings
     from steercap.captures.site_codecs import SiteCodecs
-    from steercap.server.recording import Recorder, RecordSettings
+    from steercap.server.record_settings import RecordSettings
+    from steercap.server.recording import Recorder
     from steercap.server.server import ServerSettings, application
 
     codecs = SiteCodecs.parse(["resid_post=rp8,k=32", "mlp_out"])

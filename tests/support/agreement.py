@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.stacking import flat
 from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import InvalidSpec
 from steercap.model import SteerModel

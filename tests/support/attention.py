@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.stacking import flat
 from steercap.core.spec import CaptureSpec, Point
 from steercap.model import SteerModel
 from steercap.steering.spec import SteeringSpec

@@ -7,7 +7,8 @@ from typing import Final
 import torch
 from msgspec import structs
 
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.stacking import flat
 from steercap.core.schema import Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.kernels.codecs import ENCODINGS, Codec

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.stacking import flat
 from steercap.core.spec import CaptureSpec, Point
 from steercap.lab.demo.checkpoint import cached
 from steercap.model import SteerModel

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap.captures.handle import flat
+from steercap.captures.stacking import flat
 from steercap.errors import WrongEventLoop
 from support.rows import GREEDY, random_prompt
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
 from steercap.captures.sketch import Sketch
+from steercap.captures.stacking import flat
 from steercap.core.spec import CaptureSpec, Point
 from steercap.worker.sketches import BLOCK
 from support.rows import GREEDY, random_prompt

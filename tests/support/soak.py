@@ -25,7 +25,8 @@ from typing import Any, Final
 
 import torch
 
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.stacking import flat
 from steercap.core.extras import extra
 from steercap.core.spec import REDUCTIONS, CaptureSpec
 from steercap.model import SteerModel

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.stacking import flat
 from steercap.core.spec import REDUCTIONS, CaptureSpec
 from steercap.model import SteerModel
 from steercap.steering.spec import SteeringSpec

@@ -31,9 +31,9 @@ from steercap import (
     SteerModel,
 )
 from steercap.architectures.sites import SITES, placed
-from steercap.captures.handle import flat
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
+from steercap.captures.stacking import flat
 from steercap.config import Settings
 from steercap.core.chat import MessageSpan
 from steercap.core.prompts import prompts_or_conversations

@@ -17,8 +17,7 @@ from steercap import CaptureHandle, Point
 from steercap.captures import npz
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.published import PublishedRows, published_files, save_published
-from steercap.captures.rows import Captures, Found
-from steercap.captures.site_codecs import encoded
+from steercap.captures.rows import Captures, Found, encoded
 from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding, PointSchema
 from steercap.errors import InvalidFile, InvalidSpec

@@ -23,7 +23,8 @@ from steercap.captures.files import bytes_of, write
 from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
 from steercap.errors import CaptureIncomplete, CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSetting
 from steercap.server import recording
-from steercap.server.recording import Recorder, RecordSettings
+from steercap.server.record_settings import RecordSettings
+from steercap.server.recording import Recorder
 
 #: Most bytes of the entry of one file in a journal, with its layout.
 ENTRY = 1_500

@@ -27,7 +27,7 @@ from steercap.core.schema import Coding
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, InvalidFile, InvalidSelection, InvalidSetting, InvalidSpec, SteercapError
 from steercap.kernels.attention import RecordedAttention
-from steercap.server.recording import RecordSettings
+from steercap.server.record_settings import RecordSettings
 
 WIDTH, NEURONS = 96, 320
 HEADS = {"q": 4, "k": 2}

@@ -87,7 +87,7 @@ async def run(out: Path, console: Console | None = None) -> Path:
 
 async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
     """Ask all questions at once; vLLM batches them."""
-    from steercap.captures.handle import flat
+    from steercap.captures.stacking import flat
 
     todo = bar.add_task("generating, all layers captured", total=len(QUESTIONS))
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.captures.site_codecs import encoded
+from steercap.captures.rows import encoded
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
 from steercap.saes.encoder import Encoder

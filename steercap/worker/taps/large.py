@@ -28,6 +28,7 @@ from steercap.kernels.bits import LINE
 from steercap.worker.accumulators import Updates
 from steercap.worker.layouts import Layouts, RecordLayout
 from steercap.worker.step import Step
+from steercap.worker.taps.copies import grids
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder
 from steercap.worker.taps.pattern import Pattern
 from steercap.worker.taps.transfers import Ring, Transfers
@@ -257,22 +258,3 @@ def _extent(layout: RecordLayout, points: range) -> tuple[int, int, int, int]:
 def _lines_of(begins: Any, sizes: Any) -> Any:
     """Return the lines that bytes of a record lie in, whole lines before them left out: numbers or arrays."""
     return -(-(begins + sizes) // LINE_BYTES) - begins // LINE_BYTES
-
-
-def grids(targets: Ints, sources: Ints, sizes: Ints, target_steps: Ints, source_steps: Ints) -> Ints:
-    """Merge copies at regular distances into grids.
-
-    Args:
-        targets, sources, sizes: addresses and bytes of each copy, one at least: int64 [copies].
-        target_steps, source_steps: bytes from each copy to the next one of the same grid, if there is one.
-
-    Returns:
-        The grids, as for `Transfers.fetch_grids`.
-    """
-    same = (sizes[1:] == sizes[:-1]) & (targets[1:] - targets[:-1] == target_steps[:-1])
-    same &= (sources[1:] - sources[:-1] == source_steps[:-1]) & (target_steps[1:] == target_steps[:-1])
-    same &= source_steps[1:] == source_steps[:-1]
-    first = np.flatnonzero(np.concatenate([[True], ~same]))
-    rows = np.diff(np.append(first, len(sizes)))
-    columns = (targets[first], sources[first], sizes[first], rows, target_steps[first], source_steps[first])
-    return np.stack(columns, axis=1)

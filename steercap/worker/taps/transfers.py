@@ -238,32 +238,6 @@ class CudaTransfers:
         torch.cuda.current_stream(self.device).wait_event(event)
 
 
-def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
-    """Merge records that are consecutive on both sides into runs.
-
-    Args:
-        targets, sources: first target line and first source line of each record.
-        records: lines of each record, one at least.
-
-    Returns:
-        First target line, first source line and number of lines of each run.
-    """
-    follows = [lines[1:] == lines[:-1] + records[:-1] for lines in (targets, sources)]
-    first = np.flatnonzero(np.concatenate([[True], ~(follows[0] & follows[1])]))
-    return targets[first], sources[first], np.add.reduceat(records, first)
-
-
-def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, Ints, Ints]:
-    """Split copies into pieces of at most `most` bytes each, in their order."""
-    if not len(sizes) or sizes.max() <= most:
-        return targets, sources, sizes
-    parts = -(-sizes // most)
-    number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
-    done = number * most
-    left = np.repeat(sizes, parts) - done
-    return np.repeat(targets, parts) + done, np.repeat(sources, parts) + done, np.minimum(left, most)
-
-
 Holder = TypeVar("Holder")
 
 

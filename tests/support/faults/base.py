@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.adapters import hardware
-from steercap.captures.handle import CaptureHandle, flat
+from steercap.captures.handle import CaptureHandle
+from steercap.captures.stacking import flat
 from steercap.core.extras import extra
 from steercap.errors import SteercapError
 from steercap.testing.tiny import tiny_checkpoint

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steercap.captures.handle import flat
 from steercap.captures.saving import save_run
+from steercap.captures.stacking import flat
 from steercap.core.spec import CaptureSpec
 from support.cancelling import cancelled_everywhere
 from support.faults.base import SHORT, Fault, Outcome, opened, prompts

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap.captures.handle import flat
+from steercap.captures.stacking import flat
 from steercap.core.spec import CaptureSpec
 from steercap.errors import EngineDied, SketchIncomplete
 from support.faults.base import LONG, SHORT, Outcome, kill, processes, prompts, told
