@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -293,6 +294,8 @@ async def test_requests_that_end_together_leave_the_workers_together(tmp_path, m
             raise CaptureIncomplete("r: rows are missing")
 
     monkeypatch.setattr(recording, "fetch_all", fetch_all)
+    whole = SimpleNamespace(expected=SimpleNamespace(rows=1, plan=SimpleNamespace(capture=None)))
+    monkeypatch.setattr(recording, "_source", lambda _: whole)
     monkeypatch.setattr(recording, "_held", lambda _: 1 << 20)
     async with Recorder(RecordSettings(tmp_path), opened(tmp_path)) as recorder:
         for number, handle in enumerate(handles):

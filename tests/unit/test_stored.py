@@ -128,7 +128,7 @@ from steercap.worker.sketches import SKETCHES
 
 #: Tag, names of the fields, and the first digits of the SHA-256 of a frame whose fields are filled by their types alone.
 QUESTIONS = {
-    "Attach": (("capture_bytes",), "89179b12efd6f280"),
+    "Attach": (("capture_bytes", "spill_folder", "spill_bytes"), "1b6528f9623b580e"),
     "Collect": (("wanted",), "887c0a7fd2f37448"),
     "Read": (("lines",), "a82c055d48bbcbc1"),
     "Census": ((), "69f1cb0e26649696"),
@@ -163,8 +163,9 @@ ANSWERS = {
             "nonce",
             "loaded",
             "attention",
+            "file",
         ),
-        "da7dfbf7a72f6c49",
+        "22d80f8c4b1b625b",
     ),
     "Collected": (("parcels", "unfinished"), "d459b84951b38eb1"),
     "Lines": (("data",), "753932962079fa55"),
@@ -317,7 +318,7 @@ def test_what_has_no_names_has_its_order(value, said) -> None:
 def test_a_plan_has_its_key_fields_and_bytes() -> None:
     """What a request carries."""
     frame = filled(inspect.type_info(Plan)).encode()
-    assert (EXTRA_ARGS_KEY, HEADER, short(frame)) == ("steercap", b"sc\x01\x00", "54651cf723e9e69d")
+    assert (EXTRA_ARGS_KEY, HEADER, short(frame)) == ("steercap", b"sc\x01\x00", "38074dd834551670")
     assert Plan.decode(frame).encode() == frame
     said = msgspec.msgpack.decode(frame[len(HEADER) :])
     assert list(said) == ["key", "prompt_len", "limit", "samples", "capture", "steering"]
@@ -332,6 +333,7 @@ def test_a_plan_has_its_key_fields_and_bytes() -> None:
         "allow_nonfinite",
         "gather",
         "saes",
+        "window",
         "attention",
     ]
     assert list(said["steering"]) == ["slot", "configuration", "identity", "scopes", "replaced", "biased", "held"]
