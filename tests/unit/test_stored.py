@@ -164,6 +164,7 @@ ANSWERS = {
             "loaded",
             "attention",
             "file",
+            "file_lines",
         ),
         "22d80f8c4b1b625b",
     ),
