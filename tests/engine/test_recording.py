@@ -114,10 +114,11 @@ async def test_a_header_and_a_capture_of_ones_own_leave_a_request_out(tiny: Stee
     await settled(tiny)
 
 
-async def test_a_stalled_file_system_stops_no_request(tiny: SteerModel, tmp_path) -> None:
+async def test_a_stalled_file_system_stops_no_request(tiny: SteerModel, tmp_path, monkeypatch) -> None:
     """The segment's manifest is a FIFO, at which the writer waits in the kernel. Requests are answered meanwhile; what
     no longer fits the queue is counted; and once the FIFO gives way, the next segment is written.
     """
+    monkeypatch.setattr("steercap.server.recording.LARGE", 1)  # the queue is small, and a page no large request
     async with recording(tiny, folder=tmp_path / "rows", queue_bytes=400_000) as served:
         (tmp_path / "rows" / "000000").mkdir()
         os.mkfifo(tmp_path / "rows" / "000000" / "manifest.json")
