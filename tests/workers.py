@@ -85,8 +85,8 @@ class LateTransfers:
 
     def wait(self, event: object) -> None:
         while not self.done(event):
-            _, targets, sources, sizes = self.queued.pop(0)
-            for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            _, *copies = self.queued.pop(0)
+            for target, source, size in reversed(np.stack(copies, axis=1).tolist()):  # those of a call have no order
                 ctypes.memmove(target, source, size)
 
     def hold(self, event: object) -> None:

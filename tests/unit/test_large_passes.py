@@ -20,6 +20,7 @@ from steercap.kernels.codecs import codec_of, record_of
 from steercap.kernels.codecs.coded import parts_of
 from steercap.kernels.triton_tap import TapLauncher
 from steercap.worker.taps.copies import grids
+from steercap.worker.taps.cuda import LOST
 from steercap.worker.taps.large import LargePass
 
 LAYERS = (0, 0, 0, 1, 1, 2, 2, 2, 3)
@@ -162,7 +163,8 @@ def test_a_tap_out_of_order_or_unknown_fails_its_pass_and_later_ones_are_kept_wh
     assert bool(runtime.taps._addresses) == (wrong == "silent")
     run(runtime, ["r3"], [0], [20], [5, *order[:5], *order[6:]] if wrong != "silent" else order)
     first, second, third = asking(runtime, Collect(tuple(Wanted(Owner(f"r{one}", 0), 20) for one in (1, 2, 3)))).shares
-    assert second.failure == "20 of 20 tokens of a pass were not copied at their points, once each"
+    silent = "20 of 20 tokens of a pass were not copied at their points, once each"
+    assert second.failure == (silent if wrong == "silent" else LOST)
     for request, share in ((1, first), (3, third)):
         assert all(
             torch.equal(rows, expected(request, range(20), point)) for point, rows in enumerate(rows_of(runtime, share))
@@ -171,8 +173,8 @@ def test_a_tap_out_of_order_or_unknown_fails_its_pass_and_later_ones_are_kept_wh
 
 @pytest.mark.parametrize("reduce", [None, "mean"])
 @pytest.mark.parametrize("order", [[0, 1, 2, 5, 3, 4, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 3, 8], [5, 0]])
-def test_rows_that_were_made_before_a_tap_out_of_order_are_there_all_the_same(order, reduce) -> None:
-    """A request that asks for no others has all that it asked for; one that does fails."""
+def test_a_tap_out_of_order_fails_all_captures_of_its_pass(order, reduce) -> None:
+    """Also one whose rows had left: of a tap that ran twice they would be those of the first time."""
     runtime = small_ring(20)
     asking(runtime, Attach(1 << 20))
     for name, points in (("r1", (5,)), ("r2", tuple(range(len(LAYERS))))):
@@ -180,11 +182,7 @@ def test_rows_that_were_made_before_a_tap_out_of_order_are_there_all_the_same(or
         runtime.register(name, Plan(name, 10, 40, capture=capture).encode(), 0)
     run(runtime, ["r1", "r2"], [0, 0], [10, 10], order)
     few, many = asking(runtime, Collect((Wanted(Owner("r1", 0), 10), Wanted(Owner("r2", 0), 10)))).shares
-    assert few.failure is None
-    assert many.failure is not None
-    (rows,) = kept_of(runtime, few) if reduce else rows_of(runtime, few)
-    wanted = expected(1, range(10), 5)
-    assert torch.allclose(rows.flatten(), wanted.mean(0)) if reduce else torch.equal(rows, wanted)
+    assert few.failure == many.failure == LOST
 
 
 def test_a_layer_that_has_no_room_is_an_error_that_says_how_much_it_needs() -> None:

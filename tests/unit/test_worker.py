@@ -489,6 +489,19 @@ async def test_a_small_ring_does_not_wait_for_eight_passes() -> None:
         torch.testing.assert_close(rows[2], expected(number, range(60), 2))
 
 
+async def test_a_page_has_the_rows_of_the_request_that_has_it() -> None:
+    """Copies that are queued together have no order, so those of a request that is gone are queued before."""
+    bench = Bench()
+    for name in ("r1", "r2"):
+        bench.plan(name)
+        bench.step((name, 0, 8))
+        if name == "r1":
+            bench.runtime.forget([name])
+            bench.ask(GetStats(), (Owner(name, 0),))
+    _, rows = await bench.rows("r2", 8)
+    torch.testing.assert_close(rows[1], expected(2, range(8), 1))
+
+
 def moved(begin: Callable[[BatchRows], None], batch: BatchRows) -> None:
     """Begin a pass whose second token the model reads at the next position."""
     positions = batch.positions.clone()

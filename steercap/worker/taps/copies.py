@@ -1,4 +1,4 @@
-"""Copies of rows between the device and the arena, merged into few: runs, pieces of bounded size, and grids."""
+"""Copies of rows between the device and the arena, merged into few: runs, pieces, and grids."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, 
     done = number * most
     left = np.repeat(sizes, parts) - done
     return np.repeat(targets, parts) + done, np.repeat(sources, parts) + done, np.minimum(left, most)
+
+
+def overlap(targets: Ints, sizes: Ints) -> bool:
+    """Return True if some copies have bytes of their targets in common, so that their order matters."""
+    order = np.argsort(targets)
+    begins = targets[order]
+    return bool((begins[1:] < (begins + sizes[order])[:-1]).any())
 
 
 def grids(targets: Ints, sources: Ints, sizes: Ints, target_steps: Ints, source_steps: Ints) -> Ints:

@@ -34,7 +34,7 @@ from steercap.worker.layouts import LAYOUTS, RecordLayout
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Installed, RowKind, Taps, TapSizes
-from steercap.worker.taps.copies import pieces, runs
+from steercap.worker.taps.copies import overlap, pieces, runs
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
 from steercap.worker.taps.large import LargePass, LayerRows, RowMemory
 from steercap.worker.taps.pattern import Pattern
@@ -47,6 +47,11 @@ SHARE: Final = 0.1
 RING_BYTES: Final = 5 << 29
 #: Share of the ring that a pass, or a part of a large one, may have.
 PART: Final = 1 / 8
+#: Failure of a large pass whose taps ran again after their rows had left, or did not say their point.
+LOST: Final = (
+    "taps of this model did not run layer by layer; rows cannot leave the device while a large pass runs, and later "
+    "passes are kept whole"
+)
 #: Maximum vectors that wait to be written to the device.
 VECTORS: Final = 256
 #: Passes whose reports are read together, and their tokens unless one pass has more; passes that wait until as many can
@@ -269,8 +274,8 @@ class CudaTaps(Taps):
         self._encoder.launch(self._rows, done.encoded)
         if done.large is not None:
             done.large.leave()
-            if done.large.lost:  # taps of this model do not run layer by layer, or do not say their point
-                self._addresses = {}
+            if done.large.lost:
+                self._addresses, done.failure = {}, failure or LOST
         done.closed = self._transfers.now()
         # Rows of earlier passes only: this pass's own would delay its sampled tokens, which the runner copies next.
         full = len(self._waiting) >= BUNDLE or self._waiting_lines >= self._bundle_lines
@@ -293,8 +298,13 @@ class CudaTaps(Taps):
         count = len(self._waiting) if through is None else self._waiting.index(through) + 1
         passes, self._waiting = self._waiting[:count], self._waiting[count:]
         self._waiting_lines = sum(done.pattern.lines for done in self._waiting)
-        if passes:
-            self._bundles.append(_Bundle(passes, self._pieces(passes)))
+        if not passes:
+            return
+        targets, sources, sizes = self._pieces(passes)
+        if overlap(targets, sizes):  # rows computed again, or another request's page; copies of a call have no order
+            self._bundles += [_Bundle([one], self._pieces([one])) for one in passes]
+        else:
+            self._bundles.append(_Bundle(passes, (targets, sources, sizes)))
 
     def _copy_away(self, through: _Pass | None = None) -> None:
         """Queue the copies of all closed passes, or of those up to `through`."""
