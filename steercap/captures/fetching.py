@@ -41,10 +41,11 @@ async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
         CaptureIncomplete: some rows are missing or wrong; those of the other handles are fetched all the same.
         CaptureNotFinite: some rows hold NaN or infinity; likewise.
         CaptureReleased: some were released.
-        InvalidRequest: rows of several models.
+        InvalidRequest: rows of several models, or rows that are handed out in parts at this moment.
         ModelClosed, WrongEventLoop: the model is not open, or was started in another event loop.
     """
     for one in wanted:
+        _require_whole(one)
         if one.stage not in {Stage.HERE, Stage.LEAVING, Stage.GONE} and one.source is not None:
             one.source.require_open()  # before a lock that belongs to its event loop
     async with AsyncExitStack() as turns:
@@ -70,6 +71,7 @@ async def fetched_in_parts(one: Lifecycle, rows: int) -> AsyncGenerator[Found, N
     """
     if one.stage is Stage.KEPT and one.source is not None:
         one.source.require_open()
+    _require_whole(one)
     async with one.turn:
         await one.rested()
         one.require_wanted()
@@ -77,16 +79,23 @@ async def fetched_in_parts(one: Lifecycle, rows: int) -> AsyncGenerator[Found, N
         in_parts = one.stage is Stage.KEPT and isinstance(source, Source) and source.again is None and source.divisible
         if in_parts and isinstance(source, Source):
             one.fetch()
+            one.handed_out = True
             try:
                 for part in (replace(source, expected=each) for each in parts_of(source.expected, rows)):
                     (delivery,) = await part.collect([part])
                     yield part.found(delivery)
                     one.require_wanted()
             finally:
+                one.handed_out = False
                 one.end_fetch()
             return
     await fetch_all([one])
     yield one.require_here()
+
+
+def _require_whole(one: Lifecycle) -> None:
+    if one.handed_out:
+        raise InvalidRequest(f"{one.name}: its rows are handed out in chunks; end that loop before you fetch")
 
 
 async def _fetch(pending: Sequence[Lifecycle]) -> None:

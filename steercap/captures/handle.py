@@ -133,14 +133,14 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
     async def chunks(self, rows: int = CHUNK_ROWS) -> AsyncGenerator[CaptureHandle, None]:
         """Yield the rows in order in small handles, for sequences that are larger than memory.
 
-        The rows stay in the worker until this handle is released. Rows that are fetched already, that were moved to
-        disk after their request, that are reduced to one, or that a server holds, come in one handle.
+        The rows stay in the worker until this handle is released. Rows that are fetched already, moved to disk after
+        their request, reduced to one, summarised (`attention=`), or held by a server come in one handle.
 
         Args:
             rows: maximum number of rows of a handle, each of which is of the same request, fetched and labelled.
 
         Raises:
-            InvalidRequest: `rows` is no whole number above 0.
+            InvalidRequest: `rows` is no whole number above 0, or the rows are handed out in another loop.
             CaptureIncomplete, CaptureNotFinite, CaptureReleased, EngineFailure: as for `fetch`.
         """
         count = index_of(rows)
@@ -553,4 +553,5 @@ def holding(handle: CaptureHandle, found: Found, *, prompts: bool = True) -> Cap
         directions=handle.directions,
         marks=handle.marks,
         attention_rules=handle.attention_rules if exact else {},
+        recorded_attention=handle.recorded_attention,  # of a loaded handle, whose rows are not parted
     )

@@ -161,9 +161,9 @@ class Source:
 
     @property
     def divisible(self) -> bool:
-        """True if its rows can be fetched in parts: they are not reduced to one."""
+        """True if its rows can be fetched in parts: they are not reduced to one, nor to a summary of attention."""
         capture = self.expected.plan.capture
-        return capture is not None and capture.reduce is None
+        return capture is not None and capture.reduce is None and capture.attention is None
 
     @property
     def place(self) -> object:
@@ -217,6 +217,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         stage: present place of the rows.
         turn: lock held by a fetch.
         spilled: the rows, if they are on disk; or the error found when they were checked on the way there.
+        handed_out: True while rows are handed out in parts.
         idiom: style in which messages show code.
     """
 
@@ -227,6 +228,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
         self.stage = Stage.KEPT if found is None else Stage.HERE
         self.turn = asyncio.Lock()
         self.spilled: Spilled | CaptureError | None = None
+        self.handed_out = False
         self._rested = asyncio.Event()  # they are not, or no longer, on their way to disk
         self._rested.set()
         self.idiom = AWAITED

@@ -288,6 +288,14 @@ class Engine:
         fitting = (one for one in windows if one < rows and self.pages_needed(plan, one) * samples <= room)
         return msgspec.structs.replace(plan, window=next(fitting, 0))
 
+    def disk_needed(self, plan: Plan) -> int:
+        """Return the bytes on disk that `admit_rows` reserves: 0 where no rows leave memory while the request runs."""
+        capture = plan.capture
+        if capture is None or not capture.window:
+            return 0
+        rows = count_selected(capture.ranges, plan.limit)
+        return plan.samples * max(sum(rank.file_bytes(capture, rows) for rank in ranks) for ranks in self._ranks)
+
     async def admit_rows(self, plan: Plan, call: object, engine: int | None = None) -> Ticket:
         """Reserve memory, and with a window disk space, for all rows that the samples of a plan can get.
 
@@ -301,9 +309,8 @@ class Engine:
         capture, samples = plan.capture, plan.samples
         assert capture is not None
         rows, disk = count_selected(capture.ranges, plan.limit), None
-        if capture.window and self.spilling is not None:
-            size = max(sum(rank.file_bytes(capture, rows) for rank in ranks) for ranks in self._ranks)
-            disk = self.spilling.reserve(size * samples)
+        if (size := self.disk_needed(plan)) and self.spilling is not None:
+            disk = self.spilling.reserve(size)
         pages = self.pages_needed(capture, min(rows, capture.window or rows)) * samples
         try:
             ticket = await self.admit(pages, call, engine, samples if capture.accumulates else 0)

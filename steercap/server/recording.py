@@ -120,8 +120,13 @@ class Recorder:
         return self.pending < self.settings.queue_bytes or self.drop("queue")
 
     def fits(self, job: Job, pages: int) -> bool:
-        """Return True if a request's rows have room in the workers at once, and leave half of it to other requests."""
-        budget = job.engine.admission.budget
+        """Return True if a request's rows have room at once: on disk, where they leave memory while it runs, and in the
+        workers, where they leave half of it to other requests.
+        """
+        budget, spilling = job.engine.admission.budget, job.engine.spilling
+        disk = 0 if job.plan is None else job.engine.disk_needed(job.plan)
+        if disk > (0 if spilling is None else spilling.file.free_bytes):
+            return self.drop("memory")
         if budget.waiting or 2 * (budget.free(job.options.get("data_parallel_rank")) - pages) < budget.pages:
             return self.drop("memory")
         return True

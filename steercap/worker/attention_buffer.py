@@ -41,7 +41,7 @@ class AttentionBuffer(ArenaBuffer):
         self._pairs = [pair for pair in self.capture.attention.layers if pair[1] in self._points]
         self._queries = tuple(queries for _, queries, _ in self._pairs)
         self._work: Iterator[int] | None = None
-        self._summarised = False
+        self._summarised, self._total = False, 0
         if any(layer not in rules or keys not in self._points for layer, _, keys in self._pairs):
             self.fail("its queries are on another rank than their keys")
 
@@ -55,9 +55,11 @@ class AttentionBuffer(ArenaBuffer):
             What remains of `left`, above 0 if the summary is written or cannot be.
         """
         if self._work is None:
-            rows = self.selected(total)
+            self._total = total
             self.stop()
-            self._work = self._summarising(rows)
+            self._work = self._summarising(self.selected(total))
+        elif total != self._total:
+            self.fail(f"its attention was summarised for {self._total} inputs, and is asked for with {total}")
         try:
             while left > 0 and not self._summarised and not self.failure:
                 left -= next(self._work, 0)

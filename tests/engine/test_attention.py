@@ -109,7 +109,9 @@ async def test_workers_summarise_what_the_handle_would(tmp_path) -> None:
         for asked in (CaptureSpec(attention=8), CaptureSpec(attention=3, layers=[1, -1], tokens=slice(0, 50))):
             raw = CaptureSpec(sites=("q", "k"), layers=asked.layers, tokens=asked.tokens)
             _, (kept, whole) = await model.generate([prompt] * 2, params, capture=[asked, raw])
-            await model.fetch_captures_batch([kept, whole])
+            await whole.fetch()
+            (all_of_it,) = [chunk async for chunk in kept.chunks(10)]  # a summary is not parted
+            assert torch.equal(all_of_it.positions, whole.positions)
             again = CaptureHandle.load(kept.save(tmp_path / "kept.safetensors"))
             assert again.points == tuple(point for point in whole.points if point.site == "q")
             for layer in whole.captures.layers:

@@ -94,6 +94,10 @@ async def test_rows_of_a_sequence_larger_than_memory_leave_it_in_chunks(spilling
     chunks = [chunk async for chunk in handle.chunks(100)]
     assert [len(chunk.positions) for chunk in chunks] == [100, 100, 45]
     assert torch.equal(torch.cat([chunk.token_ids for chunk in chunks])[:240], torch.tensor(prompt))
+    async for _ in handle.chunks(100):
+        for other in (handle.fetch, handle.chunks().__anext__):
+            with pytest.raises(errors.InvalidRequest, match="handed out in chunks; end that loop"):
+                await other()
     assert (await spilling.stats()).capture_bytes_claimed == 0
     await handle.fetch()
     read = await spilling.read(prompt, capture=wide)

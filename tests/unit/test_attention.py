@@ -368,6 +368,8 @@ def test_workers_make_the_summary_of_rows_that_came_in_chunks(kind, ranks, total
         counted = decode_answer(runtime.answer(encode(Call((), GetStats()))))
         assert isinstance(counted, Counted)
         assert counted.pages_in_use <= 1
+        other = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), total - 1),))))))
+        assert f"was summarised for {total} inputs" in str(other.shares[0].failure)
     for layer, queries, keys in asked.layers:
         at = torch.arange(total)
         wanted = summarised(Attending(rules[layer], rows[queries], rows[keys], at, at), 3)

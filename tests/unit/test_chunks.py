@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from steercap.core.schema import LINE_BYTES, RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.errors import CaptureReleased, InvalidRequest
+from steercap.files.spill import BLOCK_BYTES
+from steercap.worker.arena import Arena
 from steercap.worker.chunk_file import ChunkFile
 from steercap.worker.memory import WireReader, open_reader
 
@@ -252,3 +255,14 @@ async def test_chunks_of_rows_that_are_here_come_in_one(tmp_path) -> None:
     again.release()
     with pytest.raises(CaptureReleased):
         await anext(again.chunks(2))
+
+
+def test_what_the_quota_grants_has_room_between_others(tmp_path) -> None:
+    """Of ten blocks four, two and four are held, and the fours end: five are free, though no five lie together."""
+    block = BLOCK_BYTES // LINE_BYTES
+    arena = SimpleNamespace(lines=torch.zeros(100, LINE_BYTES, dtype=torch.uint8), file=None)
+    Arena.add_file(arena, tmp_path, 10 * BLOCK_BYTES)
+    first, _, last = (arena.file.take(count * block) for count in (4, 2, 4))
+    arena.file.free(first)
+    arena.file.free(last)
+    assert arena.file.take(5 * block) is not None

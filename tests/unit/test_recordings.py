@@ -310,3 +310,17 @@ async def test_requests_that_end_together_leave_the_workers_together(tmp_path, m
     for sizes, taken in (((40, 9, 7), 1), ((9, 7, 1), 2), ((1, 16), 1), ((16,), 1)):
         recorder._coming = deque(recording._Ended([], "", size << 20) for size in sizes)
         assert len(recorder._next()) == taken
+
+
+def test_a_request_whose_rows_have_no_room_on_disk_is_not_recorded(tmp_path) -> None:
+    """Its rows would leave memory while it runs; the request itself must not be refused for it."""
+    recorder = Recorder(RecordSettings(tmp_path), opened(tmp_path))
+    budget = SimpleNamespace(waiting=False, pages=100, free=lambda _engine: 100)
+    for free, fits in ((10, False), (11, True)):
+        engine = SimpleNamespace(
+            admission=SimpleNamespace(budget=budget),
+            spilling=SimpleNamespace(file=SimpleNamespace(free_bytes=free)),
+            disk_needed=lambda plan: 11 if plan == "plan" else 0,
+        )
+        assert recorder.fits(SimpleNamespace(engine=engine, plan="plan", options={}), 40) is fits
+    assert recorder.dropped == {"memory": 1}
