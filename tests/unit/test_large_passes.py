@@ -171,6 +171,7 @@ def test_a_tap_out_of_order_or_unknown_fails_its_pass_and_later_ones_are_kept_wh
         )
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that no tap wrote hold whatever was there; their sums too
 @pytest.mark.parametrize("reduce", [None, "mean"])
 @pytest.mark.parametrize("order", [[0, 1, 2, 5, 3, 4, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 3, 8], [5, 0]])
 def test_a_tap_out_of_order_fails_all_captures_of_its_pass(order, reduce) -> None:
