@@ -64,7 +64,7 @@ async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
 async def fetched_in_parts(one: Lifecycle, rows: int) -> AsyncGenerator[Found, None]:
     """Yield the rows of a handle in order, at most `rows` at a time, and leave them in the worker.
 
-    Rows that are here already, on the client's disk, or reduced to one, come in one part, and stay here.
+    Rows that are here already, on the client's disk, reduced to one, or summarised, come in one part, and stay here.
 
     Raises:
         As `fetch_all`; a part that was yielded is right.
@@ -76,8 +76,7 @@ async def fetched_in_parts(one: Lifecycle, rows: int) -> AsyncGenerator[Found, N
         await one.rested()
         one.require_wanted()
         source = one.source
-        in_parts = one.stage is Stage.KEPT and isinstance(source, Source) and source.again is None and source.divisible
-        if in_parts and isinstance(source, Source):
+        if one.stage is Stage.KEPT and isinstance(source, Source) and source.again is None and source.divisible:
             one.fetch()
             one.handed_out = True
             try:

@@ -17,7 +17,7 @@ from steercap.captures.handle import CaptureHandle, holding
 from steercap.captures.rows import Captures, Found, Rows, encoded
 from steercap.captures.spilled import GatheredRows
 from steercap.core.schema import ATTENTION, RAW, Coding
-from steercap.core.spec import MOST_TARGETS, QUERIES_AND_KEYS, CaptureSpec, Point, name_of_site
+from steercap.core.spec import MOST_TARGETS, QUERIES_AND_KEYS, CaptureSpec, Point, name_of_site, require_start
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import require_file, write_whole
@@ -150,8 +150,8 @@ class SiteCodecs:
             The errors of `CaptureSpec`.
         """
         spec = _spec(self.sites, next(iter(self.codings.values())) if self.alike else RAW, others)
-        if self.attention and not spec.selection.from_start:
-            raise InvalidSpec("attention reads the keys of all tokens before; give 'all' as tokens, or a slice from 0")
+        if self.attention:
+            require_start(spec.selection)
         return spec
 
     def specs(self, **others: Any) -> Iterator[CaptureSpec]:

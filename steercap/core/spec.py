@@ -192,8 +192,7 @@ class CaptureSpec:
             raise InvalidSpec(
                 f"attention= summarises the queries and keys that the model read; leave {given[0]}= out beside it"
             )
-        if not self.selection.from_start:
-            raise InvalidSpec("attention reads the keys of all tokens before; give 'all' as tokens, or a slice from 0")
+        require_start(self.selection)
         object.__setattr__(self, "sites", QUERIES_AND_KEYS)
 
     def _check_storing(self) -> None:
@@ -463,3 +462,13 @@ def _index(index: int, num_layers: int) -> int:
             f"or -{num_layers} to -1 from the end"
         )
     return index % num_layers
+
+
+def require_start(selection: TokenSelection) -> None:
+    """Check that selected tokens begin at the first, as a summary of attention needs them.
+
+    Raises:
+        InvalidSpec: they do not, or may not.
+    """
+    if not selection.from_start:
+        raise InvalidSpec("attention reads the keys of all tokens before; give 'all' as tokens, or a slice from 0")

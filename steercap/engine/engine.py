@@ -288,13 +288,15 @@ class Engine:
         fitting = (one for one in windows if one < rows and self.pages_needed(plan, one) * samples <= room)
         return msgspec.structs.replace(plan, window=next(fitting, 0))
 
-    def disk_needed(self, plan: Plan) -> int:
-        """Return the bytes on disk that `admit_rows` reserves: 0 where no rows leave memory while the request runs."""
+    def room_for(self, plan: Plan) -> tuple[int, int]:
+        """Return the pages of memory, and the bytes on disk, that all rows of the samples of a plan can need."""
         capture = plan.capture
-        if capture is None or not capture.window:
-            return 0
-        rows = count_selected(capture.ranges, plan.limit)
-        return plan.samples * max(sum(rank.file_bytes(capture, rows) for rank in ranks) for ranks in self._ranks)
+        if capture is None:
+            return 0, 0
+        rows, size = count_selected(capture.ranges, plan.limit), 0
+        if capture.window:
+            size = max(sum(rank.file_bytes(capture, rows) for rank in ranks) for ranks in self._ranks)
+        return self.pages_needed(capture, min(rows, capture.window or rows)) * plan.samples, size * plan.samples
 
     async def admit_rows(self, plan: Plan, call: object, engine: int | None = None) -> Ticket:
         """Reserve memory, and with a window disk space, for all rows that the samples of a plan can get.
@@ -306,14 +308,11 @@ class Engine:
         Raises:
             CaptureMemoryFull, EngineFailure: as for `admit`; or the quota on disk has no room.
         """
-        capture, samples = plan.capture, plan.samples
-        assert capture is not None
-        rows, disk = count_selected(capture.ranges, plan.limit), None
-        if (size := self.disk_needed(plan)) and self.spilling is not None:
-            disk = self.spilling.reserve(size)
-        pages = self.pages_needed(capture, min(rows, capture.window or rows)) * samples
+        assert plan.capture is not None
+        (pages, size), reductions = self.room_for(plan), plan.samples if plan.capture.accumulates else 0
+        disk = self.spilling.reserve(size) if size and self.spilling is not None else None
         try:
-            ticket = await self.admit(pages, call, engine, samples if capture.accumulates else 0)
+            ticket = await self.admit(pages, call, engine, reductions)
             ticket.disk = disk
         finally:
             del disk  # the frame of an error may live on

@@ -167,11 +167,7 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
 
 def pages_of(job: Job) -> int:
     """Return the pages of capture memory that a request may need at most; 0 if it captures nothing."""
-    plan = job.plan
-    if plan is None or plan.capture is None:
-        return 0
-    rows = count_selected(plan.capture.ranges, plan.limit)
-    return job.engine.pages_needed(plan.capture, min(rows, plan.capture.window or rows)) * plan.samples
+    return 0 if job.plan is None else job.engine.room_for(job.plan)[0]
 
 
 def leaving(job: Job, room: int) -> Job:

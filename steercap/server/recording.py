@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.requests.job import Job
 
-#: Divisor of these: a request with more bytes than this part is written in chunks.
+#: Part of `queue_bytes`, as its divisor: a request with more bytes is written in chunks.
 LARGE: Final = 8
 #: Maximum bytes of rows of several requests that are fetched at once: workers answer between two passes of the model.
 FETCH_BYTES: Final = 16 << 20
@@ -123,9 +123,8 @@ class Recorder:
         """Return True if a request's rows have room at once: on disk, where they leave memory while it runs, and in the
         workers, where they leave half of it to other requests.
         """
-        budget, spilling = job.engine.admission.budget, job.engine.spilling
-        disk = 0 if job.plan is None else job.engine.disk_needed(job.plan)
-        if disk > (0 if spilling is None else spilling.file.free_bytes):
+        budget, spilling, plan = job.engine.admission.budget, job.engine.spilling, job.plan
+        if plan is not None and spilling is not None and job.engine.room_for(plan)[1] > spilling.file.free_bytes:
             return self.drop("memory")
         if budget.waiting or 2 * (budget.free(job.options.get("data_parallel_rank")) - pages) < budget.pages:
             return self.drop("memory")

@@ -320,7 +320,7 @@ def test_a_request_whose_rows_have_no_room_on_disk_is_not_recorded(tmp_path) -> 
         engine = SimpleNamespace(
             admission=SimpleNamespace(budget=budget),
             spilling=SimpleNamespace(file=SimpleNamespace(free_bytes=free)),
-            disk_needed=lambda plan: 11 if plan == "plan" else 0,
+            room_for=lambda plan: (40, 11) if plan == "plan" else (0, 0),
         )
         assert recorder.fits(SimpleNamespace(engine=engine, plan="plan", options={}), 40) is fits
     assert recorder.dropped == {"memory": 1}
