@@ -259,7 +259,11 @@ async def measure(
 
 
 async def one_request(llm: Any, model: Any, length: int, repeats: int, vocabulary: int) -> dict[str, list[float]]:
-    """Time one request of `length` tokens and one generated, in turns with the same call of plain vLLM.
+    """Time one request of `length` tokens and one generated, in turns with vLLM's own call on either engine.
+
+    A short request waits for Python in the engine's process, which may have got a slower core than the other engine's:
+    by 2 ms and more, either way, from start to start. So the same call without steercap is timed on steercap's own
+    engine too: idle and steered requests, and captures, are compared with that.
 
     Args:
         llm: plain vLLM's AsyncLLM.
@@ -270,7 +274,7 @@ async def one_request(llm: Any, model: Any, length: int, repeats: int, vocabular
 
     Returns:
         Medians in ms for each kind: the call; fetching, NaN where nothing is fetched; and by how much both take longer
-        than the calls of plain vLLM right before and after.
+        than vLLM's own calls right before and after, of plain vLLM and of steercap's engine.
     """
     from steercap import CaptureSpec
 
@@ -283,22 +287,28 @@ async def one_request(llm: Any, model: Any, length: int, repeats: int, vocabular
         "all layers, readable": ({"capture": CaptureSpec(layers="all")}, False),
         "all layers": ({"capture": CaptureSpec(layers="all")}, True),
     }
-    control = plain_calls(llm)["generate"]
+    controls = {"plain": plain_calls(llm)["generate"], "steercap's engine": plain_calls(model.engine)["generate"]}
 
-    async def plain() -> float:
-        start = time.perf_counter()
-        await control([random_prompt(length, vocabulary)], 1)
-        return time.perf_counter() - start
+    async def plain() -> list[float]:
+        seconds = []
+        for control in controls.values():
+            start = time.perf_counter()
+            await control([random_prompt(length, vocabulary)], 1)
+            seconds.append(time.perf_counter() - start)
+        return seconds
 
-    found: dict[str, list[list[float]]] = {name: [] for name in ["plain", *kinds]}
+    found: dict[str, list[list[float]]] = {name: [] for name in [*controls, *kinds]}
     for _ in range(repeats + 3):
         before = await plain()
         for name, (asked, fetched) in kinds.items():
             call, fetch = await _parts(model, random_prompt(length, vocabulary), asked, fetched=fetched)
             after = await plain()
-            beside = (before + after) / 2
-            found[name].append([call, fetch, (call + fetch if fetched else call) - beside])
-            found["plain"].append([after, math.nan, after - before])
+            whole = call + fetch if fetched else call
+            found[name].append([call, fetch, *(whole - (a + b) / 2 for a, b in zip(before, after, strict=True))])
+            for control, took in zip(controls, after, strict=True):
+                found[control].append(
+                    [took, math.nan, *(took - (a + b) / 2 for a, b in zip(before, after, strict=True))]
+                )
             before = after
     return {
         name: [1e3 * statistics.median(part) for part in zip(*runs[3:], strict=True)] for name, runs in found.items()
@@ -351,7 +361,8 @@ async def parts_of_one_request(args: argparse.Namespace) -> None:
     memory = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30}
     async with engines(folder, {}, {**ENGINE, **memory}, {**ENGINE, **memory}, in_turn=True) as (llm, model, _):
         for name, parts in (await one_request(llm, model, length, args.repeats, vocabulary)).items():
-            print(f"{name:22s} call {parts[0]:6.2f}  fetch {parts[1]:6.2f}  over plain {parts[2]:+6.2f} ms", flush=True)
+            over = f"over plain vLLM {parts[2]:+6.2f}, over vLLM's call of the same engine {parts[3]:+6.2f} ms"
+            print(f"{name:22s} call {parts[0]:6.2f}  fetch {parts[1]:6.2f}  {over}", flush=True)
             write(args.json, {"library": "steercap", "one request": name, "ms": parts})
         if args.profile:
             await profile(model, length, args.repeats, vocabulary)

@@ -186,17 +186,18 @@ def _logits_of(model: Any, *, lora: bool) -> Callable[[torch.Tensor], torch.Tens
 def step_of(runner: Any, scheduler_output: Any) -> Iterator[Runtime]:
     """Run a runner's step in the block: requests are added and removed before it, and the step is ended after it."""
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
-    runtime.forget(scheduler_output.finished_req_ids)
-    for request in scheduler_output.scheduled_new_reqs:
-        extra = carried(request)
-        if EXTRA_ARGS_KEY in extra:
-            runtime.register(request.req_id, extra[EXTRA_ARGS_KEY], sample_of(request.req_id))
-    try:
-        yield runtime
-    except BaseException as error:
-        runtime.end_step(error)
-        raise
-    runtime.end_step()
+    with runtime.turn:
+        runtime.forget(scheduler_output.finished_req_ids)
+        for request in scheduler_output.scheduled_new_reqs:
+            extra = carried(request)
+            if EXTRA_ARGS_KEY in extra:
+                runtime.register(request.req_id, extra[EXTRA_ARGS_KEY], sample_of(request.req_id))
+        try:
+            yield runtime
+        except BaseException as error:
+            runtime.end_step(error)
+            raise
+        runtime.end_step()
 
 
 def carried(request: Any) -> Mapping[str, Any]:

@@ -91,6 +91,7 @@ def _sample_tokens(original: Callable[[], Any], runner: Any, *_args: Any, **_opt
         else:
             counts = np.array(drafts.num_draft_tokens, dtype=np.int64) + 1
             indices = drafts.logits_indices
-        logits = runtime.biasing.put(state.logits, batch.req_ids[: batch.num_reqs], counts, indices)
+        with runtime.turn:
+            logits = runtime.biasing.put(state.logits, batch.req_ids[: batch.num_reqs], counts, indices)
         runner.execute_model_state = state._replace(logits=logits)
     return original()

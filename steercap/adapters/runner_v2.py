@@ -78,7 +78,8 @@ def _sample(
     Relies on `sample` to call the model's `compute_logits` once, for the tokens at `logits_indices`, whose borders
     between requests are `cu_num_logits_np`; and on `compute_logits_local`, where ranks sample for each other.
     """
-    biasing = getattr(runner, RUNTIME_ATTRIBUTE).biasing
+    runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
+    biasing = runtime.biasing
     if not biasing:
         return original()
     if getattr(runner, "batch_sharder", None) is not None:
@@ -88,8 +89,9 @@ def _sample(
     compute = model.compute_logits
 
     def compute_biased(*args: Any, **options: Any) -> Any:
-        counts = np.diff(input_batch.cu_num_logits_np).astype(np.int64)
-        return biasing.put(compute(*args, **options), input_batch.req_ids, counts, input_batch.logits_indices)
+        counts, logits = np.diff(input_batch.cu_num_logits_np).astype(np.int64), compute(*args, **options)
+        with runtime.turn:
+            return biasing.put(logits, input_batch.req_ids, counts, input_batch.logits_indices)
 
     model.compute_logits = compute_biased
     try:

@@ -1,4 +1,4 @@
-"""Fetch of rows: of many handles in a batch, by one RPC or from disk, and of requests that still run."""
+"""Fetch of rows: of many handles in a batch, by one question or from disk, and of requests that still run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AGAIN: Final = 64
 
 
 async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
-    """Fetch the rows of handles of one model with one RPC, except for those fetched already.
+    """Fetch the rows of handles of one model with one question, except for those fetched already.
 
     Raises:
         CaptureIncomplete: some rows are missing or wrong; those of the other handles are fetched all the same.
@@ -183,7 +183,7 @@ class Arrived:
 
 
 async def arrived(engine: Engine, wanted: Sequence[tuple[Owner, Expected]]) -> list[Arrived]:
-    """Fetch and check the rows of samples so far, with one RPC, shared with requests that ask at the same time.
+    """Fetch and check the rows of samples so far, with one question, shared with requests that ask at the same time.
 
     Args:
         engine: the engine that runs them.

@@ -383,7 +383,7 @@ class Engine:
     def done_with(self, plan: Plan, ticket: Ticket) -> None:
         """Free the rows of a finished request that nobody will fetch.
 
-        The memory is free after the next RPC; until then the request counts as running.
+        The memory is free after the next question; until then the request counts as running.
         """
         *others, last = (Owner(plan.key, sample) for sample in range(plan.samples))
         for owner in others:
@@ -391,7 +391,7 @@ class Engine:
         self.give_back(last, ticket)
 
     def give_back(self, owner: Owner, ticket: Ticket | None) -> None:
-        """Free a request's rows and records with the next RPC. Idempotent."""
+        """Free a request's rows and records with the next question. Idempotent."""
         freed = None if ticket is None else partial(self.admission.release, ticket)
         self._workers.give_back(owner, freed, soon=self.admission.budget.waiting > 0)
 
@@ -424,7 +424,7 @@ class Engine:
         )
 
     async def collect(self, wanted: Sequence[Wanted], *, growing: bool = False) -> list[Delivery]:
-        """Fetch requests' rows: one RPC for all, then the rows out of each arena.
+        """Fetch requests' rows: one question for all, then the rows out of each arena.
 
         Args:
             wanted: owners and numbers of rows.
@@ -440,9 +440,9 @@ class Engine:
         """See `Workers.locate`."""
         return await self._workers.locate(wanted)
 
-    async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[Records]:
+    async def settle(self, wanted: Sequence[Wanted], *, ended: bool, biased: bool) -> list[Records]:
         """See `Workers.settle`."""
-        return await self._workers.settle(wanted, ended=ended)
+        return await self._workers.settle(wanted, ended=ended, biased=biased)
 
     async def engage(self, owners: Sequence[Owner]) -> list[int]:
         """See `Workers.engage`."""

@@ -133,31 +133,28 @@ class Fetcher:
         sources = [
             [await rank.reader.read(captured_rows.lines) for rank, captured_rows in order.gathered] for order in orders
         ]
+        parts: list[Callable[[], None]] = []
         made: list[Delivery] = []
 
         def begin() -> None:
             for order, readable in zip(orders, sources, strict=True):
                 _begin(order, readable)
+                large = (assembly for assembly in order.assemblies if len(assembly.parts) > 1)
+                parts.extend(partial(assembly.fill, part) for assembly in large for part in assembly.parts)
+            if not parts:
+                end()
 
         def end() -> None:
             made.extend(order.delivery() for order in orders)
 
         if sum(order.size for order in orders) < THREAD_BYTES:
             begin()
-            end()
             await asyncio.sleep(0)
             return made
         await self._all([begin])
-        await self._all(
-            [
-                partial(assembly.fill, part)
-                for order in orders
-                for assembly in order.assemblies
-                if len(assembly.parts) > 1
-                for part in assembly.parts
-            ]
-        )
-        await self._all([end])  # codes of a codec are taken apart, which copies them
+        if parts:
+            await self._all(parts)
+            await self._all([end])  # codes of a codec are taken apart, which copies them
         return made
 
     async def _all(self, calls: Sequence[Callable[[], None]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ from steercap.core.messages import (
     GetSteeringRecord,
     LineRange,
     Lines,
+    Listen,
+    Listening,
     NotCapturing,
     Owner,
     Project,
@@ -51,6 +54,7 @@ from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
 from steercap.engine.spilling import folder_of
 from steercap.errors import EngineFailure, ModelClosed, SteeringNotApplied, UnsupportedRunner, WorkerFailure
+from steercap.worker.channel import Channel
 from steercap.worker.memory import open_reader
 
 if TYPE_CHECKING:
@@ -58,12 +62,30 @@ if TYPE_CHECKING:
 
 #: Seconds that a release of rows waits for another question before it gets an RPC of its own.
 RELEASE_DELAY: Final = 0.05
+#: Questions that each rank can answer by itself, between any two of its passes.
+DIRECT: Final = (Collect, Configure, GetSteeringRecord, GetStats)
+#: Seconds between checks that the engine lives, while an answer is awaited.
+LIVENESS_SECONDS: Final = 0.1
 _FLOAT_BYTES: Final = 4
 _INT_BYTES: Final = 8
 
 Kind = TypeVar("Kind", bound=Answer)
 #: Steering record of one sample from each worker, engine by engine.
 Records: TypeAlias = list[list[SteeringRecord | Unknown]]
+
+
+class _Settling(NamedTuple):
+    """Samples of a request whose steering records are asked for.
+
+    Args:
+        wanted: owner and number of inputs of each.
+        ended: True if they have ended.
+        biased: True if their logits were biased.
+    """
+
+    wanted: Sequence[Wanted]
+    ended: bool
+    biased: bool
 
 
 class _GivenBack(NamedTuple):
@@ -96,7 +118,8 @@ class Workers:
         self._engines: int | None = None  # how many there are, once all have answered
         self._given_back: dict[Owner, _GivenBack] = {}
         self._flush: asyncio.Task[None] | None = None
-        self._settling: Batcher[tuple[Sequence[Wanted], bool], list[Records]] = Batcher(self._settle)
+        self._channels: list[list[Channel]] = []  # to each worker, engine by engine; none where one has none
+        self._settling: Batcher[_Settling, list[Records]] = Batcher(self._settle)
         self._growing: Batcher[Sequence[Wanted], list[list[list[CapturedRows | Unknown]]]] = Batcher(self._locate)
 
     def require_open(self) -> None:
@@ -117,6 +140,8 @@ class Workers:
         if self._flush:
             self._flush.cancel()
             await asyncio.wait([self._flush])
+        for channel in chain(*self._channels):
+            channel.close()
 
     # Questions, each of which raises EngineFailure if the engine has died, or a worker cannot answer
 
@@ -127,6 +152,8 @@ class Workers:
         question = Attach(settings.capture_bytes, folder, settings.spill_bytes if spills else 0)
         engines = await self.ask(question, Attached)
         self._engines = len(engines)
+        if settings.transport != "wire":
+            self._channels = await self._listened()
 
         def rank(engine: int, index: int, attached: Attached) -> Rank:
             return Rank(
@@ -138,8 +165,22 @@ class Workers:
             for engine, answers in enumerate(engines)
         )
 
+    async def _listened(self) -> list[list[Channel]]:
+        """Open a channel to each worker, engine by engine; to none where one is on another machine."""
+        found: list[list[Channel]] = []
+        try:
+            for answers in await self.ask(Listen(), Listening):
+                found.append([])
+                for answer in answers:
+                    found[-1].append(await Channel.open(answer.address))
+        except OSError:
+            for channel in chain(*found):
+                channel.close()
+            return []
+        return found
+
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Make finished requests' rows readable and locate them; one RPC for all.
+        """Make finished requests' rows readable and locate them; one question for all.
 
         Returns:
             For each request, the captured rows of each capturing worker, engine by engine.
@@ -150,29 +191,35 @@ class Workers:
         return [[[answer.shares[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
     async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """Locate rows of requests that still run; concurrent calls share one RPC."""
+        """Locate rows of requests that still run; concurrent calls share one question."""
         return await self._growing.ask(wanted)
 
     async def _locate(self, asked: Sequence[Sequence[Wanted]]) -> list[list[list[list[CapturedRows | Unknown]]]]:
         found = iter(await self.locate([item for items in asked for item in items]))
         return [[next(found) for _ in items] for items in asked]
 
-    async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[Records]:
-        """Return the steering records of a request's samples so far; concurrent calls share one RPC.
+    async def settle(self, wanted: Sequence[Wanted], *, ended: bool, biased: bool) -> list[Records]:
+        """Return the steering records of a request's samples so far; concurrent calls share one question.
+
+        Args:
+            wanted: owner and number of inputs of each sample.
+            ended: True if they have ended.
+            biased: True if their logits are biased: a rank may do so after another has sampled, but not after an RPC.
 
         Returns:
             For each sample, the record of each worker, engine by engine.
         """
-        return await self._settling.ask((wanted, ended))
+        return await self._settling.ask(_Settling(wanted, ended, biased))
 
-    async def _settle(self, asked: Sequence[tuple[Sequence[Wanted], bool]]) -> list[list[Records]]:
-        wanted = tuple(item for items, _ in asked for item in items)
-        ended = tuple(end for items, end in asked for _ in items)
-        engines = await self.ask(GetSteeringRecord(wanted, ended), Settled)
+    async def _settle(self, asked: Sequence[_Settling]) -> list[list[Records]]:
+        wanted = tuple(item for one in asked for item in one.wanted)
+        ended = tuple(one.ended for one in asked for _ in one.wanted)
+        by_rpc = any(one.biased for one in asked)
+        engines = await self.ask(GetSteeringRecord(wanted, ended), Settled, by_rpc=by_rpc)
         records = iter(
             [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
         )
-        return [[next(records) for _ in items] for items, _ in asked]
+        return [[next(records) for _ in one.wanted] for one in asked]
 
     async def engage(self, owners: Sequence[Owner]) -> list[int]:
         """Begin steering of samples that was held back; return the first steered position of each.
@@ -252,15 +299,22 @@ class Workers:
 
         return ask
 
-    async def ask(self, question: Question, kind: type[Kind]) -> list[list[Kind]]:
+    async def ask(self, question: Question, kind: type[Kind], *, by_rpc: bool = False) -> list[list[Kind]]:
         """Send one frame to all workers; return the answers of those that capture, engine by engine.
 
         Releases since the last frame are sent with it, and their memory is free when it returns.
+
+        Args:
+            question: the question.
+            kind: type of its answers.
+            by_rpc: True if all ranks must answer between the same two passes.
         """
         self.require_open()
         given_back, self._given_back = self._given_back, {}
+        direct = bool(self._channels) and not by_rpc and isinstance(question, DIRECT)
+        send = self._send if direct else self._vllm.rpc
         try:
-            frames = await self._vllm.rpc(encode(Call(tuple(given_back), question)))
+            frames = await send(encode(Call(tuple(given_back), question)))
         except BaseException:
             self._given_back = given_back | self._given_back
             if self._given_back and not self.closed:
@@ -273,10 +327,24 @@ class Workers:
             raise WorkerFailure(f"{len(frames)} engines answered where {self._engines} were started")
         return _answers(frames, kind)
 
+    async def _send(self, frame: bytes) -> list[list[bytes]]:
+        """Send a frame through the channels of all workers; see `VllmEngine.rpc`."""
+        asked = asyncio.gather(*(channel.ask(frame) for channel in chain(*self._channels)))
+        try:
+            while not (await asyncio.wait({asked}, timeout=LIVENESS_SECONDS))[0]:
+                if self._vllm.died:
+                    return await self._vllm.rpc(frame)
+            answers = iter(asked.result())
+        except ConnectionError:  # an RPC says which process has ended, and how
+            return await self._vllm.rpc(frame)
+        finally:
+            asked.cancel()
+        return [[next(answers) for _ in channels] for channels in self._channels]
+
     # Releases
 
     def give_back(self, owner: Owner, freed: Callable[[], None] | None, *, soon: bool) -> None:
-        """Free a request's rows and records with the next RPC, or one of its own. Idempotent.
+        """Free a request's rows and records with the next question, or one of its own. Idempotent.
 
         Args:
             owner: sample of the request.

@@ -267,7 +267,7 @@ async def receipts_of(
         return None
     configuration = job.change.lowered.configuration
     wanted = [Wanted(Owner(plan.key, index), plan.prompt_len + length - 1) for index, length in samples]
-    found = await job.engine.settle(wanted, ended=ended)
+    found = await job.engine.settle(wanted, ended=ended, biased=bool(configuration.biases))
     try:
         return [
             check_edits(plan.key, _since(job, plan, item.owner.sample), configuration, item.total, said)

@@ -6,6 +6,7 @@ A runner adapter drives it; it knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +40,8 @@ from steercap.core.messages import (
     Joining,
     LineRange,
     Lines,
+    Listen,
+    Listening,
     Loaded,
     NotCapturing,
     OpenSAE,
@@ -66,6 +69,7 @@ from steercap.worker.attention_buffer import AttentionBuffer, advance
 from steercap.worker.biasing import Biasing
 from steercap.worker.bounds import check_plan, check_vectors
 from steercap.worker.capture_buffer import ArenaBuffer, CaptureBuffer
+from steercap.worker.channel import Listener
 from steercap.worker.chunks import ChunkedBuffer
 from steercap.worker.layouts import Reads
 from steercap.worker.memory import WIRE_BYTES
@@ -137,6 +141,9 @@ class Runtime:
         self._samples = samples
         self._steps = 0
         self._rows_written = 0
+        #: Lock held by a runner's step, and by each answer: the channel answers on a thread of its own.
+        self.turn: Final = threading.Lock()
+        self._listener: Listener | None = None
 
     # The step, driven by the runner adapter
 
@@ -297,10 +304,10 @@ class Runtime:
         """
         try:
             call = decode_call(frame)
-            with torch.inference_mode():
+            with self.turn, torch.inference_mode():
                 self._release(call.released)
                 return encode(self._reply(call))
-        except Exception as error:  # noqa: BLE001 -- the RPC boundary
+        except Exception as error:  # noqa: BLE001 -- the boundary of RPC and channel
             if not isinstance(error, SteercapError):
                 _LOG.exception("steercap could not answer its client")
             return encode(Failed(f"{type(error).__name__}: {error}"))
@@ -321,6 +328,8 @@ class Runtime:
                 return projected(self._project, call.question, self.device)
             case Choose():
                 return chosen(self._choose, call.question, self.device)
+            case Listen():
+                return Listening(self._listen())
             case _ if not self.captures:
                 return NotCapturing()
             case Attach():
@@ -346,6 +355,16 @@ class Runtime:
             case GetStats():
                 return self._count()
         raise WorkerFailure(f"no answer to {call.question!r}")
+
+    def _listen(self) -> str:
+        """Open the channel, once; return its address, "" where there can be none."""
+        if self._listener is None:
+            try:
+                self._listener = Listener(self.answer, self.device)
+            except OSError as error:
+                _LOG.warning("the client asks by RPC alone: %s", error)
+                return ""
+        return self._listener.address
 
     def _engage(self, owner: Owner) -> int | None:
         """Start the edits of a request whose steering was held back; return the first position, None if unknown."""

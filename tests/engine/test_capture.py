@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -200,16 +201,16 @@ async def test_generated_rows_that_never_came_are_an_empty_tensor(tiny) -> None:
 
 
 async def test_fetch_is_lazy_idempotent_and_one_call_for_all(tiny, monkeypatch) -> None:
-    """Nothing moves before `fetch`; a batch is one RPC; fetched rows are not fetched again."""
+    """Nothing moves before `fetch`; a batch is one question; fetched rows are not fetched again."""
     calls = []
-    vllm = tiny.serving.engine.vllm
-    original = vllm.rpc
+    ((channel,),) = tiny.serving.engine._workers._channels
+    original = channel.ask
 
-    async def counted(frame: bytes, *engine: int) -> list[list[bytes]]:
+    def counted(frame: bytes) -> asyncio.Future[bytes]:
         calls.extend([frame] if b"Collect" in frame or b"Read" in frame else [])  # not the freeing of earlier rows
-        return await original(frame, *engine)
+        return original(frame)
 
-    monkeypatch.setattr(vllm, "rpc", counted)
+    monkeypatch.setattr(channel, "ask", counted)
     _, handles = await tiny.generate([random_prompt(10, seed) for seed in range(8)], SIX, capture_layers=[1])
     assert not calls
     await tiny.fetch_captures_batch(handles)

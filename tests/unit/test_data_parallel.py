@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from workers import batch, some_runtime, tap
 
 from steercap import CaptureSpec, Generation
 from steercap.config import Settings
-from steercap.core.messages import Owner, Read, Wanted, decode_call
+from steercap.core.messages import Listen, Listening, Owner, Read, Wanted, decode_call, encode
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import check_edits
@@ -36,7 +38,11 @@ SPEC = SteeringSpec([Add(torch.ones(WIDTH), layers="all")])
 
 
 class Cluster:
-    """Behind the verbs of `VllmEngine`: two engines of two pipeline stages each, with two points a stage."""
+    """Behind the verbs of `VllmEngine`: two engines of two pipeline stages each, with two points a stage.
+
+    Args:
+        channels: True if the workers can be asked beside RPCs.
+    """
 
     hidden_size, num_layers, vocabulary, model_name, overshoot = WIDTH, POINTS, 1000, "none", 0
     names = (model_name,)
@@ -46,7 +52,8 @@ class Cluster:
         """Whether the model has a point."""
         return point in self.points
 
-    def __init__(self) -> None:
+    def __init__(self, *, channels: bool = False) -> None:
+        self.channels = channels
         self.workers = [
             [some_runtime(points=POINTS, width=WIDTH, local=(2 * stage, 2 * stage + 1)) for stage in range(STAGES)]
             for _ in range(ENGINES)
@@ -57,6 +64,8 @@ class Cluster:
     async def rpc(self, frame: bytes, engine: int | None = None) -> list[list[bytes]]:
         self.asked.append((decode_call(frame).question, engine))
         chosen = self.workers if engine is None else [self.workers[engine]]
+        if isinstance(self.asked[-1][0], Listen) and not self.channels:
+            return [[encode(Listening("")) for _ in workers] for workers in chosen]
         return [[worker.answer(frame) for worker in workers] for workers in chosen]
 
     died = False
@@ -173,7 +182,7 @@ async def test_edits_are_those_of_the_engine_that_ran_the_request() -> None:
             cluster.run(twice, 0)
             cluster.run(twice, 1)
             plans = (good, half, never, twice)
-            found = await engine.settle([Wanted(Owner(plan.key, 0), 5) for plan in plans], ended=True)
+            found = await engine.settle([Wanted(Owner(plan.key, 0), 5) for plan in plans], ended=True, biased=False)
         receipt = check_edits("r", good, lowered.configuration, 5, found[0])
         assert receipt.rows == (POINTS * 5,)
         for plan, said, message in (
@@ -238,6 +247,66 @@ async def test_an_engine_that_comes_or_goes_is_not_overlooked() -> None:
     cluster = Cluster()
     async with engine_of(cluster) as engine:
         cluster.workers.append(cluster.workers.pop(0))
+        cluster.workers.append([])
+        with pytest.raises(WorkerFailure, match="3 engines answered where 2 were started"):
+            await engine.get_stats()
+
+
+@pytest.mark.parametrize("channels", [True, False])
+async def test_rows_and_records_are_the_same_by_rpc_and_by_channel(channels) -> None:
+    """Two engines of two stages: every question in the order of the workers, and none of these by RPC."""
+    cluster = Cluster(channels=channels)
+    async with engine_of(cluster) as engine:
+        plans = [Plan(engine.new_key(), 3, 5, capture=ALL) for _ in range(2)]
+        for number, plan in enumerate(plans):
+            cluster.run(plan, number)
+        cluster.asked.clear()
+        deliveries = await engine.collect([Wanted(Owner(plan.key, 0), 5) for plan in plans])
+        assert [values(one) for one in deliveries] == [[0, 1, 10, 11], [100, 101, 110, 111]]
+        assert [[one.requests for one in workers] for workers in await engine.get_stats()] == [[1, 1], [1, 1]]
+        assert len(cluster.asked) == (0 if channels else 2)
+        for number, plan in enumerate(plans):
+            engine.give_back(Owner(plan.key, 0), None)
+            left = [[one.requests for one in workers] for workers in await engine.get_stats()]
+            assert left == [[0, 0], [0, 0] if number else [1, 1]]
+
+
+async def test_questions_and_passes_at_once() -> None:
+    """A thread runs passes while two hundred requests are collected and freed: every row is its own request's."""
+    cluster = Cluster(channels=True)
+    async with engine_of(cluster, capture_bytes=1 << 22) as engine:
+        plans = [Plan(engine.new_key(), 3, 5, capture=ALL) for _ in range(200)]
+        ran, errors = [], []
+
+        def passes() -> None:
+            try:
+                for number, plan in enumerate(plans):
+                    with cluster.workers[number % 2][0].turn, cluster.workers[number % 2][1].turn:
+                        cluster.run(plan, number % 2)
+                    ran.append(number)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=passes)
+        thread.start()
+        for number, plan in enumerate(plans):
+            while len(ran) <= number and thread.is_alive():
+                await asyncio.sleep(0)
+            (delivery,) = await engine.collect([Wanted(Owner(plan.key, 0), 5)])
+            assert values(delivery) == ([100, 101, 110, 111] if number % 2 else [0, 1, 10, 11])
+            engine.give_back(Owner(plan.key, 0), None)
+        thread.join()
+        assert not errors
+        assert {one.requests for workers in await engine.get_stats() for one in workers} == {0}
+
+
+async def test_a_channel_that_breaks_is_an_error_of_the_worker() -> None:
+    """The question is asked by RPC, which knows what has ended; the others are not left waiting."""
+    cluster = Cluster(channels=True)
+    async with engine_of(cluster) as engine:
+        engine._workers._channels[1][0].close()
+        await asyncio.sleep(0)
+        assert len(await engine.get_stats()) == 2
         cluster.workers.append([])
         with pytest.raises(WorkerFailure, match="3 engines answered where 2 were started"):
             await engine.get_stats()

@@ -129,6 +129,7 @@ from steercap.worker.sketches import SKETCHES
 #: Tag, names of the fields, and the first digits of the SHA-256 of a frame whose fields are filled by their types alone.
 QUESTIONS = {
     "Attach": (("capture_bytes", "spill_folder", "spill_bytes"), "1b6528f9623b580e"),
+    "Listen": ((), "4b086aefee70a901"),
     "Collect": (("wanted",), "887c0a7fd2f37448"),
     "Read": (("lines",), "a82c055d48bbcbc1"),
     "Census": ((), "69f1cb0e26649696"),
@@ -148,6 +149,7 @@ QUESTIONS = {
 }
 ANSWERS = {
     "NotCapturing": ((), "30959a6c63eef130"),
+    "Listening": (("address",), "62482d41b68381c3"),
     "Attached": (
         (
             "points",

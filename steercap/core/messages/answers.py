@@ -7,13 +7,19 @@ from typing import TypeAlias
 import msgspec
 
 from steercap.core.attention import AttentionRule
-from steercap.core.framing import Data, Digest, Large, Told, Whole, WholeOrNone
+from steercap.core.framing import Data, Digest, Label, Large, Told, Whole, WholeOrNone
 from steercap.core.messages.base import LineRange, Loaded, Message, Owner, TableBytes
 from steercap.core.schema import Coding, PointSchema
 
 
 class NotCapturing(Message, frozen=True, tag="NotCapturing"):
     """Answer of a rank that captures nothing, since another rank captures all its rows."""
+
+
+class Listening(Message, frozen=True, tag="Listening"):
+    """Answer to Listen: the name of the channel's socket on the worker's machine; "" if it has none."""
+
+    address: Label
 
 
 class Attached(Message, frozen=True, tag="Attached"):
@@ -275,6 +281,7 @@ class Unhooked(Message, frozen=True, tag="Unhooked"):
 
 Answer: TypeAlias = (
     NotCapturing
+    | Listening
     | Attached
     | Collected
     | Lines

@@ -22,6 +22,10 @@ class Attach(Message, frozen=True, tag="Attach"):
     spill_bytes: Large = 0
 
 
+class Listen(Message, frozen=True, tag="Listen"):
+    """Open a channel on which questions are answered beside RPCs (`worker.channel`); every rank answers."""
+
+
 class Configure(Message, frozen=True, tag="Configure"):
     """Write vectors, then configurations, for requests about to come; every rank writes those of its points."""
 
@@ -195,6 +199,7 @@ class CloseSAE(Message, frozen=True, tag="CloseSAE"):
 
 Question: TypeAlias = (
     Attach
+    | Listen
     | Collect
     | Read
     | GetStats

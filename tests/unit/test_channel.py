@@ -1,0 +1,122 @@
+"""Channels between client and worker: real sockets, threads and processes, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from workers import batch, some_runtime
+
+from steercap.core.messages import Call, GetStats, decode_answer, encode
+from steercap.core.plan import Plan
+from steercap.worker.channel import Channel, Listener
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    """A worker that returns each frame reversed, the longer the later."""
+
+    def answer(frame: bytes) -> bytes:
+        time.sleep(len(frame) / 1e9)
+        return frame[::-1]
+
+    return Listener(answer, CPU)
+
+
+async def test_answers_come_in_the_order_of_their_questions(listener) -> None:
+    """Short ones behind one of 8 MB, from many tasks at once; a caller that has left takes nobody else's answer."""
+    channel = await Channel.open(listener.address)
+    frames = [os.urandom(1 << 23), *(os.urandom(1 + number) for number in range(300))]
+    asked = [channel.ask(frame) for frame in frames]
+    for number in range(0, 300, 7):
+        asked[number].cancel()
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    for number, (frame, answer) in enumerate(zip(frames, answers, strict=True)):
+        if number % 7 or number == 300:
+            assert answer == frame[::-1]
+        else:
+            assert isinstance(answer, asyncio.CancelledError)
+    channel.close()
+    channel.close()
+    with pytest.raises(ConnectionError):
+        await channel.ask(b"too late")
+
+
+async def test_one_client_after_the_other_is_heard(listener) -> None:
+    """Also after one that left in the middle of a frame."""
+    with socket.socket(socket.AF_UNIX) as rude:
+        rude.connect(f"\0{listener.address}")
+        rude.sendall(struct.pack("<Q", 100) + b"half")
+    for _ in range(3):
+        channel = await Channel.open(listener.address)
+        assert await channel.ask(b"abc") == b"cba"
+        channel.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_processes_of_another_user_are_not_answered(listener) -> None:
+    """The worker hangs up on them, and the client on a worker of theirs."""
+    code = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.settimeout(20);"
+        "s.connect('\\0' + sys.argv[1]); s.sendall(b'\\3' + bytes(7) + b'abc');"
+        "\ntry: print(s.recv(99))\nexcept ConnectionError: print(b'')"
+    )
+    said = subprocess.run([sys.executable, "-c", code, listener.address], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "b''"
+    code = (
+        "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.bind('\\0steercap-test-other');"
+        "s.listen(); print('up', flush=True); s.accept(); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as other:
+        other.stdout.readline()
+        with pytest.raises(PermissionError, match="65534"):
+            asyncio.run(Channel.open("steercap-test-other"))
+        other.kill()
+
+
+async def test_a_worker_that_ends_fails_its_questions() -> None:
+    """Those that wait, at once, and those to come."""
+    code = (
+        "import sys, time, torch; from steercap.worker.channel import Listener;"
+        "print(Listener(lambda frame: time.sleep(60), torch.device('cpu')).address, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1) as worker:  # noqa: ASYNC220 -- it is short
+        channel = await Channel.open(worker.stdout.readline().decode().strip())
+        asked = channel.ask(b"abc")
+        await asyncio.sleep(0.1)
+        worker.kill()
+        with pytest.raises(ConnectionError):
+            await asked
+        with pytest.raises(ConnectionError):
+            await channel.ask(b"abc")
+    with pytest.raises(ConnectionRefusedError):
+        await Channel.open("steercap-nobody")
+
+
+async def test_an_answer_waits_for_the_step_of_the_runner() -> None:
+    """Nothing is answered, nor freed, between the beginning and the end of a step, which hold the turn."""
+    runtime = some_runtime()
+    channel = await Channel.open(runtime._listen())
+    assert runtime._listen() == runtime._listen()
+    frame = encode(Call((), GetStats()))
+    plan = Plan("steercap-1-0", 3, 5, capture=None)
+    with runtime.turn:
+        asked = channel.ask(frame)
+        runtime.register(plan.key, plan.encode(), 0)
+        runtime.begin_step(batch("host", [plan.key], [0], [3], np.arange(3), np.arange(3)))
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        runtime.end_step()
+    assert type(decode_answer(await asked)) is type(decode_answer(runtime.answer(frame)))
+    channel.close()
