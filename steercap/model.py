@@ -295,7 +295,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         return await self.serving.with_restart(lambda engine: unembed(engine, rows, **asked))
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
-        """Fetch many handles with one question. Nested lists and None are allowed; handles already fetched are left alone.
+        """Fetch many handles at once. Nested lists and None are allowed; handles already fetched are left alone.
 
         Raises:
             CaptureIncomplete: some rows are missing or wrong; the other handles are still fetched.

@@ -1313,7 +1313,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         )
 
     def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
-        """Fetch many handles with one question. Nested lists and None are allowed; handles already fetched are left alone.
+        """Fetch many handles at once. Nested lists and None are allowed; handles already fetched are left alone.
 
         Raises:
             CaptureIncomplete: some rows are missing or wrong; the other handles are still fetched.

@@ -93,8 +93,7 @@ class Chosen(Message, frozen=True, tag="Chosen"):
     """Answer to Choose.
 
     Args:
-        ids: ids of the experts, int64 [n, k], as bytes.
-        weights: weights of the experts, float32 [n, k], as bytes.
+        ids, weights: of the experts, int64 and float32 [n, k], as bytes.
         refused: reason why logits alone do not determine the layer's experts, or "".
     """
 
