@@ -88,7 +88,7 @@ def write_data(folder: Path, personas: int, answers: int, tokenizer: Any) -> int
 
 def done(out: Path) -> int:
     """Number of answers that are on the disk: those of finished personas, and records with a mark."""
-    found = sum(json.loads(path.read_text())["answers"] for path in out.glob("receipts/*.json"))
+    found = sum(int(json.loads(path.read_text())["answers"]) for path in out.glob("receipts/*.json"))
     for path in out.glob("parts/*.rows"):
         with suppress(FileNotFoundError), path.open("rb") as file:
             for start in range(0, path.stat().st_size, RECORD):

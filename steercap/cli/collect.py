@@ -257,6 +257,7 @@ def register(app: typer.Typer) -> None:
             "steercap collect corpus.jsonl out/corpus --layers 8,16 --context 512",
             "steercap collect data/wiki out/sample --split train --layers 12 --one-in 8 --codec full8",
             "steercap collect corpus.jsonl out/answers --layers 12 --tokens generated --max-tokens 64",
+            "steercap collect corpus.jsonl out/attention --layers 10:20 --attention 8",
             "steercap collect corpus.jsonl s3://bucket/rows --layers 12 --ray 8 --ray-gpus 1 --ray-address auto",
             "steercap inspect out/corpus --verify",
         ],
@@ -317,9 +318,10 @@ def register(app: typer.Typer) -> None:
         wanted = CaptureSpec(
             layers=layers_of(layers),
             sites=names_of(sites),
+            attention=stored.attention,
             **stored.coding(names_of(sites)),
         )
-        armed = tuple(dict.fromkeys((*names_of(sites), *sites_of(spec))))
+        armed = tuple(dict.fromkeys((*wanted.sites, *sites_of(spec))))
         planned = preflight(model, sites=armed, **stored.settings())
         planned.check_capture(wanted)
         planned.check_steering(spec)
