@@ -107,7 +107,7 @@ def looked_through(runner: Any) -> Iterator[None]:
         ends_of(_decoder(model, config), armed)
         return model
 
-    base_loader.initialize_model = looked  # type: ignore[assignment]
+    base_loader.initialize_model = looked
     try:
         yield
     finally:
