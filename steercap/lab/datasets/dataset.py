@@ -39,7 +39,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     `data[5]` is a row [*shape of the point], `data[5:9]` and `data[[5, 7]]` are rows [n, *shape]. Of several points it
     is a dict by name, `{"resid_post[5]": ...}`, unless `join` says otherwise. Rows are in order of documents, windows
-    and positions. `batches` gives them shuffled.
+    and positions. `batches` gives them shuffled. Of targets of attention a row is [heads, 2k + 3]; see `attention`.
 
     Args:
         where: path or URL of the folder.
