@@ -24,7 +24,7 @@ class WorkerExtension:
     model_runner: Any
 
     def steercap_answer(self, frame: bytes) -> bytes:
-        """Answer one frame of the client; never raises."""
+        """Answer one encoded message of the client with another, `core.messages`; an error is an answer too."""
         try:
             runtime = runtime_of(self.model_runner)
         except UnsupportedRunner as error:

@@ -17,20 +17,22 @@ from vllm import envs
 from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.model_loader import base_loader
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.attention import attention_rules
 from steercap.adapters.experts import choosing
 from steercap.adapters.lora import without_adapters
-from steercap.adapters.observing import Observations
+from steercap.adapters.observing import Observations, ends_of
 from steercap.adapters.pooling import token_head
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
-from steercap.architectures.decoder import decoder_of
+from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import FAMILIES, families_of
 from steercap.architectures.sites.base import Sizes
 from steercap.core.messages import Loaded
+from steercap.core.names import is_module
 from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.errors import UnsupportedRunner
 from steercap.kernels.tap import bind
@@ -87,6 +89,37 @@ def require_whole_batches(layers: Iterable[Any]) -> None:
         )
 
 
+@contextmanager
+def looked_through(runner: Any) -> Iterator[None]:
+    """Look for armed modules in the first model that is built inside of the block, before its weights are read.
+
+    Where vLLM's loader builds it otherwise, `attach` finds after loading that one is missing.
+    """
+    config, built = runner.vllm_config, getattr(base_loader, "initialize_model", None)
+    armed = [point for point in armed_points(config.additional_config) if is_module(point.site)]
+    if built is None or not armed:
+        yield
+        return
+
+    def looked(*args: Any, **options: Any) -> Any:
+        base_loader.initialize_model = built  # a drafting model is built after it
+        model = built(*args, **options)
+        ends_of(_decoder(model, config), armed)
+        return model
+
+    base_loader.initialize_model = looked
+    try:
+        yield
+    finally:
+        base_loader.initialize_model = built
+
+
+def _decoder(model: Any, config: Any) -> Decoder:
+    """Return the layers that this rank holds; errors as of `decoder_of`."""
+    start, stop = config.model_config.get_layers_start_end_indices(config.parallel_config)
+    return decoder_of(model, config.model_config.get_total_num_hidden_layers(), range(start, stop))
+
+
 def attach(runner: Any) -> None:
     """Install the taps in a runner's model, and store their runtime on the runner."""
     if getattr(runner, RUNTIME_ATTRIBUTE, None) is not None:  # a subclass called its parent's load_model
@@ -95,8 +128,7 @@ def attach(runner: Any) -> None:
     model_config = config.model_config
     armed = armed_points(config.additional_config)
     num_layers = model_config.get_total_num_hidden_layers()
-    start, stop = model_config.get_layers_start_end_indices(config.parallel_config)
-    decoder = decoder_of(runner.get_model(), num_layers, range(start, stop))
+    decoder = _decoder(runner.get_model(), config)
     require_whole_batches(decoder.layers.values())
     families = families_of(list(decoder.layers.values()))
     # The layers of another pipeline stage may have more candidates.

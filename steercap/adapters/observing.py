@@ -42,15 +42,7 @@ class Observations:
 
     def __init__(self, runner: Any, decoder: Decoder, armed: Iterable[Point]) -> None:
         self._ranks = get_tp_group().world_size
-        self._seen: dict[_End, list[Any]] = {}  # of each call
-        for point in armed:
-            site = SITES[point.site]
-            if not isinstance(site, ModuleSite) or point.layer not in decoder.layers:
-                continue
-            if site.layers and site.layers != decoder.path:
-                raise UnsupportedModel(f"{point} is not in this model, whose layers are {decoder.path}")
-            module = _found(point, decoder.holder(point), site.path)
-            self._seen[module, site.end] = []
+        self._seen: dict[_End, list[Any]] = {end: [] for end in ends_of(decoder, armed)}  # of each call
         if self._seen:
             self._run(runner, decoder)
 
@@ -112,6 +104,23 @@ class Observations:
                 hooks.callback(_watch(module, end, seen).remove)
             with forward_context.set_forward_context(None, config, num_tokens=_TOKENS, skip_compiled=True):
                 model(input_ids=ids if first else None, positions=positions, intermediate_tensors=carried)
+
+
+def ends_of(decoder: Decoder, armed: Iterable[Point]) -> list[_End]:
+    """Return the armed inputs and outputs of modules in the layers that a rank holds.
+
+    Raises:
+        UnsupportedModel: a path leads to no module, or is that of another list of layers.
+    """
+    found = []
+    for point in armed:
+        site = SITES[point.site]
+        if not isinstance(site, ModuleSite) or point.layer not in decoder.layers:
+            continue
+        if site.layers and site.layers != decoder.path:
+            raise UnsupportedModel(f"{point} is not in this model, whose layers are {decoder.path}")
+        found.append((_found(point, decoder.holder(point), site.path), site.end))
+    return found
 
 
 def _found(point: Point, within: nn.Module, path: str) -> nn.Module:

@@ -128,10 +128,13 @@ def _token_id(one: Any, index: int) -> int:
 
 
 def rendered(payload: Any) -> Rendered:
-    """Wrap a prompt that vLLM's server has rendered.
+    """Return a prompt that vLLM's server has tokenized, with its token ids and the spans of its media.
+
+    Args:
+        payload: vLLM's engine input.
 
     Raises:
-        InvalidPrompt: a prompt of embeddings, or another one whose rows cannot be labelled.
+        InvalidPrompt: it has no token ids, as a prompt of embeddings, so that its rows cannot be labelled.
     """
     if not isinstance(payload, Mapping) or not payload.get("prompt_token_ids"):
         raise InvalidPrompt("rows of this prompt cannot be labelled: it has no token ids")

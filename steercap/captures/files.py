@@ -174,7 +174,7 @@ def _header(path: Path, text: str) -> Header:
 
 
 def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of one point, with their names in a file."""
+    """Yield the tensors that keep one point's rows, each as (name in a file, tensor): parts, then constants."""
     for shard, whole in enumerate(rows if isinstance(rows, tuple) else (rows,)):
         end = end_of(point, shard if isinstance(rows, tuple) else None)
         for part, tensor in parts_of(whole).items():

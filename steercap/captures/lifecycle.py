@@ -156,7 +156,7 @@ class Source:
 
     @property
     def wanted(self) -> Wanted:
-        """Request for these rows to the workers."""
+        """Message that asks the workers for these rows."""
         return Wanted(self.owner, len(self.expected.tokens) - 1, self.expected.first)
 
     @property
@@ -313,7 +313,7 @@ class Lifecycle(NonCopyable, instead="its rows have one owner"):
 
     @property
     def wanted(self) -> Wanted:
-        """Request for these rows to the workers."""
+        """Message that asks the workers for these rows."""
         assert isinstance(self.source, Source)
         return self.source.wanted
 

@@ -51,8 +51,8 @@ class SiteCodecs:
 
     Args:
         codings: codec of each site, by the site's name.
-        attention: number of attended tokens of highest weight to keep for each head and token, 0 for none. Queries and
-            keys are captured to compute them, then dropped.
+        attention: number of attended tokens of highest weight to keep for each head and token, 0 for none. Without
+            sites beside it the workers compute them; else queries and keys are captured, and dropped here.
     """
 
     codings: Mapping[str, Coding]
@@ -81,7 +81,7 @@ class SiteCodecs:
                 attention = _targets(codec, text)
             else:
                 found[name] = _coding(codec, text) if codec else RAW
-        if not found:
+        if not found and not attention:
             raise InvalidSpec("no site is given; give one, such as 'resid_post=rp8,k=512'")
         return SiteCodecs(found, attention)
 
@@ -137,8 +137,8 @@ class SiteCodecs:
 
     @property
     def alike(self) -> bool:
-        """True if all sites have one codec, which the workers can apply."""
-        return len(set(self.codings.values())) == 1 and not self.attention
+        """True if all sites have one codec, or attention is all that is kept: the workers can make these."""
+        return len(set(self.codings.values())) + bool(self.attention) == 1
 
     def spec(self, **others: Any) -> CaptureSpec:
         """Return the spec of a capture of these sites, in their codec if it is one, else as they are.
@@ -149,6 +149,8 @@ class SiteCodecs:
         Raises:
             The errors of `CaptureSpec`.
         """
+        if self.attention and self.alike:
+            return CaptureSpec(attention=self.attention, **others)
         spec = _spec(self.sites, next(iter(self.codings.values())) if self.alike else RAW, others)
         if self.attention:
             require_start(spec.selection)
@@ -175,7 +177,7 @@ class SiteCodecs:
             CaptureNotFetched, CaptureReleased: as for `handle.captures`.
         """
         found = self._coded(handle, prompts=prompts)
-        if self.attention:
+        if self.attention and not self.alike:
             found[0].recorded_attention |= self._summaries(handle)
         return found
 
@@ -201,13 +203,13 @@ class SiteCodecs:
         parts: list[CaptureHandle] = []
         for chunk in chunks:
             parts = self._coded(chunk, prompts=prompts)
-            if self.attention:
+            if self.attention and not self.alike:
                 parts.append(_with_points(chunk, [one for one in chunk.points if one.site in QUERIES_AND_KEYS]))
             gathered = gathered or [GatheredRows(folder, part.captures, rows) for part in parts]
             for one, part in zip(gathered, parts, strict=True):
                 one.add(Found(part.captures, part.receipt))
         found = [holding(part, one.found()) for one, part in zip(gathered, parts, strict=True)]
-        if self.attention:
+        if self.attention and not self.alike:
             found[0].recorded_attention |= self._summaries(found.pop())
         return found
 

@@ -104,10 +104,10 @@ class GatheredRows:
         self._rows, self._filled = rows, 0
 
     def add(self, part: Found) -> None:
-        """Copy the next rows.
+        """Copy the rows of the next part behind those of the parts before.
 
         Raises:
-            CaptureIncomplete: they are more than were announced.
+            CaptureIncomplete: more rows came than the request has.
         """
         count, tensors = len(part.receipt.positions), iter(self._tensors)
         if self._filled + count > self._rows:
@@ -122,7 +122,7 @@ class GatheredRows:
         self._receipts.append(part.receipt)
 
     def found(self) -> Found:
-        """Return all rows; they are valid as long as somebody holds them.
+        """Return the rows of all parts as one, with their labels; the mapped file lives as long as they do.
 
         Raises:
             CaptureIncomplete: parts are missing.

@@ -77,11 +77,17 @@ class RowOptions:
         str | None,
         typer.Option(help="How rows reach the client: auto, shared (memory) or wire (RPC).", rich_help_panel=PANEL),
     ] = None
+    attention: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep this many tokens that each head attends to most, instead of rows.", rich_help_panel=PANEL
+        ),
+    ] = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the options that were given, as arguments of SteerModel; `coding` returns those of the codec."""
-        given = asdict(self).items()
-        return {name: value for name, value in given if not name.startswith("codec") and value is not None}
+        """Return the options that were given, as arguments of SteerModel; not those of a capture's own spec."""
+        given, own = asdict(self).items(), ("codec", "attention")
+        return {name: value for name, value in given if not name.startswith(own) and value is not None}
 
     def coding(self, sites: Sequence[str]) -> dict[str, Any]:
         """Return the codec of these sites, as fields of CaptureSpec.
@@ -185,9 +191,6 @@ def register(app: typer.Typer) -> None:
         project: Annotated[
             Path | None, typer.Option(help="Keep each row's projections on this file's directions instead of the row.")
         ] = None,
-        attention: Annotated[
-            int | None, typer.Option(help="Keep this many tokens that each head attends to most, instead of rows.")
-        ] = None,
         heat: Annotated[
             int | None, typer.Option(help="Show the projections of this layer token by token; needs --project.")
         ] = None,
@@ -217,10 +220,10 @@ def register(app: typer.Typer) -> None:
             tokens=tokens_of(tokens),
             reduce=reduce,
             project=directions,
-            attention=attention,
+            attention=stored.attention,
             **stored.coding(names_of(sites)),
         )
-        named = names_of(sites) if attention is None else wanted.sites
+        named = names_of(sites) if stored.attention is None else wanted.sites
         kept = named if directions is None else (directions.site,)
         armed = tuple(dict.fromkeys((*kept, *sites_of(spec))))
         planned = preflight(model, sites=armed, **stored.settings())

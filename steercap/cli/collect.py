@@ -110,17 +110,23 @@ class SampleOptions:
     above: Annotated[float | None, typer.Option(help="Minimum projection to keep.", rich_help_panel=SAMPLE)] = None
     below: Annotated[float | None, typer.Option(help="Maximum projection to keep.", rich_help_panel=SAMPLE)] = None
 
-    def sample(self) -> TokenSample:
-        """Return the token sample that the options describe.
+    def sample(self, attention: int | None = None) -> TokenSample:
+        """Return the token sample that the options describe; `attention` is the option of this name.
 
         Raises:
-            typer.BadParameter: --one-in together with --probe, a probe of several directions, or one without a layer.
+            typer.BadParameter: --one-in together with --probe, or one of them with --attention; a probe of several
+                directions, or one without a layer.
             InvalidSpec, InvalidSelection: see `steercap.lab.datasets.collecting.samples`.
         """
+        from steercap.core.spec import CaptureSpec
         from steercap.lab.datasets.collecting import ByProbe, OneIn
         from steercap.lab.datasets.collecting.samples import Selected
 
         tokens = tokens_of(self.tokens)
+        if attention is not None:
+            CaptureSpec(attention=attention, tokens=tokens)  # which must begin at the first
+        if attention is not None and not (self.one_in is None and self.probe is None):
+            raise typer.BadParameter("it reads all tokens; leave --one-in and --probe out", param_hint="--attention")
         if self.one_in is not None and self.probe is not None:
             raise typer.BadParameter("give --one-in or --probe, not both", param_hint="--probe")
         if self.one_in is not None:
@@ -257,6 +263,7 @@ def register(app: typer.Typer) -> None:
             "steercap collect corpus.jsonl out/corpus --layers 8,16 --context 512",
             "steercap collect data/wiki out/sample --split train --layers 12 --one-in 8 --codec full8",
             "steercap collect corpus.jsonl out/answers --layers 12 --tokens generated --max-tokens 64",
+            "steercap collect corpus.jsonl out/attention --layers 10:20 --attention 8",
             "steercap collect corpus.jsonl s3://bucket/rows --layers 12 --ray 8 --ray-gpus 1 --ray-address auto",
             "steercap inspect out/corpus --verify",
         ],
@@ -312,19 +319,19 @@ def register(app: typer.Typer) -> None:
         model.require_there()
         if "://" not in folder:
             folder_ready(Path(folder), "FOLDER")
-        source, sample, spec = how.source(corpus), chosen.sample(), steer.spec()
+        source, sample, spec = how.source(corpus), chosen.sample(stored.attention), steer.spec()
         check_sampling(temperature=temperature, seed=seed, max_tokens=max_tokens or 1)
         wanted = CaptureSpec(
             layers=layers_of(layers),
             sites=names_of(sites),
+            attention=stored.attention,
             **stored.coding(names_of(sites)),
         )
-        armed = tuple(dict.fromkeys((*names_of(sites), *sites_of(spec))))
+        armed = tuple(dict.fromkeys((*wanted.sites, *sites_of(spec))))
         planned = preflight(model, sites=armed, **stored.settings())
         planned.check_capture(wanted)
         planned.check_steering(spec)
-        long: Any = how.long
-        bos: Any = how.bos
+        cutting: dict[str, Any] = {"context": how.context, "long": how.long, "bos": how.bos}
         actors = spread.actors()
         opening = opened if actors is None else not_opened
         async with opening(model, terminal, sites=armed, **stored.settings()) as open_model:
@@ -335,9 +342,7 @@ def register(app: typer.Typer) -> None:
                     folder,
                     capture=wanted,
                     tokens=sample,
-                    context=how.context,
-                    long=long,
-                    bos=bos,
+                    **cutting,
                     params=None if max_tokens is None else {"max_tokens": max_tokens, "temperature": temperature},
                     seed=seed,
                     steering=spec,

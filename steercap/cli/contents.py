@@ -125,9 +125,9 @@ def directions_in(content: Content, path: Path) -> DirectionSet:
 def group_in(
     path: Path, *, layer: int, base: Literal[0, 1] | None, say: Callable[[str], object], **reading: Any
 ) -> DirectionSet:
-    """Return the vectors of one layer in a file, in all files of a folder, or in a folder of persona files.
+    """Return the vectors of one layer in a file, in all files of a folder, or in persona files: a folder, or one of it.
 
-    `say` is told what a folder of persona files has; `reading` holds `level` and `raw` of `load_personas`.
+    `say` is told what persona files have; `reading` holds `level` and `raw` of `load_personas`.
 
     Raises:
         InvalidFile: a folder without vectors, two vectors of one name, or a file that is none of vectors.
@@ -137,7 +137,7 @@ def group_in(
     from steercap.steering.formats import load_personas
 
     files = sorted(one for one in path.iterdir() if one.suffix in FILES) if path.is_dir() else [path]
-    if path.is_dir() and base != 1 and {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
+    if base != 1 and {one.suffix for one in files} == {".pt"} and isinstance(read_pt(files[0]), dict):
         personas = load_personas(path, layers=[layer], **reading)
         say(f"{path}: {personas}")
         return personas.directions

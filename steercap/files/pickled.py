@@ -56,10 +56,10 @@ class PickledArray(StandIn):
     """Array of NumPy, whose state is version, shape, dtype, whether the first axis varies fastest, and bytes."""
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return the array.
+        """Return a copy as a NumPy array of the pickled shape and dtype, in this machine's byte order.
 
         Raises:
-            ValueError: it is of objects or records, or its bytes do not fit its shape.
+            ValueError: it holds objects or records, or its bytes do not fit its shape.
         """
         match self.state:
             case (_, tuple(shape), StandIn("numpy.dtype", (str(text), *_), end), axes, bytes() | bytearray() as data):

@@ -163,7 +163,7 @@ class Encoder:
 
 
 def layout(shape: EncoderShape) -> Iterator[tuple[int, int]]:
-    """Yield the start and size of each tensor in an image, in bytes."""
+    """Yield (start, size) in bytes of each tensor of `Encoder.write`'s image: weight, bias, then those it has."""
     start = 0
     for elements in (
         shape.d_in * shape.d_sae,
@@ -178,5 +178,5 @@ def layout(shape: EncoderShape) -> Iterator[tuple[int, int]]:
 
 
 def image_bytes(shape: EncoderShape) -> int:
-    """Return the size of an image in bytes."""
+    """Return the bytes of the image in which `Encoder.write` lays out an encoder of this shape."""
     return sum(list(layout(shape))[-1])

@@ -104,7 +104,7 @@ class Recorder:
         """
         engine = model.serving.here()
         points, _ = engine.captured(self.settings.capture)
-        for spec in self.settings.codecs.specs(layers=self.settings.layers):
+        for spec in (self.settings.capture, *self.settings.codecs.specs(layers=self.settings.layers)):
             engine.coding(spec)
         for layer in {point.layer for point in points if point.site == "q"} if self.settings.codecs.attention else ():
             engine.attention[layer].understood(layer)

@@ -102,9 +102,14 @@ class SteeringSpec:
         return self.preserve_norm or any(isinstance(edit, SteeringSpec) and edit.keeps_norm for edit in self.edits)
 
     def segments(self, path: tuple[int, ...] = ()) -> Iterator[tuple[Edit | LogitBias, tuple[int, ...] | None]]:
-        """Yield every edit, with the place of the spec that preserves the norm around it; None if there is none.
+        """Yield every edit in order, those of nested specs too, with the outermost spec around it that preserves norms.
 
-        A place is a path of indices: a spec that occurs twice is two places.
+        Args:
+            path: indices that lead to this spec, () for the whole.
+
+        Yields:
+            The edit, and the indices that lead to that spec, None if there is none; a spec that occurs twice has two
+            paths.
         """
         for place, edit in enumerate(self.edits):
             if not isinstance(edit, SteeringSpec):

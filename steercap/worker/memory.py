@@ -159,13 +159,27 @@ class SharedReader(LineReader):
             self._close_file = weakref.finalize(self, os.close, self._file)
 
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
+        lines, file, parts = self._open_lines(), self._file, list[torch.Tensor]()
+        if file is None or not any(item.start >= len(lines) for item in ranges):
+            return Readable(lines, tuple(ranges))
+        for item in ranges:
+            try:
+                parts.append(await asyncio.to_thread(read_lines, file, item.start - len(lines), item.count))
+            except WorkerFailure:
+                self._open_lines()
+                raise
+            self._open_lines()  # closed meanwhile, the file's number may have been another's
+        return Readable(torch.cat(parts), (LineRange(0, sum(map(len, parts))),))
+
+    def _open_lines(self) -> torch.Tensor:
+        """Return the lines that are mapped.
+
+        Raises:
+            ModelClosed: the reader was closed.
+        """
         if self._lines is None:
             raise ModelClosed("the model was closed while rows were fetched")
-        if self._file is None or not any(item.start >= len(self._lines) for item in ranges):
-            return Readable(self._lines, tuple(ranges))
-        first, file = len(self._lines), self._file
-        parts = [await asyncio.to_thread(read_lines, file, item.start - first, item.count) for item in ranges]
-        return Readable(torch.cat(parts), (LineRange(0, sum(map(len, parts))),))
+        return self._lines
 
     def close(self) -> None:
         self._lines = None

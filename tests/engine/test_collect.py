@@ -387,6 +387,10 @@ async def test_what_does_not_fit_is_told_before_anything_is_read(tiny, tmp_path)
         ({"capture": CaptureSpec(), "layers": [1]}, InvalidSpec),
         ({"capture": CaptureSpec(tokens="prompt"), "tokens": OneIn(2)}, InvalidSpec),
         ({"layers": [99]}, InvalidSpec),
+        ({"attention": 0}, InvalidSpec),
+        ({"attention": 4, "tokens": "generated"}, InvalidSpec),
+        ({"attention": 4, "tokens": OneIn(2)}, InvalidSpec),
+        ({"attention": 4, "statistics_every": 8}, InvalidSetting),
         ({"layers": [1], "tokens": ByProbe(LayerVectors({2: torch.ones(128)}), 2, above=0.0)}, InvalidSpec),
     ]
     for asked, error in wrong:

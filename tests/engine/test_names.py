@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,12 +67,23 @@ async def test_modules_are_read_and_written_by_their_paths() -> None:
             r"no 'q_proj' in a Qwen3Attention, which holds qkv_proj",
             marks=pytest.mark.extended,
         ),
-        (
-            "model.layer.*.mlp.output",
-            r"model\.layer\.0\.mlp\.output is not in this model, whose layers are model\.layers",
-        ),
     ],
 )
 async def test_a_path_that_leads_to_no_rows_is_refused_at_the_start(path, says) -> None:
     with pytest.raises(errors.UnsupportedModel, match=says):
         await SteerModel(str(tiny_checkpoint("qwen3")), sites=[path], **TINY_ENGINE).start()
+
+
+@pytest.fixture
+def unreadable(tmp_path) -> Path:
+    """A checkpoint whose weights end too early."""
+    folder = Path(shutil.copytree(tiny_checkpoint("qwen3"), tmp_path / "unreadable"))
+    for file in folder.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size - 1000)
+    return folder
+
+
+async def test_a_misspelt_path_is_refused_before_weights_are_read(unreadable) -> None:
+    says = r"model\.layer\.0\.mlp\.output is not in this model, whose layers are model\.layers"
+    with pytest.raises(errors.UnsupportedModel, match=says):
+        await SteerModel(str(unreadable), sites=["model.layer.*.mlp.output"], **TINY_ENGINE).start()

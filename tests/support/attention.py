@@ -11,6 +11,7 @@ import torch
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.stacking import flat
 from steercap.core.spec import CaptureSpec, Point
+from steercap.kernels.attention import AttentionSummary
 from steercap.model import SteerModel
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.reference import Reference
@@ -77,3 +78,19 @@ def _check_summary(handle: CaptureHandle, layer: int, pattern: torch.Tensor) -> 
     logarithms = np.log(weights, where=weights > 0, out=np.zeros_like(weights))
     np.testing.assert_allclose(summary.entropy, -(weights * logarithms).sum(-1), atol=1e-5)
     np.testing.assert_allclose(summary.first, weights[..., 0], atol=1e-6)
+
+
+def hold_targets(found: AttentionSummary, weights: torch.Tensor) -> None:
+    """Kept targets are the strongest of a whole pattern [heads, tokens, tokens], as they are stored: weights in steps of
+    1/255, entropies in 16 bits.
+    """
+    error, tokens = 0.5 / 255 + MAX_ERROR, weights.shape[-1]
+    assert found.positions.tolist() == list(range(tokens))
+    seen, top = found.targets >= 0, found.targets.shape[-1]
+    assert torch.equal(seen.sum(-1), (weights > 0).sum(-1).clamp(max=top))
+    own = weights.gather(-1, found.targets.clamp(min=0))
+    assert (own - found.weights)[seen].abs().max() <= error
+    strongest = weights.topk(min(top, tokens), dim=-1).values
+    assert (strongest - found.weights[..., : strongest.shape[-1]]).abs().max() <= error
+    torch.testing.assert_close(found.first, weights[..., 0], atol=error, rtol=0)
+    torch.testing.assert_close(found.entropy, torch.special.entr(weights).sum(-1), atol=1e-3, rtol=2**-10)

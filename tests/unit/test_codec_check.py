@@ -382,3 +382,20 @@ def test_the_file_is_the_codec_of_a_capture(tmp_path) -> None:
         assert (result.exit_code, "sites of different codecs" in result.output) == (1, True), result.output
         result = call(*command, "--codec", f"@{path}", "--codec-k", "3")
         assert (result.exit_code, "leave them out" in re.sub(r"[\s│]+", " ", result.output)) == (2, True), result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--attention", "0"), "attention=0; give an integer from 1 to 128"),
+        (("--attention", "4", "--tokens", "generated"), "give 'all' as tokens, or a slice from 0"),
+        (("--attention", "4", "--one-in", "3"), "leave --one-in and --probe out"),
+        (("--attention", "4", "--codec", "rp8"), "leave codec= out beside it"),
+        (("--attention", "4", "--sites", "z"), "leave sites= out beside it"),
+    ],
+)
+def test_targets_of_attention_that_cannot_be_collected_are_told_before_a_start(tmp_path, given, says) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    result = call("collect", str(tmp_path / "a.txt"), str(tmp_path / "o"), *given)
+    assert (result.exit_code in {1, 2}, says in re.sub(r"[\s│]+", " ", result.output)) == (True, True), result.output
+    assert not (tmp_path / "o").exists()

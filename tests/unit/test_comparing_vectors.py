@@ -23,6 +23,7 @@ from steercap.lab.training import (
     TrainableAdd,
     compare_trained,
     compare_vectors,
+    comparing,
     perplexity_of,
     train_datasets,
 )
@@ -157,7 +158,11 @@ def test_trained_and_averaged_vectors_are_in_one_table(trained, monkeypatch) -> 
     """Cosine, norms, losses and perplexities of each data set, in Parquet; computed once; what has no partner is said."""
     model, out = trained
     averaged = {name: drawn(at, width=model.width) for at, name in enumerate(("rain", "tiny__trait__wind", "wind"))}
+    opened: list[str] = []
+    read = comparing.read_result
+    monkeypatch.setattr(comparing, "read_result", lambda folder: opened.append(folder.name) or read(folder))
     found = compare_trained(model, out, averaged)
+    assert opened == ["tiny__trait__rain", "tiny__trait__wind"]  # once each: the result is that of one moment
     assert [(row.dataset, row.averaged) for row in found.rows] == [
         ("tiny__trait__rain", "rain"),
         ("tiny__trait__wind", "tiny__trait__wind"),

@@ -16,7 +16,7 @@ from steercap.core.messages import Attached, CapturedRows, LineRange, Owner, Unk
 from steercap.core.schema import LINE_BYTES, RAW, REDUCED, Coding, PointSchema
 from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank
-from steercap.errors import ModelClosed
+from steercap.errors import ModelClosed, WorkerFailure
 from steercap.worker import assembly, memory
 from steercap.worker.memory import LineReader, Readable, WireReader
 
@@ -290,3 +290,27 @@ async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> N
     assert wire.wire_bytes_in_flight == 0
     for one, delivery in zip(asked, deliveries, strict=True):
         assert torch.equal(stacked(delivery).view(torch.uint8), by_hand(one))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_reader_that_is_closed_while_a_thread_reads_gives_no_rows(tmp_path, monkeypatch, fails) -> None:
+    """The number of its file may be another file's by then: what was read is not handed out, and no other error is told."""
+    segment, content = memory.SharedSegment.create(4 * LINE_BYTES), np.random.default_rng(1).bytes(3 * LINE_BYTES)
+    (tmp_path / "lines").write_bytes(content)
+    told = {"path": segment.path, "nonce": segment.nonce, "file": str(tmp_path / "lines"), "file_lines": 3}
+    reader, ranges = memory.SharedReader(replace(attached(), **told)), [LineRange(4, 1), LineRange(6, 1)]
+    assert (await reader.read(ranges)).lines.numpy().tobytes() == content[:LINE_BYTES] + content[2 * LINE_BYTES :]
+
+    read = memory.read_lines
+
+    def closing(fd: int, line: int, count: int) -> torch.Tensor:
+        found = read(fd, line, count)
+        reader.close()
+        if fails:
+            raise WorkerFailure("bad file descriptor")
+        return found
+
+    monkeypatch.setattr(memory, "read_lines", closing)
+    with pytest.raises(ModelClosed, match="closed while rows were fetched"):
+        await reader.read(ranges)
+    segment.close()

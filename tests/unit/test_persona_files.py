@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from steercap.cli.contents import group_in
 from steercap.errors import InvalidFile, InvalidSpec, LayerOutOfRange, UnknownName
 from steercap.steering.formats import (
     load_components,
@@ -103,6 +104,24 @@ class TestFolders:
         assert beside.directions["a"][1].tolist() == (found["a"]["pos_3"] - rows(99))[1].tolist()
         with pytest.raises(LayerOutOfRange, match=r"\[4\]"):
             load_personas(tmp_path / "vectors", raw=True, layers=[4])
+
+    def test_one_file_is_read_as_in_its_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With the defaults beside its folder, by a relative path too; `steercap compare --vectors` takes it."""
+        roles(tmp_path)
+        monkeypatch.chdir(tmp_path / "vectors")
+        whole = load_personas(tmp_path / "vectors")
+        for path in (tmp_path / "vectors" / "b.pt", Path("b.pt")):
+            alone = load_personas(path)
+            assert (list(alone.directions), alone.level, alone.left_out) == (["b"], whole.level, {})
+            assert alone.directions["b"] == whole.directions["b"]
+            said: list[object] = []
+            group = group_in(path, layer=2, base=None, say=said.append)
+            assert group["b"] == whole.directions["b"].at_layers([2])
+            assert said == [f"{path}: pos_3 - default_1 of 1 of 1 files"]
+        with pytest.raises(UnknownName, match=r"b.pt has .*pos_3 \(1 files\).* no pos_4; did you mean 'pos_"):
+            load_personas(Path("b.pt"), level="pos_4")
+        with pytest.raises(InvalidFile, match=r"is no folder of NAME\.pt"):
+            load_personas(Path("d.pt"))
 
     def test_captures_give_their_contrast(self, tmp_path: Path) -> None:
         """A file of a capture gives its contrast, and its means on request."""

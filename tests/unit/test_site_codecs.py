@@ -15,7 +15,7 @@ import pytest
 import torch
 from cli_calls import call
 
-from steercap import AttentionSummary, CaptureHandle
+from steercap import AttentionSummary, CaptureHandle, CaptureSpec
 from steercap.captures.handle import holding
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.recordings import RecordingFolder, Recordings, RecordLimits
@@ -25,7 +25,15 @@ from steercap.core.attention import AttentionRule
 from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
-from steercap.errors import CaptureIncomplete, InvalidFile, InvalidSelection, InvalidSetting, InvalidSpec, SteercapError
+from steercap.errors import (
+    CaptureIncomplete,
+    InvalidFile,
+    InvalidSelection,
+    InvalidSetting,
+    InvalidSpec,
+    SteercapError,
+    UnknownName,
+)
 from steercap.kernels.attention import RecordedAttention
 from steercap.server.record_settings import RecordSettings
 
@@ -213,7 +221,7 @@ def test_the_mix_of_two_is_as_small_as_said() -> None:
         (["resid_post=topk8,seed=1"], "seed=1 with codec='topk8', which has no such parameter"),
         (["resid_post=rp8,k=0"], "k=0; give an integer from 1"),
         (["resid_post", "attention=0"], "'attention=0': give a number of targets from 1 to 128, such as attention=8"),
-        (["attention=8"], "no site is given"),
+        (["attention=129"], "'attention=129': give a number of targets from 1 to 128"),
         (["resid_post", "resid_post=rp8"], "the codec of 'resid_post' is given already"),
         (["z", "attention=8", "attention=2"], "the codec of 'attention' is given already"),
         (["z=rp8,k=64,k=32"], "'z=rp8,k=64,k=32' gives k twice"),
@@ -236,6 +244,21 @@ def test_settings_that_do_not_fit_are_told(tmp_path) -> None:
     for tokens in ("generated", slice(1, 9), [0, 1], slice(0, 9, 2)):
         with pytest.raises(InvalidSpec, match="give 'all' as tokens, or a slice from 0"):
             RecordSettings(tmp_path, attention, tokens=tokens)  # type: ignore[arg-type]
+
+
+def test_attention_alone_is_left_to_the_workers(tmp_path) -> None:
+    """The capture is of summaries; its one handle is written as it came. Beside a site queries and keys are captured."""
+    alone = SiteCodecs.parse(["attention=8"])
+    assert (alone.sites, alone.texts) == (("q", "k"), ("attention=8",))
+    assert RecordSettings(tmp_path, alone, layers=[1]).capture == CaptureSpec(layers=[1], attention=8)
+    assert SiteCodecs.load(alone.save(tmp_path / "codecs.json")) == alone
+    assert SiteCodecs.parse(["attention=8", "z"]).spec().attention is None
+    handle = an_attending_request(9, 1)
+    assert alone.parted(handle) == [handle]
+    with pytest.raises(UnknownName, match="no codec is settled for 'z'"):
+        alone.coding_of(["z"])
+    with pytest.raises(InvalidSpec, match="give 'all' as tokens, or a slice from 0"):
+        RecordSettings(tmp_path, alone, tokens="generated")
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,11 @@ def read(rows: torch.Tensor, reads: Reading | None, k: int) -> torch.Tensor:
 
 
 def strongest(rows: torch.Tensor, k: int) -> torch.Tensor:
-    """Encode the greatest elements of rows: uint8 [rows, row bytes].
+    """Encode the `k` elements of greatest magnitude of each row: uint8 [rows, row bytes]; does not wait for the device.
 
-    Does not wait for the device.
+    Args:
+        rows: any floating dtype [rows, elements]; one that is not finite is stored as NaN.
+        k: number of elements stored; where fewer are not 0, the index of the others is -1.
     """
     import torch
 

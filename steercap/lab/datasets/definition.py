@@ -103,10 +103,10 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def rows_of(
         self, parts: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Return rows decoded from their parts: [rows, *shape]."""
+        """Return rows decoded from their parts, [rows, *shape]; targets of attention as `numbers_of` lays them out."""
         given = constants or {name: torch.zeros(self.schema.width) for name in self.constants}
         found = self.whole(parts, given)
-        return found.decoded() if isinstance(found, CodedRows) else found
+        return found.numbers() if isinstance(found, CodedRows) else found
 
     def check(self, piece: Whole) -> None:
         """Check that rows have this format.

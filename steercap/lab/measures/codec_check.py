@@ -50,7 +50,7 @@ CALL_TEXTS: Final = 8
 
 @dataclass(frozen=True)
 class CodecCheck:
-    """Result of a check.
+    """Result of judging codecs on one's own texts; made by `check_codecs`.
 
     Args:
         measures: all measures, in the order of sites, layers and bytes.

@@ -92,7 +92,7 @@ class RowsFile:
         return {key: rows.view(self._shape) for key, rows in zip(self._keys, flat, strict=True)}
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, which stays to be resumed; `rows` that were mapped stay readable."""
         os.close(self._file)
 
 

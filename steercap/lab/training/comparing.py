@@ -110,7 +110,7 @@ def _compared(
         return f"the averaged vector has no layer {config.target_layer}"
     pair = pairs_of(folder.name, trained, averaged.at_layers([config.target_layer]))[0]
     try:
-        loss = _averaged_loss(model, folder, averaged, pair.layer, batch_size)
+        loss = _averaged_loss(model, folder, averaged, pair.layer, batch_size, result.held_out)
     except TrainingDiverged as error:
         return f"the averaged vector: {error}"
     losses = {**result.validation, "averaged": loss}
@@ -121,8 +121,10 @@ def _compared(
     return TrainedComparison(folder.name, name, *numbers, **said)
 
 
-def _averaged_loss(model: HookedModel, folder: Path, averaged: LayerVectors, layer: int, batch_size: int) -> TextLoss:
-    """Return the likelihood of what was held out with an averaged vector, computed once."""
+def _averaged_loss(  # noqa: PLR0917 -- a model and a vector, and where the examples are
+    model: HookedModel, folder: Path, averaged: LayerVectors, layer: int, batch_size: int, held_out: int
+) -> TextLoss:
+    """Return the likelihood of the `held_out` examples that were held out, with an averaged vector, computed once."""
     digest = hashlib.sha256(averaged[layer].numpy().tobytes()).hexdigest()
     file = folder / AVERAGED
     if file.exists():
@@ -133,12 +135,12 @@ def _averaged_loss(model: HookedModel, folder: Path, averaged: LayerVectors, lay
     require_file(folder / HELD_OUT)
     with blame(folder / HELD_OUT):
         lines = (folder / HELD_OUT).read_bytes().splitlines()
-        held_out = [example_of(msgspec.json.decode(line, type=dict[str, Any])) for line in lines]
-        if len(lines) != (wanted := read_result(folder).held_out):
-            raise ValueError(f"{len(lines)} examples are there, of {wanted}; it was changed")
+        examples = [example_of(msgspec.json.decode(line, type=dict[str, Any])) for line in lines]
+        if len(lines) != held_out:
+            raise ValueError(f"{len(lines)} examples are there, of {held_out}; it was changed")
     (trained,) = SteeringSpec.load(folder / f"{folder.name}.safetensors").of_rows()
     edit = Add(averaged[layer], layer=layer, tokens=trained.selection)
-    loss = perplexity_of(model, held_out, edit, batch_size=batch_size)  # type: ignore[arg-type]
+    loss = perplexity_of(model, examples, edit, batch_size=batch_size)  # type: ignore[arg-type]
     with write_whole(file) as scratch:
         scratch.write_bytes(msgspec.json.encode(_AveragedLoss(digest, layer, loss)))
     return loss

@@ -31,5 +31,9 @@ def save_vectors(vectors: LayerVectors, path: str | PathLike[str]) -> Path:
 
 
 def load_vectors(path: str | PathLike[str]) -> LayerVectors:
-    """Read a file that `save_vectors` wrote; see `LayerVectors.load`."""
+    """Read a file that `save_vectors` wrote: a vector for each layer, with its labels.
+
+    Raises:
+        InvalidFile: it is missing, damaged, of a newer version, or holds something else.
+    """
     return LayerVectors.load(Path(path))

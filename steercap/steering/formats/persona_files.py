@@ -90,7 +90,7 @@ def load_personas(
     """Read one vector of every persona in a folder: `pos_3 - default_1` of roles, `pos_neg_50` of traits.
 
     Args:
-        folder: folder of `NAME.pt`, such as `vectors` or `vectors_vllm_bfloat16`.
+        folder: folder of `NAME.pt`, such as `vectors` or `vectors_vllm_bfloat16`; or one such file.
         level: level to read; None for the one of "pos_3", "pos_neg_50" and "contrast" that the files have.
         raw: return means as they are, without subtracting the default.
         default: file of defaults; None for `default_vectors.pt` beside the folder. Read if a mean is not raw.
@@ -125,7 +125,8 @@ def load_personas(
         )
     ((name, chosen),) = vectors.items()
     if not raw and not name.startswith(_DIFFERENCES):
-        beside = folder.absolute().parent / "default_vectors.pt" if default is None else Path(default)
+        holder = folder.absolute().parent if folder.is_dir() else folder.absolute().parents[1]
+        beside = holder / "default_vectors.pt" if default is None else Path(default)
         if not beside.exists():
             raise InvalidFile(f"there is no {beside}; give default=, the file of default levels, or raw=True")
         levels = load_levels(beside, model=model, layers=kept)
@@ -273,7 +274,9 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return a folder's `.pt` files, and the others with the reason why they are left out."""
+    """Return a folder's `.pt` files, or one file, and the others with the reason why they are left out."""
+    if folder.suffix == ".pt" and folder.is_file():
+        return [folder], {}
     entries = sorted(one for one in folder.iterdir() if not one.name.startswith(".")) if folder.is_dir() else []
     paths = [one for one in entries if one.suffix == ".pt" and one.is_file()]
     if not paths:

@@ -44,6 +44,7 @@ async def collect(
     sites: str | Sequence[str] | None = None,
     codec: str | None = None,
     k: int | None = None,
+    attention: int | None = None,
     capture: CaptureSpec | None = None,
     tokens: Tokens | TokenSelection | TokenSample | None = None,
     context: int | None = None,
@@ -75,7 +76,7 @@ async def collect(
             messages, or mappings that hold one of these; or an opened `DocumentSource`: see
             `steercap.lab.datasets.collecting.open_source`.
         folder: folder of the data set: a path, or the URL of an fsspec file system.
-        layers, sites, codec, k: shorthand for `capture=CaptureSpec(layers=..., ...)`.
+        layers, sites, codec, k, attention: shorthand for `capture=CaptureSpec(layers=..., ...)`.
         capture: spec of the rows to keep, without `reduce`, `project`, `sae` and `gather=False`.
         tokens: selection of tokens whose rows are kept: as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`; by
             default those of `capture`. Positions count in each window by itself.
@@ -91,10 +92,9 @@ async def collect(
         steering: edits applied during the run, as for `generate`.
         shard_bytes: target bytes of rows in a shard; three to nine shards are in memory, depending on the number of
             cores.
-        documents_per_shard: number of documents in a shard; by default estimated from the first few to reach
-            `shard_bytes`.
+        documents_per_shard: documents in a shard; by default as many as have `shard_bytes`, judged by the first few.
         statistics_every: sampling interval of statistics, one row in so many; 0 for none. By default 8 for each point:
-            many points take no more time than one.
+            many points take no more time than one. Targets of attention have none.
         concurrency: maximum windows in flight; by default as many as the engine can use, within memory.
         verify: check existing shards by their hashes, rather than by their sizes alone; damaged shards are collected
             again.
@@ -116,7 +116,7 @@ async def collect(
         MissingExtra: the extra `datasets`, or with `ray` the extra `ray`, is not installed.
         The errors of `generate`.
     """
-    kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k)
+    kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k, attention=attention)
     asked = CollectArguments(
         capture=kept,
         tokens=chosen,
@@ -202,6 +202,8 @@ def activations(
         WrongEventLoop: it was started in another event loop.
     """
     kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k)
+    if kept.attention is not None:
+        raise InvalidSpec(f"attention={kept.attention}: batches are of rows; collect() keeps targets of attention")
     asked = CollectArguments(
         capture=kept,
         tokens=chosen,

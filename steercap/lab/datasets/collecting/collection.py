@@ -124,6 +124,11 @@ class CollectArguments:
             if (number := index_of(given)) is None or number < least:
                 raise InvalidSetting(f"{name}={shown(given)}; give a whole number of at least {least}")
             object.__setattr__(self, name, number)  # NumPy's are no JSON
+        if self.capture.attention and self.statistics_every:
+            raise InvalidSetting(
+                f"statistics_every={self.statistics_every}: targets of attention are positions, which have no mean; "
+                "leave it out, or give 0"
+            )
 
     def reading(self, model: SteerModel, engine: Engine) -> Reading:
         """Compile the arguments for an open model.
@@ -261,13 +266,15 @@ class _Collection:
     def _define(self, per_shard: int) -> Definition:
         given, every = self._asked.documents_per_shard, self._asked.statistics_every
         reading = self._reading
+        if every is None:
+            every = 0 if reading.spec.attention else definitions.EVERY * len(reading.points)
         return define(
             {**self._model.identity(), "tokenizer": tokenizer_digest(tokenizer_of(self._model))},
             {point: reading.engine.schemas[point] for point in reading.points},
             coding=reading.coding,
             documents_per_shard=per_shard if given is None else given,
             asked=msgspec.json.decode(msgspec.json.encode(reading.described())),
-            statistics_every=definitions.EVERY * len(reading.points) if every is None else every,
+            statistics_every=every,
             num_layers=reading.engine.vllm.num_layers,
         )
 

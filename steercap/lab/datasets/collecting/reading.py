@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
-from steercap.core.schema import Coding
+from steercap.core.schema import ATTENTION, Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import index_of, shown
@@ -42,7 +42,8 @@ class Reading:
         concurrency: maximum windows in flight; None for as many as the engine can use, within memory.
 
     Raises:
-        InvalidSpec: the spec keeps something other than rows, or a probe's point is not captured.
+        InvalidSpec: the spec keeps something other than rows or targets of attention, a probe's point is not captured,
+            or targets are asked for of a sample of tokens.
         InvalidSetting: the context exceeds the engine's, or sampling gives other than one text a document.
         PointNotArmed, LayerOutOfRange, UnknownName: see `SteerModel.read`.
     """
@@ -59,12 +60,20 @@ class Reading:
     coding: Coding = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.spec.keeps_rows or not self.spec.gather:
-            raise InvalidSpec("collect keeps rows; leave reduce=, project=, sae=, attention= and gather=False out")
+        if not (self.spec.keeps_rows or self.spec.attention) or not self.spec.gather:
+            raise InvalidSpec("collect keeps rows; leave reduce=, project=, sae= and gather=False out")
         if isinstance(self.sample, Selected):  # the same for every window, so it is lowered once
             object.__setattr__(self, "spec", replace(self.spec, tokens=self.sample.selection))
+        elif self.spec.attention:
+            raise InvalidSpec(
+                f"attention={self.spec.attention} reads the keys of all tokens before, and "
+                f"{type(self.sample).__name__} leaves some out; collect all tokens, and choose rows as they are read"
+            )
         object.__setattr__(self, "points", self.engine.captured(self.spec)[0])
         object.__setattr__(self, "coding", self.engine.coding(self.spec))
+        if self.spec.attention:
+            object.__setattr__(self, "points", tuple(point for point in self.points if point.site == "q"))
+            object.__setattr__(self, "coding", Coding(ATTENTION, self.spec.attention))
         if self.sample.needs is not None and self.sample.needs not in self.points:
             raise InvalidSpec(f"the probe looks at {self.sample.needs}, which is not collected; collect it too")
         if self.concurrency is not None and (index_of(self.concurrency) or 0) < 1:

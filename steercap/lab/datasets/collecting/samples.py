@@ -90,7 +90,7 @@ class Selected(TokenSample):
 
     @property
     def selection(self) -> TokenSelection:
-        """Parsed selection."""
+        """Token selection that `of` stands for."""
         return TokenSelection.parse(self.of)
 
     def asked(self, window: Window, limit: int) -> TokenSelection | None:

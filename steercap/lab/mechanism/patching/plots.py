@@ -43,7 +43,7 @@ class Mapped(Protocol):
         """Return the values of the map: float64 [layers, columns]."""
 
     def labels(self) -> list[str]:
-        """Return the labels of the columns."""
+        """Return a label for each column: the token at its position, or the number of its head."""
 
     def quantity(self, of: Any) -> str:
         """Return the name of the quantity that is drawn."""

@@ -74,7 +74,7 @@ class Grid:
 
     @property
     def selection(self) -> TokenSelection:
-        """Parsed token selection."""
+        """Token selection that `tokens` stands for."""
         assert isinstance(self.tokens, TokenSelection)
         return self.tokens
 

@@ -97,7 +97,7 @@ class RolesFolder:
 
     @property
     def settings(self) -> RoleSettings:
-        """Settings of the run, with the requested roles."""
+        """Settings of the run, as `settings.json` has them, with the roles that were asked for."""
         return settings_from(self.definition.settings, self.definition.roles)
 
     @property

@@ -60,8 +60,12 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the answers of a sweep depend on: two sweeps of one definition are the same sweep.
 
     Args:
-        vectors: SHA-256 of the vectors at the layers swept, by name.
         model: identity of the model; see `steercap.files.fingerprint`.
+        vectors: SHA-256 of the vectors at the layers swept, by name.
+        layers: layers steered at once, of each condition.
+        scales, operations, tokens, relative, random, reversed, seed, prompts: as for `Sweep`; tokens as text.
+        sampling: sampling parameters of an answer.
+        samples: number of answers to each prompt under each condition.
     """
 
     model: dict[str, str]
