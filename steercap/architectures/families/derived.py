@@ -6,7 +6,7 @@ The output of a block is never guessed: the module has many names, and a norm or
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -19,8 +19,24 @@ if TYPE_CHECKING:
 #: Argument names of the stream that layers take, or of its part that is not deferred.
 _HIDDEN: Final = ("hidden_states", "x", "hidden")
 _RESIDUAL: Final = "residual"
-#: Sites of layers of unknown classes.
+#: Sites of layers of unknown classes that the proof at start needs in any case.
 SITES: Final = ("resid_pre", "resid_post")
+#: Fields of `Family` with the paths of the sites that are derived of a traced pass, see `architectures.derivation`.
+FIELDS: Final[Mapping[str, str]] = {
+    "attn_out": "attn_out",
+    "mlp_out": "mlp_out",
+    "resid_mid": "resid_mid",
+    "attn_in": "attn_in",
+    "mlp_in": "mlp_in",
+    "z": "attn_proj",
+    "neurons": "mlp_proj",
+    "q": "attention",
+    "k": "attention",
+    "v": "attention",
+    "router": "router",
+}
+#: Derived sites whose equations hold a site that must itself be proved, by that site.
+NEEDS: Final[Mapping[str, tuple[str, ...]]] = {"attn_out": ("z",), "mlp_out": ("neurons",), "z": ("q", "k", "v")}
 
 
 def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Family, ...]:
@@ -43,12 +59,7 @@ def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Fami
         shown = "; ".join(f"{type(layer).__name__}({', '.join(names)})" for layer, names in pairs)
         raise UnsupportedModel(f"steercap cannot tell which argument of these layers carries the stream: {shown}")
     whole = Family(
-        attn_out="",
-        mlp_out="",
-        resid_mid="",
-        attn_proj="",
-        attention="",
-        mlp_proj="",
+        **dict.fromkeys(FIELDS.values(), ""),  # type: ignore[arg-type]
         residual_output=None,
         residual_input="",
         hidden_input=hidden.pop(),
