@@ -170,7 +170,9 @@ class Layer:
             self._refuse(("attn_out", "mlp_out", "resid_mid"), self._nearest())
         else:
             for site, (group, apart, factor, read) in blocks.items():
-                self._block(site, group, read, "" if apart <= 1 else f"it adds {factor:.6g} times what its module gives")
+                self._block(
+                    site, group, read, "" if apart <= 1 else f"it adds {factor:.6g} times what its module gives"
+                )
         if any(map(_has_experts, self.traced.calls)):
             self._refuse(("router",), "no equation of the proof holds the logits of experts")
         for site, others in NEEDS.items():

@@ -6,7 +6,7 @@ The output of a block is never guessed: the module has many names, and a norm or
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +37,28 @@ FIELDS: Final[Mapping[str, str]] = {
 }
 #: Derived sites whose equations hold a site that must itself be proved, by that site.
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {"attn_out": ("z",), "mlp_out": ("neurons",), "z": ("q", "k", "v")}
+#: Sites that must be armed beside a derived one, so that the proof has its equations.
+_BLOCKS: Final = ("attn_out", "resid_mid", "mlp_out")
+_HEADS: Final = ("q", "k", "v", "z")
+#: Derived sites that are served only if an equation of the proof holds them.
+PROVED: Final = frozenset({*_BLOCKS, *_HEADS, "neurons"})
+#: Stream of all such layers, with whatever paths, as the proof at start sees it.
+DERIVED: Final = Family(derived=True)
+
+
+def proving(site: str) -> tuple[str, ...]:
+    """Return the sites of a layer that the proof of a derived one needs."""
+    if site not in PROVED:
+        return ()
+    return _BLOCKS + _HEADS if site in {"q", "k", "v"} else _BLOCKS
+
+
+def dropped(sites: Iterable[str]) -> frozenset[str]:
+    """Return sites and all those that are proved by them alone."""
+    found = set(sites)
+    for site, others in NEEDS.items():
+        found |= set(others) if site in found else set()
+    return frozenset(found)
 
 
 def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Family, ...]:
