@@ -1,7 +1,8 @@
 """Traced passes of layers that no family knows, from which `architectures.derivation` derives their sites.
 
 A pass runs before taps are installed, as those of `observing` do. In each, every layer gets a random stream, the same
-on all ranks, and attention returns random rows, other ones on each.
+on all ranks, and attention returns random rows, other ones on each. Two further passes give the blocks' inputs that
+were found the same rows beside other streams: queries, keys, values and `mlp_out` must then be the same too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 from typing import Any, Final
 
@@ -19,9 +21,9 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from steercap.adapters.observing import TOKENS, attends, run_pass
 from steercap.architectures.decoder import Decoder
-from steercap.architectures.derivation import Call, Layer, Traced, joined
-from steercap.architectures.families.base import Family
-from steercap.architectures.sites.base import first_terms, read_by
+from steercap.architectures.derivation import Call, Layer, Traced, joined, reading_more
+from steercap.architectures.families.base import Family, located
+from steercap.architectures.sites.base import first_terms, of_input, read_by
 from steercap.architectures.sites.residual import taken_by
 
 #: Sizes of the stream's elements in the passes: a block's output that drowns in the one is seen in the other.
@@ -47,7 +49,15 @@ def derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tup
     for index in decoder.layers:
         solved[index] = Layer(_traced([one.layers.pop(index) for one in passes]), head_dim)
         solved[index].solve()
-    return joined(decoder.layers, solved, family)
+    found, refused = joined(decoder.layers, solved, family)
+    passes = [_Pass(decoder, found, seed, 1.0, blocks=True) for seed in range(len(_SCALES), len(_SCALES) + 2)]
+    for one in passes:
+        one.run(runner)
+    for index, layer in decoder.layers.items():
+        wrong = reading_more(_traced([one.layers.pop(index) for one in passes]), layer, found)
+        refused |= {site: f"at layer {index}: {reason}" for site, reason in wrong.items() if getattr(found, site)}
+        found = replace(found, **dict.fromkeys(wrong, ""))
+    return found, refused
 
 
 class _Seen:
@@ -68,12 +78,14 @@ class _Pass:
         family: the layers' stream.
         seed: seed of the random rows.
         scale: size of the stream's elements.
+        blocks: True to give the family's blocks the same input in every such pass.
 
     Attributes:
         layers: what was seen, by layer.
     """
 
-    def __init__(self, decoder: Decoder, family: Family, seed: int, scale: float) -> None:
+    def __init__(self, decoder: Decoder, family: Family, seed: int, scale: float, *, blocks: bool = False) -> None:
+        self._blocks = blocks
         self._decoder, self._family, self._scale = decoder, family, scale
         self._stream = torch.Generator().manual_seed(seed)
         self._heads = torch.Generator().manual_seed(1 + seed + 1000 * get_tp_group().rank_in_group)
@@ -100,7 +112,9 @@ class _Pass:
             made = plain(*args, **kwargs)
             drawn = torch.randn(made.shape, generator=self._heads).to(made)
             if self._now is not None:
-                self._now.attended.append(["", module, begin, next(self._clock), None, None, _rows(drawn)])
+                read = [rows for one in (*args, *kwargs.values()) if (rows := _rows(one)) is not None]
+                taken = torch.cat(read, dim=1) if read else None
+                self._now.attended.append(["", module, begin, next(self._clock), taken, None, _rows(drawn)])
             return drawn
 
         module.forward = forward
@@ -128,6 +142,14 @@ class _Pass:
             residual = output[at] if many and at is not None else None
             self._now, seen.after = None, _sum(output[0] if many else output, residual)
 
+        inputs = (self._family.attn_in, self._family.mlp_in) if self._blocks else ()
+        for path in filter(None, inputs):
+            try:
+                module = layer.get_submodule(located(layer, path))
+            except AttributeError:
+                continue
+            hook = of_input(module, _same)
+            hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for path, module in layer.named_modules():
             if path:
                 self._watch_module(path, module, seen, hooks)
@@ -153,6 +175,11 @@ class _Pass:
 
         hooks.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
         hooks.callback(module.register_forward_hook(end).remove)
+
+
+def _same(_module: nn.Module, rows: torch.Tensor) -> None:
+    """Overwrite a block's input by random rows, the same in each pass."""
+    rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
 
 
 def _rows(tensor: Any) -> torch.Tensor | None:

@@ -33,6 +33,8 @@ _SEEN: Final = 16.0
 #: Standard deviations of rounding in a factor, and its least error.
 _FACTOR: Final = 8.0
 _EXACT: Final = 1e-6
+#: Relative difference of rows that do not depend on the stream, between passes.
+_ALIKE: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class Layer:
             self._refuse(("router",), "no equation of the proof holds the logits of experts")
         for site, others in NEEDS.items():
             if site in self.refused:
-                self._refuse(others, f"{site} would prove it, and is refused: {self.refused[site]}")
+                self._refuse(others, f"{site}, which would prove it, is refused")
 
     def _refuse(self, sites: Sequence[str], reason: str) -> None:
         for site in sites:
@@ -365,3 +367,31 @@ def _located(layer: nn.Module, path: str) -> str:
         return located(layer, path)
     except AttributeError:
         return ""
+
+
+def reading_more(traced: Traced, layer: nn.Module, family: Family) -> dict[str, str]:
+    """Return the reason by site why a block's input is not all that the block reads.
+
+    Args:
+        traced: passes with the same rows at the input of each block, and other streams.
+        layer: the layer.
+        family: the family with the paths of the blocks.
+    """
+    path = _located(layer, family.mlp_out)
+    heads = [call.taken for call in traced.attended]
+    added = [call.given for call in traced.calls if path and call.path == path]
+    wrong = {}
+    for site, entry, made in (("attn_in", family.attn_in, heads), ("mlp_in", family.mlp_in, added)):
+        if not entry or not _located(layer, entry):
+            continue
+        if not made:
+            wrong[site] = "nothing that was proved depends on it alone"
+        elif not all(map(_alike, made)):
+            wrong[site] = "its block reads more than it"
+    return wrong
+
+
+def _alike(rows: Rows) -> bool:
+    """Check if rows are the same in all passes; what depends on another random stream is not nearly so."""
+    first = rows[0].double() if rows else torch.zeros(1, 1)
+    return bool(rows) and all(bool(((one - first).norm(dim=1) <= _ALIKE * first.norm(dim=1)).all()) for one in rows)

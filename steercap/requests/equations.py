@@ -107,7 +107,8 @@ def equations(
         whole = (before, at.site) == ("resid_pre", "resid_post")
         between = [edit[1]] if whole and edit and edit[0] == Point(at.layer, "resid_mid") else []
         summed = [rows[terms[0]], *(factor * rows[block].double() for block in terms[1:]), *between]
-        yield claim(name, at, summed, _SUM, {at.site, *(term.site for term in terms)} - {"resid_pre", "resid_post"})
+        about = sorted({at.site, *(term.site for term in terms)} - {"resid_pre", "resid_post"})
+        yield claim(name, at, summed, _SUM, about)
 
     for point in rows:
         attention, feed_forward = Point(point.layer, "attn_out"), Point(point.layer, "mlp_out")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,11 @@ from unittest.mock import patch
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+from vllm.distributed.parallel_state import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
@@ -24,11 +27,15 @@ from steercap.architectures.families.code import is_transformers
 from steercap.architectures.families.derived import FIELDS, candidates
 
 
-@cache
-def _alone() -> None:
-    """Make this process a group of one."""
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Make this process a group of one; the groups depend on the model."""
     init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
     initialize_model_parallel(1, 1)
+    try:
+        yield
+    finally:
+        cleanup_dist_env_and_memory()
 
 
 @contextmanager
@@ -36,8 +43,7 @@ def built(path: Path, **arguments: Any) -> Iterator[tuple[Any, Decoder]]:
     """A model with its weights: a runner as far as a pass needs it, and the decoder."""
     args = EngineArgs(str(path), **{"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **arguments})  # type: ignore[arg-type]
     vllm_config = args.create_engine_config()
-    with set_current_vllm_config(vllm_config), patch.object(torch.accelerator, "empty_cache"):
-        _alone()
+    with set_current_vllm_config(vllm_config), patch.object(torch.accelerator, "empty_cache"), _alone():
         model = get_model(vllm_config=vllm_config)
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         runner = SimpleNamespace(vllm_config=vllm_config, device=torch.device("cpu"), dtype=torch.float32)
