@@ -21,8 +21,9 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from steercap.adapters.observing import TOKENS, attends, run_pass
 from steercap.architectures.decoder import Decoder
-from steercap.architectures.derivation import Call, Layer, Traced, joined, reading_more
+from steercap.architectures.derivation import Layer
 from steercap.architectures.families.base import Family, located
+from steercap.architectures.families.derived import Call, Traced, joined, reading_more
 from steercap.architectures.sites.base import first_terms, of_input, read_by
 from steercap.architectures.sites.residual import taken_by
 
@@ -56,7 +57,8 @@ def derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tup
     for index, layer in decoder.layers.items():
         wrong = reading_more(_traced([one.layers.pop(index) for one in passes]), layer, found)
         refused |= {site: f"at layer {index}: {reason}" for site, reason in wrong.items() if getattr(found, site)}
-        found = replace(found, **dict.fromkeys(wrong, ""))
+        gone: dict[str, Any] = dict.fromkeys(wrong, "")
+        found = replace(found, **gone)
     return found, refused
 
 

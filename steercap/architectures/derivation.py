@@ -13,75 +13,22 @@ Outputs that are equal bit for bit are one; where two others close, or none does
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, sqrt
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
-from torch import nn
 
-from steercap.architectures.families.base import Family, located
-from steercap.architectures.families.derived import FIELDS, NEEDS
+from steercap.architectures.families.derived import FIELDS, NEEDS, Call, Rows, Traced
 
-#: A tensor of each pass, [n, width].
-Rows: TypeAlias = "tuple[torch.Tensor, ...]"
 #: Roundings to the rows' dtype in a sum, and least part of a term in it that can be told from them.
 _SUM: Final = 4.0
 _SEEN: Final = 16.0
 #: Standard deviations of rounding in a factor, and its least error.
 _FACTOR: Final = 8.0
 _EXACT: Final = 1e-6
-#: Relative difference of rows that do not depend on the stream, between passes.
-_ALIKE: Final = 0.05
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of one of a layer's modules in the traced passes.
-
-    Args:
-        path: dotted path of the module in the layer.
-        module: the module.
-        begin, end: places of its begin and end among all of a pass.
-        taken: rows of its input; () if it has not one for each token, as for the others.
-        stream: `taken`, and the residual that it is given beside it.
-        given: rows of its (first) output.
-    """
-
-    path: str
-    module: nn.Module
-    begin: int
-    end: int
-    taken: Rows
-    stream: Rows
-    given: Rows
-
-    @property
-    def linear(self) -> bool:
-        """True for a linear module of vLLM's."""
-        return hasattr(getattr(self.module, "base_layer", self.module), "input_size")
-
-    def holds(self, other: Call) -> bool:
-        """Check if another call was made within this one."""
-        return self.begin < other.begin and other.end < self.end
-
-
-@dataclass(frozen=True)
-class Traced:
-    """One layer in the traced passes.
-
-    Args:
-        before, after: its residual stream.
-        calls: calls of its modules that were called once in each pass, in order.
-        attended: calls of vLLM's attention, with the heads' outputs as `given`.
-    """
-
-    before: Rows
-    after: Rows
-    calls: tuple[Call, ...]
-    attended: tuple[Call, ...]
 
 
 @dataclass(frozen=True)
@@ -158,8 +105,11 @@ class Layer:
         for call in sorted(self.traced.calls, key=lambda call: call.end):
             if not call.given or call.given[0].shape != self.traced.before[0].shape:
                 continue
-            if not any(same(call.given, group[0].given) and (group.append(call) or True) for group in groups):
+            group = next((group for group in groups if same(call.given, group[0].given)), None)
+            if group is None:
                 groups.append([call])
+            else:
+                group.append(call)
         return groups
 
     def solve(self) -> None:
@@ -328,70 +278,3 @@ class Layer:
 
 def _has_experts(call: Call) -> bool:
     return hasattr(call.module, "w13_weight") or "FusedMoE" in type(call.module).__name__
-
-
-def joined(
-    layers: Mapping[int, nn.Module], solved: Mapping[int, Layer], family: Family
-) -> tuple[Family, dict[str, str]]:
-    """Join the sites of all layers to one family.
-
-    Args:
-        layers: the loaded layers, by their indices.
-        solved: what was derived of each.
-        family: the stream that they were derived with.
-
-    Returns:
-        The family, and by site the reason why layers lack it.
-    """
-    paths: dict[str, str] = {}
-    refused: dict[str, str] = {}
-    for site, name in FIELDS.items():
-        each = {index: layer.found.get(name, "") for index, layer in solved.items()}
-        path = "|".join(dict.fromkeys(filter(None, each.values())))
-        lacking = [index for index, one in each.items() if not one]
-        wrong = [index for index, one in each.items() if path and _located(layers[index], path) != one]
-        for index in (*wrong, *lacking)[:1]:
-            reason = solved[index].refused.get(site, f"only other layers have it, in {path}" if path else "")
-            if not reason:  # as a router, where there are no experts
-                continue
-            refused[site] = f"at layer{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking or wrong))}: {reason}"
-        paths[name] = "" if wrong else path
-    for site, others in NEEDS.items():
-        if not paths[FIELDS[site]]:
-            paths |= dict.fromkeys((FIELDS[other] for other in others), "")
-    return replace(family, **paths, varied=True), refused
-
-
-def _located(layer: nn.Module, path: str) -> str:
-    try:
-        return located(layer, path)
-    except AttributeError:
-        return ""
-
-
-def reading_more(traced: Traced, layer: nn.Module, family: Family) -> dict[str, str]:
-    """Return the reason by site why a block's input is not all that the block reads.
-
-    Args:
-        traced: passes with the same rows at the input of each block, and other streams.
-        layer: the layer.
-        family: the family with the paths of the blocks.
-    """
-    path = _located(layer, family.mlp_out)
-    heads = [call.taken for call in traced.attended]
-    added = [call.given for call in traced.calls if path and call.path == path]
-    wrong = {}
-    for site, entry, made in (("attn_in", family.attn_in, heads), ("mlp_in", family.mlp_in, added)):
-        if not entry or not _located(layer, entry):
-            continue
-        if not made:
-            wrong[site] = "nothing that was proved depends on it alone"
-        elif not all(map(_alike, made)):
-            wrong[site] = "its block reads more than it"
-    return wrong
-
-
-def _alike(rows: Rows) -> bool:
-    """Check if rows are the same in all passes; what depends on another random stream is not nearly so."""
-    first = rows[0].double() if rows else torch.zeros(1, 1)
-    return bool(rows) and all(bool(((one - first).norm(dim=1) <= _ALIKE * first.norm(dim=1)).all()) for one in rows)

@@ -41,7 +41,7 @@ def _alone() -> Iterator[None]:
 @contextmanager
 def built(path: Path, **arguments: Any) -> Iterator[tuple[Any, Decoder]]:
     """A model with its weights: a runner as far as a pass needs it, and the decoder."""
-    args = EngineArgs(str(path), **{"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **arguments})  # type: ignore[arg-type]
+    args = EngineArgs(str(path), **{"dtype": "float32", "enforce_eager": True, "max_model_len": 256, **arguments})
     vllm_config = args.create_engine_config()
     with set_current_vllm_config(vllm_config), patch.object(torch.accelerator, "empty_cache"), _alone():
         model = get_model(vllm_config=vllm_config)
