@@ -119,7 +119,7 @@ class Layer:
             return
         blocks = self._in_turn() or self._side_by_side()
         if blocks is None:
-            self._refuse(("attn_out", "mlp_out", "resid_mid"), self._nearest())
+            self._refuse(("attn_out", "mlp_out", "resid_mid", "attn_in"), self._nearest())
         else:
             for site, (group, apart, factor, read) in blocks.items():
                 self._block(
@@ -192,7 +192,7 @@ class Layer:
         if sum(attending) != 1:
             return None
         first = attending.index(True)
-        self._refuse(("resid_mid",), "both blocks read the stream as the layer takes it")
+        self._refuse(("resid_mid",), "no module reads the stream with what attention adds, and without the rest")
         return {
             "attn_out": (both[first], apart, fit.factors[first], before),
             "mlp_out": (both[1 - first], apart, fit.factors[1 - first], before),

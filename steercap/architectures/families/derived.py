@@ -39,7 +39,11 @@ FIELDS: Final[Mapping[str, str]] = {
     "router": "router",
 }
 #: Derived sites whose equations hold a site that must itself be proved, by that site.
-NEEDS: Final[Mapping[str, tuple[str, ...]]] = {"attn_out": ("z",), "mlp_out": ("neurons",), "z": ("q", "k", "v")}
+NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "attn_out": ("z",),
+    "mlp_out": ("neurons", "mlp_in"),
+    "z": ("q", "k", "v"),
+}
 #: Sites that must be armed beside a derived one, so that the proof has its equations.
 _BLOCKS: Final = ("attn_out", "resid_mid", "mlp_out")
 _HEADS: Final = ("q", "k", "v", "z")
