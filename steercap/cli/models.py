@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,7 +15,6 @@ from steercap.cli.command import command
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import extra
-from steercap.core.values import spans
 from steercap.errors import ModelNotLoaded, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -25,13 +24,16 @@ if TYPE_CHECKING:
 #: Tables of vLLM's registry with models that generate text.
 GENERATING: Final = ("text_generation", "multimodal", "transformers_supported")
 
+#: Beginning of the reason in records of models that are served, though their rows differ from transformers'.
+DIFFERS: Final = "not proved, not refused"
+
 
 class Standing(msgspec.Struct, frozen=True):
     """Support of an architecture, as far as it can be told without starting an engine.
 
     Args:
         architecture: its name.
-        state: "proved", "known", "derived" or "refused".
+        state: "proved", "known", "derived", "refused" or "unknown".
         reason: what that means for it.
         family: family that knows it, "" for none.
     """
@@ -88,15 +90,17 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
     if served := [one for one in proved if not one.refused]:
         tried = sorted({f"{one.vllm} on {one.device}" for one in served})
         return Standing(architecture, "proved", f"compared with transformers, vLLM {', '.join(tried)}", family)
-    if proved:
+    if proved and not all(one.refused.startswith(DIFFERS) for one in proved):
         return Standing(architecture, "refused", proved[0].refused, family)
     if not where:
         why = "the installed vLLM does not register it; it runs, if at all, by transformers' modules"
-        return Standing(architecture, "refused" if not family else "known", why, family)
+        return Standing(architecture, "unknown", why, family)
     if where == "previously_supported":
         return Standing(architecture, "refused", "the installed vLLM no longer has it", family)
     if family:
-        return Standing(architecture, "known", "not compared with transformers here; the proof at start decides", family)
+        return Standing(
+            architecture, "known", "not compared with transformers here; the proof at start decides", family
+        )
     return Standing(
         architecture,
         "derived",
@@ -162,7 +166,7 @@ def _sites(standing: Standing, config: Any, layers: int) -> dict[str, str]:
 
     if standing.state == "refused":
         return {}
-    every = spans(range(layers)) if layers else "all"
+    every = _spans(range(layers)) if layers else "all"
     if not standing.family or config is None or not layers:
         return dict.fromkeys(STREAM, every)
     family: Family = FAMILIES[standing.family]
@@ -170,8 +174,19 @@ def _sites(standing: Standing, config: Any, layers: int) -> dict[str, str]:
     for name, site in SITES.items():
         placed = [site.of_model % layers] if site.of_model is not None else range(layers)
         if there := [layer for layer in placed if site.exists(family, text, layer)]:
-            found[name] = spans(there) + (" where a layer has it" if family.varied and len(there) > 1 else "")
+            found[name] = _spans(there) + (" where a layer has it" if family.varied and len(there) > 1 else "")
     return found
+
+
+def _spans(layers: Iterable[int]) -> str:
+    """Write layers as "0-3, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _weights(checkpoint: Checkpoint, config: Any) -> int | None:
@@ -196,8 +211,13 @@ def _weights(checkpoint: Checkpoint, config: Any) -> int | None:
     return sum(one.numel() for one in made.parameters()) * DTYPE_BYTES["bfloat16"]
 
 
+def _is_model(part: str) -> bool:
+    """Check if an argument is a model's folder or its name on a hub, and no part of an architecture's name."""
+    return "/" in part or part.startswith(".") or Path(part, "config.json").is_file()
+
+
 def _answered(found: ModelFacts) -> Table:
-    size = None if found.weights is None else f"{found.weights / 1e9:.2f} GB in 16 bits, or as quantised"
+    size = None if found.weights is None else f"{found.weights / 1e9:.3g} GB in 16 bits, or as quantised"
     return facts(
         found.model,
         {
@@ -207,7 +227,7 @@ def _answered(found: ModelFacts) -> Table:
             "layers": f"{found.layers} × {found.width}" if found.layers else "",
             "weights": size or "unknown",
             "buffers": ", ".join(f"{name} {size / (1 << 30):g} GiB" for name, size in found.memory.items()),
-            **{site: f"layers {layers}" for site, layers in found.sites.items()},
+            **{site: f"layer{'s' * (not layers.isdigit())} {layers}" for site, layers in found.sites.items()},
             "serve": found.command,
         },
     )
@@ -237,7 +257,7 @@ def register(app: typer.Typer) -> None:
         """
         from steercap.architectures.families.proved import TITLES, columns, records
 
-        if not refused and ("/" in part or Path(part, "config.json").is_file() or Path(part).is_absolute()):
+        if not refused and _is_model(part):
             answer = facts_of(part)
             terminal.show(answer, _answered(answer))
             return
