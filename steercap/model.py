@@ -436,6 +436,11 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         return self.serving.proof
 
     @property
+    def refused(self) -> Mapping[str, str]:
+        """Reasons, by site, why layers of a class that no family knows lack it, or it was not proved; else empty."""
+        return self.serving.opened().refused
+
+    @property
     def points(self) -> Mapping[Point, PointSchema]:
         """Points that have a tap, layer by layer, with the shape and dtype of their rows."""
         return self.serving.opened().schemas

@@ -28,6 +28,7 @@ from steercap.adapters.observing import Observations, ends_of
 from steercap.adapters.pooling import token_head
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
+from steercap.adapters.tracing import derived
 from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import FAMILIES, families_of
 from steercap.architectures.sites.base import Sizes
@@ -133,14 +134,16 @@ def attach(runner: Any) -> None:
     families = families_of(list(decoder.layers.values()))
     # The layers of another pipeline stage may have more candidates.
     family = families[min(candidate_of(config.additional_config), len(families) - 1)]
+    # Of values where keys are of another size, or, with latent attention, are never made.
+    head_dim = getattr(model_config.hf_text_config, "v_head_dim", None) or model_config.get_head_size()
+    family, refused = derived(runner, decoder, family, head_dim) if family.derived else (family, {})
     installed = install_taps(
         decoder,
         family,
         armed,
         Sizes(
             model_config.get_hidden_size(),
-            # Of values where keys are of another size, or, with latent attention, are never made.
-            getattr(model_config.hf_text_config, "v_head_dim", None) or model_config.get_head_size(),
+            head_dim,
             model_config.get_total_num_kv_heads(),
             config.parallel_config.tensor_parallel_size,
             Observations(runner, decoder, armed),
@@ -168,7 +171,7 @@ def attach(runner: Any) -> None:
     names = [str(point) for point in armed]
     rules = attention_rules(decoder.layers, family, [armed[point] for point in installed.points], model_config)
     known = "" if family.derived else next(name for name, one in FAMILIES.items() if one.classes == family.classes)
-    loaded = Loaded(known, decoder.code, len(families))
+    loaded = Loaded(known, decoder.code, len(families), refused)
     pools = model_config.runner_type == "pooling"
     made = token_head(decoder.model) if pools else _logits_of(decoder.model, lora=config.lora_config is not None)
     last = get_pp_group().is_last_rank

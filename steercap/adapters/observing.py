@@ -24,7 +24,7 @@ from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 
 #: Number of tokens of the pass: no dimension of a model has this size, so that the axis of tokens can be recognised.
-_TOKENS: Final = 7
+TOKENS: Final = 7
 _End: TypeAlias = "tuple[nn.Module, str]"
 
 
@@ -62,9 +62,9 @@ class Observations:
         if not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
             raise UnsupportedModel(f"it {verb} {type(tensor).__name__}, and no floating-point tensor first")
         whole = tuple(tensor.shape)
-        shape = whole[2:] if whole[:2] == (1, _TOKENS) else whole[1:] if whole[:1] == (_TOKENS,) else ()
+        shape = whole[2:] if whole[:2] == (1, TOKENS) else whole[1:] if whole[:1] == (TOKENS,) else ()
         if not shape:
-            raise UnsupportedModel(f"it {verb} a tensor of shape {list(whole)} for {_TOKENS} tokens, not a row each")
+            raise UnsupportedModel(f"it {verb} a tensor of shape {list(whole)} for {TOKENS} tokens, not a row each")
         shards = self._shards(module, end, tensor)
         return RowShape((shape[0] * shards, *shape[1:]), shards, str(tensor.dtype).removeprefix("torch."))
 
@@ -87,23 +87,36 @@ class Observations:
 
     def _run(self, runner: Any, decoder: Decoder) -> None:
         """Run the pass with hooks on the modules."""
-        require("forward_context", forward_context)
-        config, model = runner.vllm_config, decoder.model
-        ids = torch.ones(_TOKENS, dtype=torch.int32, device=runner.device)
-        positions = torch.arange(_TOKENS, device=runner.device)
-        if config.model_config.uses_mrope:
-            positions = positions.expand(3, -1).contiguous()
-        first = get_pp_group().is_first_rank
-        carried = None if first else model.make_empty_intermediate_tensors(_TOKENS, runner.dtype, runner.device)
         generator = torch.Generator().manual_seed(get_tp_group().rank_in_group)
-        with ExitStack() as hooks, torch.inference_mode():
-            for module in model.modules():
-                if all(hasattr(module, name) for name in ("impl", "kv_cache_dtype")):
+        with ExitStack() as hooks:
+            for module in decoder.model.modules():
+                if attends(module):
                     hooks.callback(module.register_forward_hook(partial(_drawn, generator)).remove)
             for (module, end), seen in self._seen.items():
                 hooks.callback(_watch(module, end, seen).remove)
-            with forward_context.set_forward_context(None, config, num_tokens=_TOKENS, skip_compiled=True):
-                model(input_ids=ids if first else None, positions=positions, intermediate_tensors=carried)
+            run_pass(runner, decoder.model)
+
+
+def attends(module: Any) -> bool:
+    """Check if a module is one of vLLM's with attention."""
+    return all(hasattr(module, name) for name in ("impl", "kv_cache_dtype"))
+
+
+def run_pass(runner: Any, model: Any) -> None:
+    """Run a pass of `TOKENS` tokens as vLLM's own profiling does, without attention's metadata, and not compiled."""
+    require("forward_context", forward_context)
+    config = runner.vllm_config
+    ids = torch.ones(TOKENS, dtype=torch.int32, device=runner.device)
+    positions = torch.arange(TOKENS, device=runner.device)
+    if config.model_config.uses_mrope:
+        positions = positions.expand(3, -1).contiguous()
+    first = get_pp_group().is_first_rank
+    carried = None if first else model.make_empty_intermediate_tensors(TOKENS, runner.dtype, runner.device)
+    with (
+        torch.inference_mode(),
+        forward_context.set_forward_context(None, config, num_tokens=TOKENS, skip_compiled=True),
+    ):
+        model(input_ids=ids if first else None, positions=positions, intermediate_tensors=carried)
 
 
 def ends_of(decoder: Decoder, armed: Iterable[Point]) -> list[_End]:

@@ -16,6 +16,7 @@ from steercap.cli import (
     evaluate,
     generate,
     inspection,
+    models,
     persona,
     serve,
     sweep,
@@ -44,6 +45,7 @@ for part in (
     evaluate,
     analyse,
     inspection,
+    models,
     doctor,
 ):
     part.register(app)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
 from steercap.architectures.families.derived import SITES as DERIVED_SITES
+from steercap.architectures.families.derived import proving
 from steercap.architectures.sites import SITES, placed
 from steercap.core.names import Name
 from steercap.core.spec import (
@@ -207,7 +208,7 @@ class Settings:
             exists: predicate that says if the model has a point: a layer with experts has no neurons, one without has
                 no router.
             derived: True if inputs and outputs of layers may have to be derived; then the stream is armed at every
-                layer.
+                layer, and at each asked the terms of its proof.
             end: site of the last layer from which the model makes its logits.
             within: further sites of the last layer that the proof of the residual sum needs.
 
@@ -232,6 +233,7 @@ class Settings:
             points += filter(exists, (Point(num_layers - 1, site) for site in terms))
         if derived:
             points += [Point(layer, site) for layer in range(num_layers) for site in DERIVED_SITES]
+            points += [Point(point.layer, term) for point in tuple(points) for term in proving(point.site)]
         return tuple(sorted(dict.fromkeys(points), key=lambda point: point.layer))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from steercap.core.names import EVERY, Name, is_module, read_name
@@ -394,6 +395,7 @@ def check_armed(
     armed: Iterable[Point],
     known_sites: Collection[str],
     exists: Callable[[Point], bool] = lambda _: True,
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Check that every point has a tap.
 
@@ -402,6 +404,7 @@ def check_armed(
         armed: points that have a tap.
         known_sites: names of all sites.
         exists: predicate that says if the model has a point.
+        refused: reasons why layers that no family knows lack sites, by site.
 
     Raises:
         UnknownName: a site that does not exist.
@@ -417,7 +420,10 @@ def check_armed(
             where = f"{point.site!r} has taps at layers {layers}" if layers else f"taps are at sites {sites or 'none'}"
             where += ", those of steercap's own checks included"
             if not exists(point):
-                raise PointNotArmed(f"this model has no {point.site!r} at layer {point.layer}; in this engine {where}")
+                why = f" ({refused[point.site]})" if point.site in refused else ""
+                raise PointNotArmed(
+                    f"this model has no {point.site!r} at layer {point.layer}{why}; in this engine {where}"
+                )
             raise PointNotArmed(
                 f"{point} has no tap in this engine, where {where}; arm it at the start: "
                 f"SteerModel(..., sites=[..., {point.site!r}], layers=[..., {point.layer}])"

@@ -44,6 +44,7 @@ class Compiler:
         num_layers: number of decoder layers of the model.
         settings: settings of the engine.
         exists: predicate that says if the model has a point.
+        refused: reasons why layers that no family knows lack sites, see `Engine.refused`.
         vocabulary: number of tokens in the model's logits.
         names: names of the model.
     """
@@ -57,12 +58,13 @@ class Compiler:
         num_layers: int,
         settings: Settings,
         exists: Callable[[Point], bool],
+        refused: Mapping[str, str],
         vocabulary: int,
         names: Collection[str],
     ) -> None:
         self._armed, self._schemas, self._ranks = armed, schemas, ranks
         self._num_layers, self._settings, self._exists = num_layers, settings, exists
-        self._vocabulary, self._names = vocabulary, names
+        self._refused, self._vocabulary, self._names = refused, vocabulary, names
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit | LogitBias, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
@@ -90,6 +92,7 @@ class Compiler:
                 num_layers=self._num_layers,
                 edits_per_point=self._settings.edits_per_point,
                 exists=self._exists,
+                refused=self._refused,
                 vocabulary=self._vocabulary,
             )
         return found
@@ -114,7 +117,7 @@ class Compiler:
         return self._captured[1:]
 
     def _armed_points(self, points: tuple[Point, ...]) -> tuple[tuple[Point, ...], tuple[int, ...]]:
-        check_armed(points, self._armed, SITES, self._exists)
+        check_armed(points, self._armed, SITES, self._exists, self._refused)
         return points, tuple(sorted(self._armed[point] for point in points))
 
     def readers(self, spec: CaptureSpec) -> Readers | None:
@@ -164,7 +167,7 @@ class Compiler:
         for model in sorted({monitor.model for monitor in monitors}):
             warn_of_other_model("the probe of a monitor", model, self._names)
         points = tuple(monitor.point(self._num_layers) for monitor in monitors)
-        check_armed(points, self._armed, SITES, self._exists)
+        check_armed(points, self._armed, SITES, self._exists, self._refused)
         check_widths(monitors, points, self._schemas)
         return points
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -15,9 +15,10 @@ import msgspec
 
 from steercap.architectures.families import FAMILIES
 from steercap.architectures.families.base import Family
+from steercap.architectures.families.derived import DERIVED
 from steercap.architectures.families.proved import verified
 from steercap.concurrency.loops import end_within, finished, on_thread
-from steercap.config import LAYER_END, Settings
+from steercap.config import Settings
 from steercap.core.budget import Ticket
 from steercap.core.messages import CapturedRows, Chosen, Counted, Owner, Unembedded, Unknown, Wanted
 from steercap.core.plan import CapturePlan, Plan
@@ -74,6 +75,7 @@ class Engine:
         armed: index of every armed point.
         schemas: schema of every armed point, layer by layer.
         loaded: decoder layers that the workers have loaded.
+        refused: reasons why layers that no family knows lack sites, by site.
         verified: True if rows of layers with exactly their code were compared with transformers'.
         reductions: number of reductions that can run along at once in each engine.
         attention: attention rules of the layers whose queries and keys are armed.
@@ -95,10 +97,12 @@ class Engine:
         known = {index: schema for rank in self._all_ranks for index, schema in rank.schemas.items()}
         #: Points to arm that the model turned out to have.
         self.armed: Final = {point: index for index, point in enumerate(vllm.points) if index in known}
-        self.schemas: Final[Mapping[Point, PointSchema]] = {point: known[index] for point, index in self.armed.items()}
+        self._schemas = {point: known[index] for point, index in self.armed.items()}
+        self.schemas: Final[Mapping[Point, PointSchema]] = self._schemas
         self.loaded: Final = loaded_of(ranks)
+        self.refused: Final = dict(self.loaded.refused)
         self.verified: Final = verified(self.loaded.code)
-        self._require_sites(() if settings.every_site else settings.sites)
+        self._require_sites()
         self.attention: Final = attention_of(ranks[0])
         self._compiler = Compiler(
             self.armed,
@@ -107,6 +111,7 @@ class Engine:
             num_layers=vllm.num_layers,
             settings=settings,
             exists=self.exists,
+            refused=self.refused,
             vocabulary=vllm.vocabulary,
             names=vllm.names,
         )
@@ -514,24 +519,36 @@ class Engine:
         return await self._workers.choose(layer, rows, engine)
 
     @property
-    def family(self) -> Family | None:
-        """Family of the loaded layers; None where it was derived."""
-        return FAMILIES[self.loaded.family] if self.loaded.family else None
+    def family(self) -> Family:
+        """Family of the loaded layers; of a derived one, without the paths of its sites."""
+        return FAMILIES[self.loaded.family] if self.loaded.family else DERIVED
 
     @property
     def end(self) -> Point:
         """Point of the last rows, from which the model makes its logits."""
-        return Point(self.vllm.num_layers - 1, LAYER_END if self.family is None else self.family.end)
+        return Point(self.vllm.num_layers - 1, self.family.end)
 
     def exists(self, point: Point) -> bool:
         """Check if the model has a point: as found at start, or, where it was not to be armed, by its configuration."""
         return point in self.armed or (point not in self.vllm.points and self.vllm.exists(point))
 
-    def _require_sites(self, sites: Sequence[str]) -> None:
-        if missing := set(sites) - {point.site for point in self.armed}:
-            derived = "" if self.loaded.family else "; of layers that no family knows, the stream alone can be had"
+    def drop(self, sites: Iterable[str], reason: str) -> None:
+        """Take back the points of derived sites that the proof at start does not prove.
+
+        Raises:
+            UnsupportedModel: a site was asked for, and none of its points is left.
+        """
+        for point in [point for point in self.armed if point.site in sites]:
+            self.refused[point.site] = reason
+            del self.armed[point], self._schemas[point]
+        self._require_sites()
+
+    def _require_sites(self) -> None:
+        asked = () if self.settings.every_site else self.settings.sites
+        if missing := sorted(set(asked) - {point.site for point in self.armed}):
+            why = "".join(f"; {site}: {self.refused[site]}" for site in missing if site in self.refused)
             raise UnsupportedModel(
-                f"steercap knows no {', '.join(sorted(missing))} in layers of {', '.join(self.loaded.code)}{derived}; "
+                f"steercap knows no {', '.join(missing)} in layers of {', '.join(self.loaded.code)}{why}; "
                 "leave it out of SteerModel(..., sites=)"
             )
 

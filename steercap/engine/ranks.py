@@ -116,7 +116,9 @@ def loaded_of(engines: Sequence[Sequence[Rank]]) -> Loaded:
     each = [rank.attached.loaded for ranks in engines for rank in ranks]
     if len({one.family for one in each}) > 1:
         raise WorkerFailure(f"workers have loaded layers of different families: {', '.join(map(str, each))}")
-    return Loaded(each[0].family, same_code(one.code for one in each), max(one.candidates for one in each))
+    refused = {site: reason for one in reversed(each) for site, reason in one.refused.items()}
+    code = same_code(one.code for one in each)
+    return Loaded(each[0].family, code, max(one.candidates for one in each), refused)
 
 
 #: Workers that capture, engine by engine.

@@ -56,11 +56,13 @@ class Claim:
         name: the equation in words.
         error: difference of its sides, relative to the size of what is compared.
         allowed: largest error that rounding explains.
+        sites: sites that it decides about, where these were derived; () for the stream itself.
     """
 
     name: str
     error: float
     allowed: float
+    sites: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -90,10 +92,10 @@ def equations(
     """
     named = _named(edit)
 
-    def claim(name: str, at: Point, terms: Sequence[torch.Tensor], rounded: float) -> Claim:
+    def claim(name: str, at: Point, terms: Sequence[torch.Tensor], rounded: float, sites: Iterable[str] = ()) -> Claim:
         added = [edit[1]] if edit and edit[0] == at else []  # the row of a point is the edited one
         allowed = rounded * torch.finfo(rows[at].dtype).eps
-        return Claim(name + named, relative([rows[at]], [*terms, *added]), allowed)
+        return Claim(name + named, relative([rows[at]], [*terms, *added]), allowed, tuple(sites))
 
     def total(at: Point, before: str, blocks: Sequence[Point]) -> Iterator[Claim]:
         terms = [Point(at.layer, before), *(block for block in blocks if block not in absent)]
@@ -104,7 +106,9 @@ def equations(
         name = f"{at} is {before} + {times}{f'({added})' if len(terms) > 2 else added}"
         whole = (before, at.site) == ("resid_pre", "resid_post")
         between = [edit[1]] if whole and edit and edit[0] == Point(at.layer, "resid_mid") else []
-        yield claim(name, at, [rows[terms[0]], *(factor * rows[block].double() for block in terms[1:]), *between], _SUM)
+        summed = [rows[terms[0]], *(factor * rows[block].double() for block in terms[1:]), *between]
+        about = sorted({at.site, *(term.site for term in terms)} - {"resid_pre", "resid_post"})
+        yield claim(name, at, summed, _SUM, about)
 
     for point in rows:
         attention, feed_forward = Point(point.layer, "attn_out"), Point(point.layer, "mlp_out")
@@ -145,7 +149,9 @@ def attends(
     name = f"z[{layer}] is the values, weighed by attention{_named(edit)}"
     if v.shape[2] != z.shape[2] or q.shape[1] != z.shape[1]:
         shapes = [tuple(one.shape[1:]) for one in (q, v, z)]
-        yield Claim("{}, where queries, values and z are {}, {} and {}".format(name, *shapes), math.inf, 0.0)
+        yield Claim(
+            "{}, where queries, values and z are {}, {} and {}".format(name, *shapes), math.inf, 0.0, ("q", "k", "v")
+        )
         return
     positions = torch.arange(len(q))
     (found,) = weights_of(Attending(rule, q, k, positions, positions))
@@ -153,7 +159,7 @@ def attends(
     weighed = torch.einsum("hqk,khd->qhd", found.weights.double(), heads)
     added = [edit[1].view_as(z)] if edit and edit[0] == Point(layer, "z") else []
     sharp = float(found.logits.where(found.logits > -torch.inf, 0.0).abs().max())
-    yield Claim(name, relative([z], [weighed, *added]), computed(z.dtype) + _PRODUCT * sharp)
+    yield Claim(name, relative([z], [weighed, *added]), computed(z.dtype) + _PRODUCT * sharp, ("q", "k", "v"))
 
 
 def projected(point: Point, block: Point, found: torch.Tensor, made: torch.Tensor) -> Claim:
@@ -165,7 +171,8 @@ def projected(point: Point, block: Point, found: torch.Tensor, made: torch.Tenso
         found: captured rows of the block's output, [n, hidden].
         made: the model's projection of the rows at `point`, [n, hidden].
     """
-    return Claim(f"{block} is what is projected of {point}", relative([found], [made]), computed(found.dtype))
+    named = f"{block} is what is projected of {point}"
+    return Claim(named, relative([found], [made]), computed(found.dtype), (point.site,))
 
 
 def norm_of(point: Point, named: str, found: torch.Tensor, made: torch.Tensor) -> Claim:
@@ -190,7 +197,8 @@ def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.
         added: vector added to each row.
         dtype: the model's dtype; rows of a router are computed in it too, though they are float32.
     """
-    return Claim(f"{point} grows by what is added there", relative([found], [clean, added]), computed(dtype))
+    named = f"{point} grows by what is added there"
+    return Claim(named, relative([found], [clean, added]), computed(dtype), (point.site,))
 
 
 def closes(

@@ -21,9 +21,6 @@ def of_rows(
 ) -> Iterator[Claim]:
     """Yield the equations that must hold among rows of one forward pass, for the loaded model's family."""
     family = engine.family
-    if family is None:  # its layers have the stream alone
-        yield from equations(rows, None, edit)
-        return
     if family.mhc:
         yield from mixes(rows, engine.end, edit)
     blocks = {Point(layer, site) for layer in range(engine.vllm.num_layers) for site in ADDED}
@@ -37,8 +34,6 @@ def of_rows(
 async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
     """Yield claims that each block's output equals its last projection of the rows that the projection reads."""
     family = engine.family
-    if family is None:
-        return
     pairs = [(point, Point(point.layer, PROJECTED[point.site])) for point in rows if point.site in PROJECTED]
     for point, block in pairs:
         neurons = point.site == "neurons"
@@ -54,7 +49,7 @@ async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tenso
     Families without such norms yield none.
     """
     family = engine.family
-    if family is None or not family.norms:
+    if not family.norms:
         return
     for layer in range(engine.vllm.num_layers):
         middle, inside, added, end = (Point(layer, site) for site in ("resid_mid", "mlp_in", "mlp_out", "resid_post"))
@@ -67,5 +62,8 @@ async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tenso
 
 
 def _experts(engine: Engine, layer: int) -> bool:
-    """Return True if a layer has a router, so that experts may add to the output of its neurons."""
-    return engine.exists(Point(layer, "router"))
+    """Return True if a layer has a router, so that experts may add to the output of its neurons.
+
+    Derived neurons are those of a layer without experts.
+    """
+    return not engine.family.derived and engine.exists(Point(layer, "router"))

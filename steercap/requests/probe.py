@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
+from steercap.architectures.families.derived import FIELDS, PROVED, dropped
 from steercap.architectures.sites import SITES
 from steercap.captures.fetching import fetch_all
 from steercap.captures.pooled import Encoded, probing
@@ -78,14 +79,32 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
     for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
         clean, strange = await _probe_reading(engine, number)
         if strange is None:
-            claims += _require(engine, of_rows(engine, clean.rows))
-            claims += _require(engine, [claim async for claim in of_projections(engine, number, clean.rows)])
+            claims += _proved(
+                engine,
+                [*of_rows(engine, clean.rows), *[claim async for claim in of_projections(engine, number, clean.rows)]],
+            )
             claims += _require(engine, [claim async for claim in of_norms(engine, number, clean.rows)])
             claims += _require(engine, await _lens(engine, number, clean))
             claims += await _probe_editing(engine, number, clean)
         else:
             _overflowed(engine, clean, *strange)
+            if engine.family.derived:
+                engine.drop(FIELDS, "rows of the start-up probe are not finite, so nothing of it could be proved")
     return tuple(claims)
+
+
+def _proved(engine: Engine, claims: Sequence[Claim]) -> list[Claim]:
+    """Return the claims on rows without edits as `_require` does, and drop derived sites that none of them holds."""
+    found = _require(engine, claims)
+    if engine.family.derived:
+        held = {site for claim in found for site in claim.sites}
+        bare = PROVED & {point.site for point in engine.armed} - held
+        engine.drop(dropped(bare), "no equation of the proof at start holds it")
+    return [claim for claim in found if _armed(engine, claim)]
+
+
+def _armed(engine: Engine, claim: Claim) -> bool:
+    return {point.site for point in engine.armed} >= set(claim.sites)
 
 
 def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> None:
@@ -106,12 +125,18 @@ def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> No
 
 
 def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
-    """Return the claims after checking that each holds.
+    """Return the claims after checking that each holds; derived sites of which one does not hold are dropped first.
 
     Raises:
         ModelNotProved: one of them does not hold.
+        UnsupportedModel: see `Engine.drop`.
     """
     found = list(claims)
+    if engine.family.derived:
+        for claim in found:
+            if not claim.holds and claim.sites and set(claim.sites) <= FIELDS.keys():
+                engine.drop(dropped(claim.sites), str(claim))
+        found = [claim for claim in found if _armed(engine, claim)]
     if (wrong := worst(found)) is not None:
         kinds = ", ".join(engine.loaded.code)
         raise ModelNotProved(f"rows of these layers, {kinds}, are not what steercap takes them for. {wrong}")
@@ -257,7 +282,10 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
     if loud:
         again, more = await _try(engine, number, loud, clean)
         silent, claims = [point for point in silent if point not in loud] + again, claims + more
-    _require(engine, claims)
+    claims = _require(engine, claims)
+    if engine.family.derived and (lost := {point.site for point in silent} & FIELDS.keys()):
+        engine.drop(dropped(lost), "an edit of it did not change the model's output")
+        silent = [point for point in silent if point in engine.armed]
     if silent:
         raise TapsNotInstalled(
             f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -60,6 +61,7 @@ def lower(
     num_layers: int,
     edits_per_point: int,
     exists: Callable[[Point], bool] = lambda _: True,
+    refused: Mapping[str, str] = MappingProxyType({}),
     vocabulary: int | None = None,
 ) -> Lowered:
     """Check a spec against the model and compile it.
@@ -71,6 +73,7 @@ def lower(
         num_layers: decoder layers of the model.
         edits_per_point: rank-one edits that the tables hold for one point.
         exists: function that returns True if the model has a point, see `existing`.
+        refused: reasons why layers that no family knows lack sites, see `check_armed`.
         vocabulary: number of tokens that have logits; None if it is not known.
 
     Raises:
@@ -88,7 +91,7 @@ def lower(
             biasing.add(number, edit)
             continue
         points = existing(edit.points(num_layers), partial(_is_open, edit), exists)
-        check_armed(points, armed, SITES, exists)
+        check_armed(points, armed, SITES, exists, refused)
         changes_kv |= any(schemas[point].changes_kv for point in points)
         for part in _parts(edit, points, schemas, keeps_norm=keeper is not None):
             for point in points:

@@ -1422,6 +1422,11 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         return self.awaited.proof
 
     @property
+    def refused(self) -> Mapping[str, str]:
+        """Reasons, by site, why layers of a class that no family knows lack it, or it was not proved; else empty."""
+        return self.awaited.refused
+
+    @property
     def points(self) -> Mapping[Point, PointSchema]:
         """Points that have a tap, layer by layer, with the shape and dtype of their rows."""
         return self.awaited.points

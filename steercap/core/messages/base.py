@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from steercap.core.framing import Data, Digest, Label, Large, Whole
+from steercap.core.framing import Data, Digest, Label, Large, Told, Whole
 from steercap.core.program import Configuration
 
 
@@ -80,11 +80,13 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
         family: name of the family that knows their classes, "" where their inputs and outputs were derived.
         code: fingerprint of the code of `forward` of each of their classes, by the name that families use.
         candidates: number of families they may be of.
+        refused: where the family was derived, the reason why layers lack a site, by site.
     """
 
     family: Label = ""
     code: dict[Label, Label] = {}
     candidates: Whole = 1
+    refused: dict[Label, Told] = {}
 
 
 class EncoderShape(msgspec.Struct, frozen=True, array_like=True):

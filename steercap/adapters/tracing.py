@@ -1,0 +1,226 @@
+"""Traced passes of layers that no family knows, from which `architectures.derivation` derives their sites.
+
+A pass runs before taps are installed, as those of `observing` do. In each, every layer gets a random stream, the same
+on all ranks, and attention returns random rows, other ones on each. Two further passes give the blocks' inputs that
+were found the same rows beside other streams: queries, keys, values and `mlp_out` must then be the same too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import count
+from typing import Any, Final
+
+import torch
+from torch import nn
+from vllm.distributed.parallel_state import get_tp_group
+
+from steercap.adapters.observing import TOKENS, attends, run_pass
+from steercap.architectures.decoder import Decoder
+from steercap.architectures.derivation import Layer
+from steercap.architectures.families.base import Family, located
+from steercap.architectures.families.derived import Call, Traced, joined, reading_more
+from steercap.architectures.sites.base import first_terms, of_input, read_by
+from steercap.architectures.sites.residual import taken_by
+
+#: Sizes of the stream's elements in the passes: a block's output that drowns in the one is seen in the other.
+_SCALES: Final = (1.0, 0.05)
+
+
+def derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tuple[Family, dict[str, str]]:
+    """Derive the sites of a model's layers.
+
+    Args:
+        runner: vLLM's model runner, with its model.
+        decoder: decoder of the model.
+        family: the layers' stream, see `families.derived`.
+        head_dim: elements of an attention head's output, by the configuration.
+
+    Returns:
+        The family, and by site the reason why layers lack it.
+    """
+    passes = [_Pass(decoder, family, seed, scale) for seed, scale in enumerate(_SCALES)]
+    for one in passes:
+        one.run(runner)
+    solved = {}
+    for index in decoder.layers:
+        solved[index] = Layer(_traced([one.layers.pop(index) for one in passes]), head_dim)
+        solved[index].solve()
+    found, refused = joined(decoder.layers, solved, family)
+    passes = [_Pass(decoder, found, seed, 1.0, blocks=True) for seed in range(len(_SCALES), len(_SCALES) + 2)]
+    for one in passes:
+        one.run(runner)
+    for index, layer in decoder.layers.items():
+        wrong = reading_more(_traced([one.layers.pop(index) for one in passes]), layer, found)
+        refused |= {site: f"at layer {index}: {reason}" for site, reason in wrong.items() if getattr(found, site)}
+        gone: dict[str, Any] = dict.fromkeys(wrong, "")
+        found = replace(found, **gone)
+    return found, refused
+
+
+class _Seen:
+    """One layer in one pass: its stream, and each call as (path, module, begin, end, taken, stream, given)."""
+
+    def __init__(self) -> None:
+        self.before: torch.Tensor | None = None
+        self.after: torch.Tensor | None = None
+        self.calls: list[list[Any]] = []
+        self.attended: list[list[Any]] = []
+
+
+class _Pass:
+    """A traced pass.
+
+    Args:
+        decoder: decoder of the model.
+        family: the layers' stream.
+        seed: seed of the random rows.
+        scale: size of the stream's elements.
+        blocks: True to give the family's blocks the same input in every such pass.
+
+    Attributes:
+        layers: what was seen, by layer.
+    """
+
+    def __init__(self, decoder: Decoder, family: Family, seed: int, scale: float, *, blocks: bool = False) -> None:
+        self._blocks = blocks
+        self._decoder, self._family, self._scale = decoder, family, scale
+        self._stream = torch.Generator().manual_seed(seed)
+        self._heads = torch.Generator().manual_seed(1 + seed + 1000 * get_tp_group().rank_in_group)
+        self._clock = count()
+        self._now: _Seen | None = None
+        self.layers = {index: _Seen() for index in decoder.layers}
+
+    def run(self, runner: Any) -> None:
+        """Run it."""
+        with ExitStack() as hooks:
+            for module in runner.vllm_config.compilation_config.static_forward_context.values():
+                if attends(module):
+                    hooks.callback(self._replace(module))
+            for index, layer in self._decoder.layers.items():
+                self._watch(layer, self.layers[index], hooks)
+            run_pass(runner, self._decoder.model)
+
+    def _replace(self, module: Any) -> Callable[[], None]:
+        """Have a module with attention return random rows; return the function that ends that."""
+        plain, own = module.forward, vars(module).get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            begin = next(self._clock)
+            made = plain(*args, **kwargs)
+            drawn = torch.randn(made.shape, generator=self._heads).to(made)
+            if self._now is not None:
+                read = [rows for one in (*args, *kwargs.values()) if (rows := _rows(one)) is not None]
+                taken = torch.cat(read, dim=1) if read else None
+                self._now.attended.append(["", module, begin, next(self._clock), taken, None, _rows(drawn)])
+            return drawn
+
+        module.forward = forward
+        return lambda: delattr(module, "forward") if own is None else setattr(module, "forward", own)
+
+    def _watch(self, layer: nn.Module, seen: _Seen, hooks: ExitStack) -> None:
+        """Put hooks on a layer and all modules in it."""
+        terms, names = taken_by(layer, self._family), list(inspect.signature(layer.forward).parameters)
+        replaced = [self._family.hidden_input, self._family.residual_input]
+
+        def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            for name in replaced:
+                if isinstance(given.get(name), torch.Tensor):
+                    drawn = torch.randn(given[name].shape, generator=self._stream) * self._scale
+                    given[name] = drawn.to(given[name])
+            args = tuple(given[name] for name in names[: len(args)])
+            kwargs = {name: given[name] for name in kwargs}
+            self._now, seen.before = seen, _sum(*terms(args, kwargs))
+            return args, kwargs
+
+        def end(_module: nn.Module, _args: Any, output: Any) -> None:
+            at = self._family.residual_output
+            many = isinstance(output, tuple)
+            residual = output[at] if many and at is not None else None
+            self._now, seen.after = None, _sum(output[0] if many else output, residual)
+
+        inputs = (self._family.attn_in, self._family.mlp_in) if self._blocks else ()
+        for path in filter(None, inputs):
+            try:
+                module = layer.get_submodule(located(layer, path))
+            except AttributeError:
+                continue
+            hook = of_input(module, _same)
+            hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        for path, module in layer.named_modules():
+            if path:
+                self._watch_module(path, module, seen, hooks)
+        hooks.callback(layer.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        hooks.callback(layer.register_forward_hook(end).remove)
+
+    def _watch_module(self, path: str, module: nn.Module, seen: _Seen, hooks: ExitStack) -> None:
+        at, name = read_by(module)
+        terms = first_terms(module)
+        open_calls: list[list[Any]] = []
+
+        def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taken = args[at] if at < len(args) else kwargs.get(name)
+            stream = _sum(*terms(args, kwargs)) if taken is not None else None
+            call = [path, module, next(self._clock), -1, _rows(taken), stream, None]
+            seen.calls.append(call)
+            open_calls.append(call)
+
+        def end(_module: nn.Module, _args: Any, output: Any) -> None:
+            if open_calls:
+                call = open_calls.pop()
+                call[3], call[6] = next(self._clock), _rows(output[0] if isinstance(output, tuple) else output)
+
+        hooks.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        hooks.callback(module.register_forward_hook(end).remove)
+
+
+def _same(_module: nn.Module, rows: torch.Tensor) -> None:
+    """Overwrite a block's input by random rows, the same in each pass."""
+    rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def _rows(tensor: Any) -> torch.Tensor | None:
+    """Copy a tensor to the host as rows [n, width]; None if it has not one for each token, or is not finite."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.dim() < 2:
+        return None
+    tensor = tensor[0] if tensor.shape[:2] == (1, TOKENS) else tensor
+    if tensor.shape[0] != TOKENS or tensor.dim() < 2:
+        return None
+    rows = tensor.detach().flatten(1).cpu().clone()
+    return rows if bool(rows.isfinite().all()) else None
+
+
+def _sum(hidden: Any, residual: Any) -> torch.Tensor | None:
+    """Return the rows of a stream and of the residual beside it, in the stream's dtype."""
+    first, second = _rows(hidden), _rows(residual)
+    if first is None or second is None or first.shape != second.shape:
+        return first if residual is None or not isinstance(residual, torch.Tensor) else None
+    return first + second
+
+
+def _traced(seen: list[_Seen]) -> Traced:
+    """Join what was seen of a layer in all passes; modules that were not called once in each are left out."""
+    once = [Counter(call[0] for call in one.calls) for one in seen]
+    by_path: list[Mapping[str, list[Any]]] = [{call[0]: call for call in one.calls} for one in seen]
+    paths = [path for path in by_path[0] if all(counts[path] == 1 for counts in once)]
+    calls = [_call([calls[path] for calls in by_path]) for path in paths]
+    even = all(len(one.attended) == len(seen[0].attended) for one in seen)
+    attended = [_call(list(pair)) for pair in zip(*(one.attended for one in seen), strict=True)] if even else []
+    return Traced(
+        _every([one.before for one in seen]), _every([one.after for one in seen]), tuple(calls), tuple(attended)
+    )
+
+
+def _call(each: list[list[Any]]) -> Call:
+    path, module, begin, end = each[0][:4]
+    return Call(path, module, begin, end, *(_every([one[place] for one in each]) for place in (4, 5, 6)))
+
+
+def _every(rows: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """Return a tensor of every pass, () where one lacks it."""
+    return tuple(one for one in rows if one is not None) if all(one is not None for one in rows) else ()

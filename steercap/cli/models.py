@@ -1,0 +1,276 @@
+"""`steercap models`: the verified architectures with their accuracy; or, of one model, what it would be served with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from steercap.cli.command import command
+from steercap.cli.tables import facts
+from steercap.cli.terminal import Terminal
+from steercap.core.extras import extra
+from steercap.errors import ModelNotLoaded, UnsupportedModel
+
+if TYPE_CHECKING:
+    from steercap.architectures.families.base import Family
+    from steercap.engine.checkpoint import Checkpoint
+
+#: Tables of vLLM's registry with models that generate text.
+GENERATING: Final = ("text_generation", "multimodal", "transformers_supported")
+
+#: Beginning of the reason in records of models that are served, though their rows differ from transformers'.
+DIFFERS: Final = "not proved, not refused"
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """Support of an architecture, as far as it can be told without starting an engine.
+
+    Args:
+        architecture: its name.
+        state: "proved", "known", "derived", "refused" or "unknown".
+        reason: what that means for it.
+        family: family that knows it, "" for none.
+    """
+
+    architecture: str
+    state: str
+    reason: str
+    family: str = ""
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """Answer about one model.
+
+    Args:
+        model: name or folder, as given.
+        standing: support of its architecture.
+        layers, width: number of decoder layers, and elements of a row of the stream; 0 if unknown.
+        sites: layers that have each site, by site; `resid_pre` and `resid_post` alone where a start derives the rest.
+        weights: bytes of its weights in 16 bits, or as they are quantised; None if unknown.
+        memory: bytes of steercap's own buffers with default settings, by setting.
+        command: command that serves it.
+    """
+
+    model: str
+    standing: Standing
+    layers: int
+    width: int
+    sites: Mapping[str, str]
+    weights: int | None
+    memory: Mapping[str, int]
+    command: str
+
+
+def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
+    """Return the support of an architecture.
+
+    Args:
+        architecture: name in `config.json`.
+        known: further names whose layers it may have, as of the language model in a wrapper.
+    """
+    from steercap.adapters.releases import registered
+    from steercap.architectures.families import FAMILIES, family_of
+    from steercap.architectures.families.proved import records
+    from steercap.architectures.families.wrappers import generating
+
+    names = (architecture, *known)
+    try:
+        found = family_of((*names, *map(generating, names)))
+        family = next(name for name, one in FAMILIES.items() if one is found)
+    except UnsupportedModel:
+        family = ""
+    proved = [one for one in records() if one.architecture in names]
+    where = registered().get(architecture, "")
+    if served := [one for one in proved if not one.refused]:
+        tried = sorted({f"{one.vllm} on {one.device}" for one in served})
+        return Standing(architecture, "proved", f"compared with transformers, vLLM {', '.join(tried)}", family)
+    if proved and not all(one.refused.startswith(DIFFERS) for one in proved):
+        return Standing(architecture, "refused", proved[0].refused, family)
+    if not where:
+        why = "the installed vLLM does not register it; it runs, if at all, by transformers' modules"
+        return Standing(architecture, "unknown", why, family)
+    if where == "previously_supported":
+        return Standing(architecture, "refused", "the installed vLLM no longer has it", family)
+    if family:
+        return Standing(
+            architecture, "known", "not compared with transformers here; the proof at start decides", family
+        )
+    return Standing(
+        architecture,
+        "derived",
+        "no family knows it: a start derives its sites, and serves those that its proof shows; the stream at least",
+    )
+
+
+def facts_of(name: str) -> ModelFacts:
+    """Describe a model from its config.json, with nothing downloaded or started.
+
+    Raises:
+        ModelNotLoaded: there is none on this machine, or its config.json cannot be read.
+    """
+    from steercap.config import Settings
+    from steercap.engine.checkpoint import look_up, require_there
+
+    require_there(name)
+    checkpoint = look_up(name)
+    if not checkpoint.folder:
+        raise ModelNotLoaded(
+            f"{name!r} is not on this machine: neither a folder nor in the hub's cache; fetch its configuration where "
+            f"there is a connection: hf download {name} config.json"
+        )
+    if not checkpoint.architectures:
+        raise ModelNotLoaded(f"{checkpoint.folder}/config.json names no architectures; give the folder of a model")
+    config, within = _config_of(checkpoint)
+    standing = standing_of(checkpoint.architectures[0], within)
+    settings = Settings()
+    buffers = ("capture_bytes", "vector_bytes", "reduce_bytes")
+    return ModelFacts(
+        name,
+        standing,
+        checkpoint.layers,
+        checkpoint.width,
+        _sites(standing, config, checkpoint.layers),
+        _weights(checkpoint, config),
+        {one: int(getattr(settings, one)) for one in buffers},
+        "" if standing.state == "refused" else f"steercap serve {name} --sites all",
+    )
+
+
+def _config_of(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
+    """Return transformers' configuration, and further architectures that its layers may be of."""
+    from steercap.architectures.families.wrappers import architectures_within
+
+    with extra("cuda", "cpu"):
+        from transformers import AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of a type that this transformers has not
+        return None, ()
+    text = config.get_text_config()
+    within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return config, within
+
+
+def _sites(standing: Standing, config: Any, layers: int) -> dict[str, str]:
+    """Return the layers of each site, as far as the configuration says."""
+    from steercap.architectures.families import FAMILIES
+    from steercap.architectures.families.derived import SITES as STREAM
+    from steercap.architectures.sites import SITES
+
+    if standing.state == "refused":
+        return {}
+    every = _spans(range(layers)) if layers else "all"
+    if not standing.family or config is None or not layers:
+        return dict.fromkeys(STREAM, every)
+    family: Family = FAMILIES[standing.family]
+    text, found = config.get_text_config(), {}
+    for name, site in SITES.items():
+        placed = [site.of_model % layers] if site.of_model is not None else range(layers)
+        if there := [layer for layer in placed if site.exists(family, text, layer)]:
+            found[name] = _spans(there) + (" where a layer has it" if family.varied and len(there) > 1 else "")
+    return found
+
+
+def _spans(layers: Iterable[int]) -> str:
+    """Write layers as "0-3, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _weights(checkpoint: Checkpoint, config: Any) -> int | None:
+    """Return the bytes of a model's weights, by its files, or else by the parameters that its configuration makes."""
+    from steercap.engine.memory import DTYPE_BYTES, weights_in
+
+    if checkpoint.bytes:
+        try:
+            return min(weights_in(checkpoint, one) for one in ("auto", "bfloat16"))
+        except (OSError, ValueError):
+            return None
+    if config is None or checkpoint.quantization:
+        return None
+    with extra("cuda", "cpu"):
+        import torch
+        from transformers import AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
+        return None
+    return sum(one.numel() for one in made.parameters()) * DTYPE_BYTES["bfloat16"]
+
+
+def _is_model(part: str) -> bool:
+    """Check if an argument is a model's folder or its name on a hub, and no part of an architecture's name."""
+    return "/" in part or part.startswith(".") or Path(part, "config.json").is_file()
+
+
+def _answered(found: ModelFacts) -> Table:
+    size = None if found.weights is None else f"{found.weights / 1e9:.3g} GB in 16 bits, or as quantised"
+    return facts(
+        found.model,
+        {
+            "architecture": found.standing.architecture,
+            "support": f"{found.standing.state}: {found.standing.reason}",
+            "family": found.standing.family,
+            "layers": f"{found.layers} × {found.width}" if found.layers else "",
+            "weights": size or "unknown",
+            "buffers": ", ".join(f"{name} {size / (1 << 30):g} GiB" for name, size in found.memory.items()),
+            **{site: f"layer{'s' * (not layers.isdigit())} {layers}" for site, layers in found.sites.items()},
+            "serve": found.command,
+        },
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(app, "models", examples=["steercap models", "steercap models ./model", "steercap models qwen3 --json"])
+    async def models(
+        terminal: Terminal,
+        part: Annotated[
+            str,
+            typer.Argument(
+                metavar="[MODEL|PART]",
+                help="Folder or hub name of a model, to describe it; or a part of an architecture's or layer's name.",
+            ),
+        ] = "",
+        *,
+        refused: Annotated[
+            bool, typer.Option("--refused", help="List architectures that are refused, and why.")
+        ] = False,
+    ) -> None:
+        """List the proved architectures: a tiny model of each was compared with transformers at every site and for
+        every operation; the worst row's error is shown. Others are served too, if they pass the checks at start. Of a
+        model's folder or hub name, say before a start how it is served: sites, layers, memory, command.
+        """
+        from steercap.architectures.families.proved import TITLES, columns, records
+
+        if not refused and _is_model(part):
+            answer = facts_of(part)
+            terminal.show(answer, _answered(answer))
+            return
+        found = [
+            one
+            for one in records()
+            if bool(one.refused) == refused
+            and part.lower() in " ".join((one.name, one.architecture, *one.code)).lower()
+        ]
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for title in ("architecture", "configuration", "why") if refused else TITLES:
+            table.add_column(title, overflow="fold")
+        for one in found:
+            cells = (one.architecture, one.name, one.refused) if refused else columns(one)
+            table.add_row(*map(Text, cells))
+        terminal.show(found, table)

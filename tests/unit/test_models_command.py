@@ -1,0 +1,68 @@
+"""`steercap models MODEL`: what a model would be served with, told from its config.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from steercap.cli.models import ModelFacts, facts_of, standing_of
+from steercap.errors import ModelNotLoaded
+from steercap.testing.tiny import tiny_config
+
+
+def folder_of(path: Path, name: str, **changes: Any) -> str:
+    """A folder with a configuration, and no weights."""
+    config = AutoConfig.for_model(**tiny_config(name), architectures=[changes.pop("architecture")], **changes)
+    config.save_pretrained(path)
+    return str(path)
+
+
+def test_a_folder_without_weights_is_described(tmp_path) -> None:
+    """Sites by layer, and weights by the parameters that the configuration makes."""
+    found = facts_of(folder_of(tmp_path, "qwen3_moe", architecture="Qwen3MoeForCausalLM"))
+    assert isinstance(found, ModelFacts)
+    assert (found.standing.state, found.standing.family) == ("proved", "qwen3_moe")
+    assert (found.layers, found.width) == (4, 128)
+    assert (found.sites["neurons"], found.sites["router"], found.sites["embed"]) == ("1", "0, 2-3", "0")
+    assert found.sites["attn_out"] == "0-3"
+    # Each of three sparse layers has 8 experts of 3 × 64 × 128, and there are two embeddings of 512 × 128.
+    assert found.weights > 2 * (3 * 8 * 3 * 64 * 128 + 2 * 512 * 128)
+    assert found.command == f"steercap serve {tmp_path} --sites all"
+
+
+def test_layers_that_no_family_knows_are_derived(tmp_path) -> None:
+    found = facts_of(folder_of(tmp_path, "qwen3", architecture="Step3TextForCausalLM"))
+    assert found.standing.state == "derived"
+    assert found.sites == {"resid_pre": "0-3", "resid_post": "0-3"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "state", "reason"),
+    [
+        ("LlamaForCausalLM", "proved", "compared with transformers"),
+        ("BloomForCausalLM", "derived", "no family knows it"),
+        ("MPTForCausalLM", "refused", "no longer has it"),
+        ("NoSuchForCausalLM", "unknown", "does not register it"),
+    ],
+)
+def test_each_standing_has_its_reason(architecture, state, reason) -> None:
+    found = standing_of(architecture)
+    assert (found.state, reason in found.reason) == (state, True), found
+
+
+@pytest.mark.parametrize("content", ["[]", "{", json.dumps({"model_type": "llama"})])
+def test_a_folder_whose_configuration_names_nothing_is_an_error(content, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelNotLoaded, match="names no architectures"):
+        facts_of(str(tmp_path))
+
+
+def test_what_is_not_here_is_an_error_that_says_how_to_fetch_it(tmp_path) -> None:
+    with pytest.raises(ModelNotLoaded, match=r"'nobody/nothing' is not on this machine.*hf download nobody/nothing"):
+        facts_of("nobody/nothing")
+    with pytest.raises(ModelNotLoaded, match="there is no model at"):
+        facts_of(str(tmp_path / "none"))
