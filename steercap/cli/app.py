@@ -20,6 +20,7 @@ from steercap.cli import (
     serve,
     sweep,
     train,
+    up,
     vectors,
 )
 from steercap.cli.command import group_of
@@ -36,6 +37,7 @@ for part in (
     capture,
     codecs,
     collect,
+    up,
     serve,
     vectors,
     persona,

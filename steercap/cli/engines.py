@@ -100,20 +100,55 @@ class ModelOptions:
         folder = cache_root() / NAME
         return look_up(self.model, folder if self.model == SMOLLM2 and (folder / DONE).exists() else None)
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of SteerModel besides the model.
+    def said(self) -> dict[str, Any]:
+        """Return the arguments of SteerModel that the user gave, besides the model.
 
         Raises:
             typer.BadParameter: an --engine-arg without "=".
             InvalidSetting: an unknown preset.
         """
-        found: dict[str, Any] = {"use_tqdm_on_load": False}
-        found |= CPU if self.model == SMOLLM2 else {}
-        said = {"dtype": self.dtype, "max_model_len": self.max_model_len, "enforce_eager": self.eager}
-        said["restart"] = self.restart
-        found |= {name: value for name, value in said.items() if value is not None}
+        found: dict[str, Any] = {"dtype": self.dtype, "max_model_len": self.max_model_len, "enforce_eager": self.eager}
+        found = {name: value for name, value in {**found, "restart": self.restart}.items() if value is not None}
         found |= dict(pairs_of(self.engine_arg or (), "--engine-arg"))
         return with_preset(found.pop("preset", None), found)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of SteerModel besides the model.
+
+        Raises:
+            The errors of `said`.
+        """
+        return {"use_tqdm_on_load": False, **(CPU if self.model == SMOLLM2 else {}), **self.said()}
+
+
+@dataclass(frozen=True)
+class ReachOptions(ModelOptions):
+    """Options of commands that a server can serve too: a warm engine, or the one of --url."""
+
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Ask this server in place of an engine: http://HOST:PORT, or unix:SOCKET.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="API key of --url, or of the warm engine.", rich_help_panel=PANEL)
+    ] = None
+
+    def require_there(self) -> None:
+        """Check that the model exists, if it is to be opened here."""
+        if self.url is None:
+            super().require_there()
+
+    def look_up(self) -> Checkpoint:
+        """Return the facts about the model's checkpoint; those of a server's are not known."""
+        if self.url is None:
+            return super().look_up()
+        from steercap.engine.checkpoint import Checkpoint
+
+        return Checkpoint(self.url)
 
 
 def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
