@@ -14,6 +14,8 @@ import typer
 
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU, with_preset
+from steercap.errors import InvalidFile, InvalidSetting
+from steercap.files import warm
 
 if TYPE_CHECKING:
     from steercap.engine.checkpoint import Checkpoint
@@ -180,12 +182,18 @@ def located(model: str) -> Path | str:
     return smollm2()
 
 
-async def unopened(options: ModelOptions, terminal: Terminal, **settings: Any) -> SteerModel:
+async def unopened(
+    options: ModelOptions, terminal: Terminal, *, reason: str | None = None, **settings: Any
+) -> SteerModel:
     """Load the model without starting it; arguments as for `opened`.
 
     Raises:
         The errors of `SteerModel`.
     """
+    if reason is None and _is_warm():
+        reason = "this command needs the model in its own process, and cannot ask a warm engine"
+    if reason:
+        terminal.say(f"starting an engine: {reason}")
     with terminal.status(f"loading {options.model}"):
         from steercap.model import SteerModel
 
@@ -193,20 +201,31 @@ async def unopened(options: ModelOptions, terminal: Terminal, **settings: Any) -
         return SteerModel(str(path), **{**settings, **options.arguments()})
 
 
+def _is_warm() -> bool:
+    """Return whether this user has a warm engine, as far as can be seen."""
+    try:
+        return bool(warm.engines())
+    except (InvalidFile, InvalidSetting, OSError):
+        return False
+
+
 @asynccontextmanager
-async def opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
+async def opened(
+    options: ModelOptions, terminal: Terminal, *, reason: str | None = None, **settings: Any
+) -> AsyncIterator[SteerModel]:
     """Open the model; while it is open, only steercap writes to the terminal.
 
     Args:
         options: options for the model.
         terminal: terminal for status messages.
+        reason: why no warm engine is used, to be said; None if the command cannot use any.
         settings: settings of SteerModel that the command needs; the user's own take precedence.
 
     Raises:
         The errors of `SteerModel` and its `start`.
     """
     with terminal.alone():
-        model = await unopened(options, terminal, **settings)
+        model = await unopened(options, terminal, reason=reason, **settings)
         try:
             with terminal.status(f"starting vLLM with {options.model}, probing every tap"):
                 await model.start()

@@ -229,12 +229,10 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
                 url = await warm.until_ready(engine)
             reason = "" if url else f"the warm engine of {engine.model} ended; its log: {engine.log}"
         if url is None:
-            if reason:
-                terminal.say(f"starting an engine: {reason}")
-            async with opened(options, terminal, **settings) as model:
+            async with opened(options, terminal, reason=reason, **settings) as model:
                 yield model
             return
-    elif said := [name for name in ("--dtype", "--max-model-len", "--engine-arg") if name in options.flags()]:
+    elif said := [word for word in options.flags() if word.startswith("--") and word not in {"--model", "--url"}]:
         raise typer.BadParameter("the server of --url has its own; leave it out", param_hint=said[0])
     from steercap.model import SteerModel
 

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from steercap.cli.command import Loops, command
+from steercap.cli.command import command, uv_loops
 from steercap.cli.destinations import RecordOptions
 from steercap.cli.engines import SMOLLM2, ModelOptions, located, pairs_of
 from steercap.cli.parsing import named, steering_in
 from steercap.cli.preflight import STREAM, preflight
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
-from steercap.core.extras import extra
 
 if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings
@@ -165,16 +164,15 @@ def _serve(app: typer.Typer) -> None:
         path = str(located(model))
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
         own |= {"sites": armed, **dict(pairs_of(options.engine_arg or (), "--engine-arg"))}
-        said = ["--served-model-name", model] if warm else served_at(host, port, model)
+        said = (
+            ["--served-model-name", model]
+            if warm
+            else ["--host", host, "--port", str(port), "--served-model-name", model]
+        )
         said += ["--api-key", *options.api_key] if options.api_key else []
         where = "a socket of yours" if warm else f"http://{host}:{port}/v1"
         terminal.say(f"starting vLLM's server with {model}; {where} once it is up")
         await run(path, [*said, *flags], settings, names, **own)
-
-
-def served_at(host: str, port: int, model: str) -> list[str]:
-    """Return vLLM's flags for an address and the model's name."""
-    return ["--host", host, "--port", str(port), "--served-model-name", model]
 
 
 def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
@@ -220,14 +218,6 @@ def checked(
     return names
 
 
-def uv_loops() -> Loops:
-    """Return uvloop's event loop factory, which vLLM's server uses too."""
-    with extra("cuda", "cpu"):
-        import uvloop
-
-    return uvloop.new_event_loop
-
-
 def _explore(app: typer.Typer) -> None:
     @command(
         app,
@@ -267,7 +257,7 @@ def _explore(app: typer.Typer) -> None:
         names = checked(settings, model, flags, engine_arg)
         path, chosen = str(located(model)), port or free_port()
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
-        said = [*served_at(HOST, chosen, model), *flags]
+        said = ["--host", HOST, "--port", str(chosen), "--served-model-name", model, *flags]
         terminal.say(f"starting {model}; the page opens once it is up, in a minute or so")
         page = asyncio.create_task(opening(terminal, f"http://{HOST}:{chosen}", browser=browser))
         try:

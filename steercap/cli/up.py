@@ -35,12 +35,13 @@ END_SECONDS: Final = 60.0
 LINES: Final = 12
 #: Steps of a start, each by words that the log has from then on, the last one first.
 STEPS: Final = (
-    ("Available routes are", "opening the socket"),
-    ("Capturing CUDA graph", "capturing CUDA graphs"),
-    ("KV cache", "proving every tap"),
-    ("Loading weights took", "preparing the model"),
-    ("Starting to load model", "loading weights"),
-    ("Initializing a V1 LLM engine", "starting the engine's process"),
+    ("Started server process", "opening the socket"),
+    ("Capturing CUDA graphs", "capturing CUDA graphs"),
+    ("100% Completed", "preparing the model, and proving every tap"),
+    ("checkpoint shards", "loading weights"),
+    ("(Worker", "starting the engine's processes"),
+    ("(EngineCore", "starting the engine's processes"),
+    ("(MainProcess", "reading the model's configuration"),
 )
 
 
@@ -93,6 +94,8 @@ def _up(app: typer.Typer) -> None:
                 if child is not None:
                     await asyncio.shield(_ended(child, terminal))
                 raise
+        if child is not None:
+            child.returncode = 0  # it lives on, and Popen would warn of that
         took = "was up already" if child is None else f"up after {time.monotonic() - start:.0f} s"
         idle = f"ends after {options.idle:g} min without a request" if options.idle else "stays until `steercap down`"
         terminal.say(f"{model} {took}; {idle}. Other commands find it; in Python: SteerModel.connect()")

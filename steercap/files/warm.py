@@ -87,7 +87,8 @@ def code() -> str:
 
 def identified(model: str) -> str:
     """Return the absolute path of a model in a folder or file; a name on the hub is returned unchanged."""
-    return str(Path(model).resolve()) if Path(model).exists() else model
+    there = os.path.exists(model)  # noqa: PTH110 -- False for what can be no path, where Path raises
+    return str(Path(model).resolve()) if there else model
 
 
 def runtime_folder() -> Path:

@@ -188,7 +188,7 @@ class IdleClock:
         """Terminate this process, as SIGTERM does, once it has had no request for the limit."""
         while self._limit is not None:
             if (left := self._limit - self.seconds) <= 0:
-                _LOG.info("no request for %g s: the server ends", self._limit)
+                _LOG.warning("no request for %g s: the server ends", self._limit)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             await asyncio.sleep(max(left, 0.01))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.adapters.releases import importing
-from steercap.config import Settings
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import warn_of_other_model, weights_of
@@ -246,7 +245,7 @@ def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: tuple[str,
         raise InvalidSetting(f"--uds {flags.uds}: a warm engine has a socket of its own; leave it out")
     flags.uds, flags.disable_uvicorn_access_log = str(socket_of(model.model)), True
     served = flags.served_model_name or [flags.model]
-    ours = {field.name: getattr(model.settings, field.name) for field in fields(Settings)}
+    ours = {field.name: getattr(model.settings, field.name) for field in fields(model.settings)}
     theirs = {name: value for name, value in model.serving.engine_args.items() if name not in OF_SERVERS}
     return WarmEngine(
         model=served[0],

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import psutil
 import pytest
 from cli_calls import call
 
+import steercap
 from steercap import SteerModel
 from steercap.cli import preflight
 from steercap.cli.engines import ReachOptions
@@ -22,10 +24,12 @@ from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerF
 from steercap.files import warm
 from steercap.files.warm import WarmEngine
 
+PYTHON = sys.executable
 #: Stands for Python in `steercap up`: announces itself as `serve --warm` does, and answers as a server does. What it
 #: is called with goes to a file, one line a start.
 SERVER = """#!{python}
-import http.server, json, os, signal, socketserver, sys, threading, time
+import http.server, json, os, signal, socketserver, sys, time
+sys.path.insert(0, "{home}")
 from dataclasses import asdict
 from pathlib import Path
 from steercap.config import Settings
@@ -94,13 +98,15 @@ with warm.announced(engine):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder for sockets of this test alone; all that is warm in it is ended after the test."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(warm, "PAUSE", 0.02)
-    yield tmp_path / "steercap"
-    for engine in warm.engines():
-        os.kill(engine.pid, signal.SIGKILL)
+def folder(monkeypatch):
+    """A folder for sockets of this test alone, with a short path; all that is warm in it is ended after the test."""
+    with tempfile.TemporaryDirectory(prefix="up") as path:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        monkeypatch.setattr(warm, "PAUSE", 0.02)
+        yield Path(path) / "steercap"
+        monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        for engine in warm.engines() if (Path(path) / "steercap").is_dir() else ():
+            os.kill(engine.pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -120,7 +126,8 @@ class Python:
 
     def write(self, weights: str = "") -> None:
         names = {name: getattr(self, name) for name in ("calls", "fails", "waits")}
-        self.path.write_text(SERVER.format(python=sys.executable, weights=weights, **names))
+        names["home"] = Path(steercap.__file__).parent.parent
+        self.path.write_text(SERVER.format(python=PYTHON, weights=weights, **names))
         self.path.chmod(0o755)
 
     @property
@@ -154,7 +161,7 @@ def held(model: str, rest: str) -> subprocess.Popen:
         f"with warm.announced(engine):\n    open(engine.socket, 'w').close()\n    {rest}\n"
         "    print('there', flush=True)\n    time.sleep(600)\n"
     )
-    found = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    found = subprocess.Popen([PYTHON, "-c", text], stdout=subprocess.PIPE, text=True)
     assert found.stdout is not None
     assert found.stdout.readline() == "there\n"
     return found
@@ -357,10 +364,10 @@ def test_two_at_once_start_one(model, python) -> None:
     python.waits.touch()
     driver = f"import sys; import steercap.cli.up as up; up.sys.executable = {str(python.path)!r}; import steercap.cli.app as a; a.app()"
     processes = [
-        subprocess.Popen([sys.executable, "-c", driver, "up", model], stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
+        subprocess.Popen([PYTHON, "-c", driver, "up", model], stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
     while not warm.engines():
+        assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
         time.sleep(0.02)
     (said,) = json.loads(call("status", "--json").stdout)["engines"]
     assert said["state"] == "starting"
@@ -376,8 +383,9 @@ def test_ctrl_c_ends_what_was_starting(model, python) -> None:
     driver = (
         f"import steercap.cli.up as up; up.sys.executable = {str(python.path)!r}; import steercap.cli.app as a; a.app()"
     )
-    process = subprocess.Popen([sys.executable, "-c", driver, "up", model], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([PYTHON, "-c", driver, "up", model], stderr=subprocess.PIPE, text=True)
     while not warm.engines():
+        assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=120)[1]
