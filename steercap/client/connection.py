@@ -54,7 +54,7 @@ class Described:
         name: name of the model in requests, as asked for, or the first that the server lists.
         model: its path, or name on the hub.
         context: tokens that a prompt and its reply may have together, None if the server does not say.
-        num_layers, hidden_size, points, origin: as of `SteerModel`.
+        num_layers, hidden_size, points, origin, identity: as of `SteerModel`.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Described:
     hidden_size: int
     points: Mapping[Point, PointSchema]
     origin: Mapping[str, str]
+    identity: Mapping[str, str]
 
 
 class Connection:
@@ -176,8 +177,8 @@ class Connection:
             }
             name = self._name or next(iter(names))
             origin = {part: str(said[part]) for part in ("revision", "dtype")}
-            width = said["hidden_size"]
-            return Described(name, said["model"], names[name], said["num_layers"], width, points, origin)
+            width, identity = said["hidden_size"], dict(said["identity"])
+            return Described(name, said["model"], names[name], said["num_layers"], width, points, origin, identity)
 
     async def aclose(self) -> None:
         """Cancel running tasks, let the server free what it holds for this connection, and close it. Idempotent."""

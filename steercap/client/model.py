@@ -42,7 +42,6 @@ LACKING: Final[Mapping[str, str]] = {
     "factory": "it is the server's model",
     "engine": "it is in the server's process",
     "generation_config": "the server does not say it",
-    "identity": "runs that can be resumed need a model that is open here",
     "layers": "the server does not say which classes it loaded",
     "proof": "the server does not say what was proved when it started",
     "serving": "it is in the server's process",
@@ -171,6 +170,14 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         said = await self.connection.run(lambda: self.connection.ask("GET", "/v1/steercap/model"))
         with self.connection.answering():
             return Stats(**said["engine"])
+
+    def identity(self) -> dict[str, str]:
+        """Return everything that the model's answers depend on, as `SteerModel.identity` does where it is open.
+
+        Returns:
+            Strings by name, "" where something is not set.
+        """
+        return dict(self.connection.opened().identity)
 
     async def upload_vectors(self, name: str, content: LayerVectors | DirectionSet | SteeringSpec) -> Mapping[str, Any]:
         """Upload vectors, directions or steering under a name, replacing its former content; they stay on the server.

@@ -187,7 +187,8 @@ class IdleClock:
     async def end(self) -> None:
         """Terminate this process, as SIGTERM does, once it has had no request for the limit."""
         while self._limit is not None:
-            if (left := self._limit - self.seconds) <= 0:
+            left = self._limit - self.seconds
+            if left <= 0 and not self._running:
                 _LOG.warning("no request for %g s: the server ends", self._limit)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return

@@ -593,6 +593,14 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         """Return the present use of the server's model, by all its clients, and its limits."""
         return self.bridge.done(self.awaited.stats)
 
+    def identity(self) -> dict[str, str]:
+        """Return everything that the model's answers depend on, as `SteerModel.identity` does where it is open.
+
+        Returns:
+            Strings by name, "" where something is not set.
+        """
+        return self.awaited.identity()
+
     def upload_vectors(self, name: str, content: LayerVectors | DirectionSet | SteeringSpec) -> Mapping[str, Any]:
         """Upload vectors, directions or steering under a name, replacing its former content; they stay on the server.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -23,6 +25,7 @@ from steercap.config import Settings
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
 from steercap.files import warm
 from steercap.files.warm import WarmEngine
+from steercap.server.metrics import IDLE, LOOKING, IdleClock
 
 PYTHON = sys.executable
 #: Stands for Python in `steercap up`: announces itself as `serve --warm` does, and answers as a server does. What it
@@ -50,7 +53,7 @@ engine = warm.WarmEngine(
 points = [{{"layer": 0, "site": "resid_post", "shape": [8], "dtype": "float32"}}]
 said = {{
     "/v1/models": {{"data": [{{"id": model, "max_model_len": 64}}]}},
-    "/v1/steercap/model": {{"model": model, "revision": "", "dtype": "float32", "num_layers": 1, "hidden_size": 8,
+    "/v1/steercap/model": {{"model": model, "revision": "", "dtype": "float32", "identity": {{}}, "num_layers": 1, "hidden_size": 8,
         "points": points, "engine": {{}}}},
     "/v1/steercap/idle": {{"idle_seconds": 3.0, "limit": 1800.0, "running": 0}},
     "/tokenize": {{"tokens": [1, 2]}},
@@ -414,3 +417,44 @@ def test_what_is_wrong_is_said_before_anything_starts(model, python, tmp_path) -
         found = call(*words)
         assert found.exit_code in {1, 2}, (words, found.output)
     assert not python.calls.exists()
+
+
+async def test_a_server_ends_when_it_is_idle_and_not_while_it_works(monkeypatch) -> None:
+    """Looking at it does not count; a request that runs does, however long, and one that fails."""
+    ends: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *words: ends.append(words))
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, _receive, _send) -> None:
+        if scope["path"] == "/v1/completions":
+            begun.set()
+            await go.wait()
+            raise ConnectionError
+
+    async def ask(path: str, method: str = "POST") -> list[dict]:
+        sent: list[dict] = []
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        await clock({"type": "http", "method": method, "path": path}, None, send)
+        return sent
+
+    clock = IdleClock(app, 0.0)
+    working = asyncio.create_task(ask("/v1/completions"))
+    await begun.wait()
+    ending = asyncio.create_task(clock.end())
+    for path in LOOKING:
+        await ask(path, "GET")
+    assert json.loads((await ask(IDLE, "GET"))[1]["body"]) == {"idle_seconds": 0.0, "limit": 0.0, "running": 1}
+    ended = asyncio.create_task(IdleClock(app, 0.0).end())
+    await ended
+    assert ends == [(os.getpid(), signal.SIGTERM)]
+    ends.clear()
+    with contextlib.suppress(ConnectionError):
+        go.set()
+        await working
+    await ending
+    assert ends == [(os.getpid(), signal.SIGTERM)]
+    await IdleClock(app, None).end()
+    assert len(ends) == 1
