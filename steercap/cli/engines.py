@@ -190,7 +190,7 @@ async def unopened(
     Raises:
         The errors of `SteerModel`.
     """
-    if reason is None and _is_warm():
+    if reason is None and is_warm():
         reason = "this command needs the model in its own process, and cannot ask a warm engine"
     if reason:
         terminal.say(f"starting an engine: {reason}")
@@ -201,7 +201,7 @@ async def unopened(
         return SteerModel(str(path), **{**settings, **options.arguments()})
 
 
-def _is_warm() -> bool:
+def is_warm() -> bool:
     """Return whether this user has a warm engine, as far as can be seen."""
     try:
         return bool(warm.engines())

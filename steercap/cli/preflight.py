@@ -223,7 +223,7 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
     """
     url = options.url
     if url is None:
-        engine, reason = await asyncio.to_thread(_fitting, options, settings)
+        engine, reason = await asyncio.to_thread(fitting, options, settings)
         if engine is not None:
             with terminal.status(f"waiting for the warm engine of {engine.model}"):
                 url = await warm.until_ready(engine)
@@ -244,7 +244,7 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
         yield remote
 
 
-def _fitting(options: ReachOptions, settings: Mapping[str, Any]) -> tuple[warm.WarmEngine | None, str]:
+def fitting(options: ReachOptions, settings: Mapping[str, Any]) -> tuple[warm.WarmEngine | None, str]:
     """Return the warm engine that fits, or None and why none does, "" if there is none at all."""
     try:
         there = warm.engines()

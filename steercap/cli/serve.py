@@ -1,16 +1,8 @@
-"""`steercap serve`: vLLM's own server, with capture and steering. `steercap explore`: its page in a browser,
-served to this machine only.
-"""
+"""`steercap serve`: vLLM's own server, with capture and steering."""
 
 from __future__ import annotations
 
-import asyncio
-import http.client
-import socket
-import urllib.request
-import webbrowser
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -24,6 +16,7 @@ from steercap.cli.parsing import named, steering_in
 from steercap.cli.preflight import STREAM, preflight
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
+from steercap.files.warm import digest_of
 
 if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings
@@ -31,10 +24,6 @@ if TYPE_CHECKING:
 KEPT: Final = "What is kept"
 #: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
-#: Address that the explorer listens on.
-HOST: Final = "127.0.0.1"
-#: Seconds between two checks for its server.
-PAUSE: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ def _serve(app: typer.Typer) -> None:
 
         model, flags = parted(model, flags)
         recorded = record.settings()
-        asked = (*options.flags(), *flags) if warm else None
+        asked = digest_of([*options.flags(), *flags]) if warm else None
         settings = options.settings(record=recorded, warm=asked)
         armed = list(dict.fromkeys([*options.sites.split(","), *(recorded.codecs.sites if recorded else ())]))
         names = checked(settings, model, flags, options.engine_arg, sites=armed)
@@ -218,83 +207,6 @@ def checked(
     return names
 
 
-def _explore(app: typer.Typer) -> None:
-    @command(
-        app,
-        "explore",
-        examples=[
-            "steercap explore",
-            "steercap explore Qwen/Qwen3-8B --vectors calm=calm.safetensors",
-            "steercap explore --no-browser --port 8000",
-        ],
-        loops=uv_loops,
-    )
-    async def explore(
-        terminal: Terminal,
-        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
-        flags: Annotated[
-            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
-        ] = None,
-        *,
-        port: Annotated[int, typer.Option(min=0, max=65535, help="Port (default: a free one).")] = 0,
-        browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
-        engine_arg: Annotated[
-            list[str] | None,
-            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable."),
-        ] = None,
-        vectors: Annotated[
-            list[str] | None, typer.Option(metavar="NAME=FILE", help="Vectors to project on and to steer with.")
-        ] = None,
-        sae: Annotated[
-            list[str] | None, typer.Option(metavar="NAME=FOLDER", help="SAE whose features are shown.")
-        ] = None,
-    ) -> None:
-        """Explore a model in the browser: coloured tokens, layers by tokens, the logit lens, steering by a slider."""
-        from steercap.server.server import serve as run
-
-        model, flags = parted(model, flags)
-        settings = ServeOptions(vectors=vectors, sae=sae).settings()
-        names = checked(settings, model, flags, engine_arg)
-        path, chosen = str(located(model)), port or free_port()
-        own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
-        said = ["--host", HOST, "--port", str(chosen), "--served-model-name", model, *flags]
-        terminal.say(f"starting {model}; the page opens once it is up, in a minute or so")
-        page = asyncio.create_task(opening(terminal, f"http://{HOST}:{chosen}", browser=browser))
-        try:
-            await run(path, said, settings, names, **(own | dict(pairs_of(engine_arg or (), "--engine-arg"))))
-        finally:
-            page.cancel()
-            with suppress(asyncio.CancelledError):
-                await page
-
-
-def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.create_server((HOST, 0)) as server:
-        found: int = server.getsockname()[1]
-        return found
-
-
-async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
-    """Wait for the server, announce the page's address, and open the page in a browser if wanted."""
-    while not await asyncio.to_thread(answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
-        await asyncio.sleep(PAUSE)
-    page = f"{address}/explorer"
-    terminal.say(f"the explorer: {page}   (Ctrl-C ends it)")
-    if browser and not await asyncio.to_thread(webbrowser.open, page):
-        terminal.say("no browser could be opened from here; open the address yourself")
-
-
-def answers(address: str) -> bool:
-    """Return whether an address answers a GET with status 200, within two seconds."""
-    try:
-        with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address of our own
-            return bool(answer.status == 200)
-    except (OSError, ValueError, http.client.HTTPException):  # nothing there, no address, or another protocol
-        return False
-
-
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     _serve(app)
-    _explore(app)

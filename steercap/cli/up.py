@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -79,13 +78,13 @@ def _up(app: typer.Typer) -> None:
         checked(options.settings(), model, flags, options.engine_arg, sites=options.sites.split(","))
         with terminal.status(f"looking for {model}"):
             path = warm.socket_of(str(await asyncio.to_thread(located, model)))
-        asked, start = (*options.flags(), *flags), time.monotonic()
+        asked, start = warm.digest_of([*options.flags(), *flags]), time.monotonic()
         async with _turn(path, terminal):
             there = warm.engine_at(path)
             if there is not None and (there.asked != asked or there.code != warm.code()):
                 raise InvalidRequest(
-                    f"{model} is up with other options: `steercap up {shlex.join((there.model, *there.asked))}`, by "
-                    f"steercap {there.code}; end it with `steercap down {there.model}`"
+                    f"{model} is up with other options, or by another steercap ({there.code}, this is {warm.code()}); "
+                    f"end it with `steercap down {there.model}` first"
                 )
             child = None if there is not None else _started(model, options, flags, path)
             try:

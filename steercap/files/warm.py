@@ -51,7 +51,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
         weights: digest of the model's files when the server started; "" for a name on the hub.
         started: time of the start, in seconds since 1970.
         keyed: True if it wants an API key.
-        asked: options of `steercap up` that were given.
+        asked: digest of the options that `steercap up` was given, which may hold keys.
         settings: steercap's settings, by name.
         arguments: vLLM's engine arguments that differ from their defaults, by name.
     """
@@ -64,7 +64,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     started: float = 0.0
     keyed: bool = False
-    asked: tuple[str, ...] = ()
+    asked: str = ""
     settings: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
 
@@ -89,6 +89,11 @@ def identified(model: str) -> str:
     """Return the absolute path of a model in a folder or file; a name on the hub is returned unchanged."""
     there = os.path.exists(model)  # noqa: PTH110 -- False for what can be no path, where Path raises
     return str(Path(model).resolve()) if there else model
+
+
+def digest_of(words: Sequence[str]) -> str:
+    """Return the SHA-256 of a command's options, in hexadecimal."""
+    return hashlib.sha256(msgspec.json.encode(words)).hexdigest()
 
 
 def runtime_folder() -> Path:

@@ -53,8 +53,8 @@ class ServerSettings:
         folder_bytes_of_a_key: maximum bytes that requests of one API key write to it.
         record: what is recorded of requests that ask for nothing; None for nothing.
         idle_seconds: seconds without a request after which the server ends; None for never.
-        warm: options to announce with a warm engine, which listens on its socket alone; None for a server that others
-            do not find. See `steercap.files.warm`.
+        warm: digest of options to announce with a warm engine, which listens on its socket alone; None for a server
+            that others do not find. See `steercap.files.warm`.
     """
 
     vectors: Mapping[str, Path] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class ServerSettings:
     folder_bytes_of_a_key: int = FOLDER_BYTES_OF_A_KEY
     record: RecordSettings | None = None
     idle_seconds: float | None = None
-    warm: tuple[str, ...] | None = None
+    warm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _require_no_restart(model: SteerModel) -> None:
         )
 
 
-def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: tuple[str, ...]) -> WarmEngine:
+def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str) -> WarmEngine:
     """Describe a warm engine, and have the flags say its socket.
 
     Raises:

@@ -21,6 +21,8 @@ import steercap
 from steercap import SteerModel
 from steercap.cli import preflight
 from steercap.cli.engines import ReachOptions
+from steercap.cli.explore import HOST, _forward, answers, free_port
+from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
 from steercap.files import warm
@@ -45,9 +47,9 @@ if Path("{fails}").exists():
     sys.exit("ModelNotLoaded: the weights are no weights")
 model = words[0]
 path = warm.socket_of(model)
-asked = tuple(word for word in words[1:] if word not in ("--warm", "--no-record", "--"))
+asked = [word for word in words[1:] if word not in ("--warm", "--no-record", "--")]
 engine = warm.WarmEngine(
-    model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), asked=asked,
+    model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), asked=warm.digest_of(asked),
     settings=asdict(Settings()), arguments={{"dtype": "float32"}}, weights={weights!r}, keyed="--api-key" in asked,
 )
 points = [{{"layer": 0, "site": "resid_post", "shape": [8], "dtype": "float32"}}]
@@ -56,6 +58,7 @@ said = {{
     "/v1/steercap/model": {{"model": model, "revision": "", "dtype": "float32", "identity": {{}}, "num_layers": 1, "hidden_size": 8,
         "points": points, "engine": {{}}}},
     "/v1/steercap/idle": {{"idle_seconds": 3.0, "limit": 1800.0, "running": 0}},
+    "/health": {{}},
     "/tokenize": {{"tokens": [1, 2]}},
     "/v1/completions": {{"id": "c", "object": "text_completion", "created": 0, "model": model, "choices": [
         {{"index": 0, "text": " warm", "token_ids": [5, 6], "prompt_token_ids": [1, 2], "finish_reason": "stop"}}]}},
@@ -328,9 +331,10 @@ def test_up_generate_status_and_down(model, python) -> None:
     assert call("up", model).exit_code == 0
     assert len(python.starts) == 1
     assert python.starts == [f"{model} --warm --no-record --idle 30.0"]
-    other = call("up", model, "--sites", "z")
+    other = call("up", model, "--api-key", "secret")
     assert other.exit_code == 1
     assert "is up with other options" in other.stderr
+    assert "secret" not in other.stderr
     assert len(python.starts) == 1
 
     answer = call("generate", "Hello", "--model", model, "--json", "--max-tokens", "2")
@@ -353,6 +357,32 @@ def test_up_generate_status_and_down(model, python) -> None:
     assert warm.engines() == []
     assert json.loads(call("status", "--json").stdout) == {"engines": []}
     assert call("down").exit_code == 0
+
+
+@pytest.mark.usefixtures("python")
+def test_the_explorer_of_a_warm_engine(model) -> None:
+    """Its page is forwarded; several at once, one that gives up, and one after an engine that is gone."""
+    assert call("up", model).exit_code == 0
+    (engine,), port = warm.engines(), free_port()
+    address = f"http://{HOST}:{port}"
+
+    async def look() -> None:
+        task = asyncio.create_task(_forward(engine, port, Terminal(Output()), browser=False))
+        while not await asyncio.to_thread(answers, f"{address}/health"):
+            assert not task.done(), task
+        _, given_up = await asyncio.open_connection(HOST, port)
+        given_up.close()
+        async with SteerModel.connect(address) as one, SteerModel.connect(address) as two:
+            assert one.served_name == two.served_name == model
+        os.kill(engine.pid, signal.SIGKILL)
+        while await asyncio.to_thread(answers, f"{address}/health"):
+            pass
+        assert not task.done(), task
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(look())
 
 
 def test_a_failed_start_says_why(model, python) -> None:
