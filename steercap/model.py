@@ -145,12 +145,14 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @staticmethod
     def connect(
-        url: str, *, api_key: str | None = None, model: str | None = None, timeout: float | None = None
+        url: str | None = None, *, api_key: str | None = None, model: str | None = None, timeout: float | None = None
     ) -> RemoteModel:
-        """Return a client of a model that `steercap serve` has open, with the same methods as a local one.
+        """Return a client of a model that `steercap serve` or `steercap up` has open, with the same methods as a local
+        one.
 
         Args:
-            url: address of the server, such as "http://127.0.0.1:8000".
+            url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket. If
+                left out, the warm engine that `steercap up` started: the only one, or the one of `model`.
             api_key: the key, if the server wants one.
             model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if
                 left out.
@@ -161,9 +163,16 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
         Raises:
             InvalidSetting: the url is none.
+            InvalidRequest: it is left out, and there is no warm engine, there are several, or it runs another version
+                of steercap.
         """
         from steercap.client import RemoteModel
+        from steercap.files import warm
 
+        if url is None:
+            found = warm.only_engine(model)
+            named = model if model is not None and model.startswith(f"{found.model}+") else None
+            return RemoteModel(found.url, api_key=api_key, model=named, timeout=timeout)
         return RemoteModel(url, api_key=api_key, model=model, timeout=timeout)
 
     # Life

@@ -97,13 +97,15 @@ _MAPPED = Mapped()
 
 
 @asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """The address of a server of this process that answers with an application."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
+async def listening(app: Any, path: Path | None = None) -> AsyncIterator[str]:
+    """The address of a server of this process that answers with an application; at a path, a Unix socket's."""
+    with socket.create_server(("127.0.0.1", 0)) if path is None else socket.socket(socket.AF_UNIX) as sock:
+        if path is not None:
+            sock.bind(str(path))
         served = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         running = asyncio.create_task(served.serve([sock]))
         try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}" if path is None else f"unix:{path}"
         finally:
             served.should_exit = True
             await running

@@ -14,6 +14,7 @@ from steercap.cli import (
     demo,
     doctor,
     evaluate,
+    explore,
     generate,
     inspection,
     models,
@@ -21,6 +22,7 @@ from steercap.cli import (
     serve,
     sweep,
     train,
+    up,
     vectors,
 )
 from steercap.cli.command import group_of
@@ -37,7 +39,9 @@ for part in (
     capture,
     codecs,
     collect,
+    up,
     serve,
+    explore,
     vectors,
     persona,
     train,

@@ -24,6 +24,7 @@ from typer.models import OptionInfo
 
 from steercap.cli.terminal import Output, Terminal
 from steercap.config.environment import from_environment
+from steercap.core.extras import extra
 from steercap.errors import SteercapError
 
 FAILED: Final = 1
@@ -68,6 +69,14 @@ def group_of(help_text: str, **settings: Any) -> typer.Typer:
         pretty_exceptions_enable=False,
         **settings,
     )
+
+
+def uv_loops() -> Loops:
+    """Return uvloop's event loop factory, which vLLM's server uses too."""
+    with extra("cuda", "cpu"):
+        import uvloop
+
+    return uvloop.new_event_loop
 
 
 def command(

@@ -14,6 +14,8 @@ import typer
 
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU, with_preset
+from steercap.errors import InvalidFile, InvalidSetting
+from steercap.files import warm
 
 if TYPE_CHECKING:
     from steercap.engine.checkpoint import Checkpoint
@@ -100,20 +102,55 @@ class ModelOptions:
         folder = cache_root() / NAME
         return look_up(self.model, folder if self.model == SMOLLM2 and (folder / DONE).exists() else None)
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of SteerModel besides the model.
+    def said(self) -> dict[str, Any]:
+        """Return the arguments of SteerModel that the user gave, besides the model.
 
         Raises:
             typer.BadParameter: an --engine-arg without "=".
             InvalidSetting: an unknown preset.
         """
-        found: dict[str, Any] = {"use_tqdm_on_load": False}
-        found |= CPU if self.model == SMOLLM2 else {}
-        said = {"dtype": self.dtype, "max_model_len": self.max_model_len, "enforce_eager": self.eager}
-        said["restart"] = self.restart
-        found |= {name: value for name, value in said.items() if value is not None}
+        found: dict[str, Any] = {"dtype": self.dtype, "max_model_len": self.max_model_len, "enforce_eager": self.eager}
+        found = {name: value for name, value in {**found, "restart": self.restart}.items() if value is not None}
         found |= dict(pairs_of(self.engine_arg or (), "--engine-arg"))
         return with_preset(found.pop("preset", None), found)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of SteerModel besides the model.
+
+        Raises:
+            The errors of `said`.
+        """
+        return {"use_tqdm_on_load": False, **(CPU if self.model == SMOLLM2 else {}), **self.said()}
+
+
+@dataclass(frozen=True)
+class ReachOptions(ModelOptions):
+    """Options of commands that a server can serve too: a warm engine, or the one of --url."""
+
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Ask this server in place of an engine: http://HOST:PORT, or unix:SOCKET.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="API key of --url, or of the warm engine.", rich_help_panel=PANEL)
+    ] = None
+
+    def require_there(self) -> None:
+        """Check that the model exists, if it is to be opened here."""
+        if self.url is None:
+            super().require_there()
+
+    def look_up(self) -> Checkpoint:
+        """Return the facts about the model's checkpoint; those of a server's are not known."""
+        if self.url is None:
+            return super().look_up()
+        from steercap.engine.checkpoint import Checkpoint
+
+        return Checkpoint(self.url)
 
 
 def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
@@ -145,12 +182,18 @@ def located(model: str) -> Path | str:
     return smollm2()
 
 
-async def unopened(options: ModelOptions, terminal: Terminal, **settings: Any) -> SteerModel:
+async def unopened(
+    options: ModelOptions, terminal: Terminal, *, reason: str | None = None, **settings: Any
+) -> SteerModel:
     """Load the model without starting it; arguments as for `opened`.
 
     Raises:
         The errors of `SteerModel`.
     """
+    if reason is None and is_warm():
+        reason = "this command needs the model in its own process, and cannot ask a warm engine"
+    if reason:
+        terminal.say(f"starting an engine: {reason}")
     with terminal.status(f"loading {options.model}"):
         from steercap.model import SteerModel
 
@@ -158,20 +201,31 @@ async def unopened(options: ModelOptions, terminal: Terminal, **settings: Any) -
         return SteerModel(str(path), **{**settings, **options.arguments()})
 
 
+def is_warm() -> bool:
+    """Return whether this user has a warm engine, as far as can be seen."""
+    try:
+        return bool(warm.engines())
+    except (InvalidFile, InvalidSetting, OSError):
+        return False
+
+
 @asynccontextmanager
-async def opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
+async def opened(
+    options: ModelOptions, terminal: Terminal, *, reason: str | None = None, **settings: Any
+) -> AsyncIterator[SteerModel]:
     """Open the model; while it is open, only steercap writes to the terminal.
 
     Args:
         options: options for the model.
         terminal: terminal for status messages.
+        reason: why no warm engine is used, to be said; None if the command cannot use any.
         settings: settings of SteerModel that the command needs; the user's own take precedence.
 
     Raises:
         The errors of `SteerModel` and its `start`.
     """
     with terminal.alone():
-        model = await unopened(options, terminal, **settings)
+        model = await unopened(options, terminal, reason=reason, **settings)
         try:
             with terminal.status(f"starting vLLM with {options.model}, probing every tap"):
                 await model.start()

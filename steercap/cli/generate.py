@@ -14,9 +14,9 @@ from rich.text import Text
 
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, may_replace
-from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.engines import ReachOptions
 from steercap.cli.parsing import SteerAlone, sites_of
-from steercap.cli.preflight import check_sampling, preflight
+from steercap.cli.preflight import check_sampling, preflight, reached
 from steercap.cli.prompts import Prompt, PromptOptions, run_each
 from steercap.cli.terminal import Terminal
 
@@ -99,9 +99,11 @@ async def answer(
 
     def take(number: int, raw: Generation | None, _handle: object) -> None:
         assert raw is not None, "a pooling model answers nothing"
-        for sample, given in enumerate(raw.output.outputs):
+        # of a server it is OpenAI's Completion
+        samples = raw.output.choices if hasattr(raw.output, "choices") else raw.output.outputs
+        for sample, given in enumerate(samples):
             tokens = found[number][sample].tokens + len(given.token_ids)
-            changed: dict[str, Any] = {"clean" if spec is None else "steered": given.text, "tokens": tokens}
+            changed: dict[str, Any] = {"clean" if spec is None else "steered": raw.texts[sample], "tokens": tokens}
             if raw.steering is not None:
                 changed["rows_edited"] = raw.steering[sample].rows
             found[number][sample] = msgspec.structs.replace(found[number][sample], **changed)
@@ -180,7 +182,7 @@ def register(app: typer.Typer) -> None:
         prompts: PromptOptions,
         sampling: SamplingOptions,
         steer: SteerAlone,
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         compare: Annotated[
             bool, typer.Option("--compare", help="Also generate without steering, and print both side by side.")
@@ -202,6 +204,6 @@ def register(app: typer.Typer) -> None:
         preflight(model, sites=sites).check_steering(spec)
         if out is not None:
             may_replace(out, terminal, force=force)  # last: it asks
-        async with opened(model, terminal, sites=sites) as open_model:
+        async with reached(model, terminal, sites=sites) as open_model:
             answers = await answer(open_model, asked, params, terminal, steering=spec, compare=compare)
-            report(model.model, answers, out, terminal)
+            report(model.url or model.model, answers, out, terminal)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 
+import msgspec
 import typer
 
 from steercap.cli.contents import chosen, directions_in, load, only
@@ -247,3 +249,26 @@ def _experiment(experiments: dict[str, SteeringSpec], path: Path, name: str | No
 def _refuse(said: list[str], why: str) -> None:
     if said:
         raise typer.BadParameter(f"{why}; leave {said[0]} out", param_hint=said[0])
+
+
+def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
+    """Parse texts of the form NAME=VALUE.
+
+    Raises:
+        typer.BadParameter: a text is not of this form.
+    """
+    found = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise typer.BadParameter(f"{text!r}: give NAME=..., such as calm=calm.safetensors", param_hint=option)
+        found.append((name, value))
+    return found
+
+
+def steering_in(said: str) -> Any:
+    """Decode steering in JSON; a text that is none is the name of a file's."""
+    try:
+        return msgspec.json.decode(said)
+    except msgspec.DecodeError:
+        return said

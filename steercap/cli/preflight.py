@@ -1,20 +1,24 @@
-"""Checks against the engine that a command will start, made before it is started."""
+"""Checks against the engine that a command will start, made before it is started; and the choice of a warm one."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from steercap.cli.engines import ModelOptions
+from steercap.cli.engines import SMOLLM2, ModelOptions, ReachOptions, located, opened
+from steercap.cli.terminal import Terminal
+from steercap.errors import InvalidFile, InvalidSetting
+from steercap.files import warm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from steercap.config import Settings
     from steercap.core.spec import CaptureSpec, Layers, Point
     from steercap.engine.checkpoint import Checkpoint
@@ -26,6 +30,15 @@ if TYPE_CHECKING:
 STREAM = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm")
 #: Arguments of vLLM that override config.json.
 OVERRIDES = ("hf_overrides", "hf_config_path")
+#: Engine arguments that, left out of a command, are those of the warm engine.
+TAKEN: Final = frozenset(
+    {
+        *("dtype", "max_model_len", "enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+        *("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size"),
+    }
+)
+#: Settings of steercap that, left out of a command, are still compared: they decide what rows are.
+COMPARED: Final = frozenset({"codec", "codec_k", "codec_seed"})
 
 
 @dataclass(frozen=True)
@@ -192,3 +205,83 @@ def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: i
         raise typer.BadParameter(f"{seed}; give a whole number of 64 bits", param_hint="--seed")
     if not 1 <= max_tokens < 1 << 63:
         raise typer.BadParameter(f"{max_tokens}; give 1 or more, in 63 bits", param_hint="--max-tokens")
+
+
+@asynccontextmanager
+async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[Any]:
+    """Reach the model: at --url, in a warm engine that fits, or else in an engine of the command's own.
+
+    Args:
+        options, terminal, settings: as for `opened`.
+
+    Yields:
+        A RemoteModel or a SteerModel.
+
+    Raises:
+        typer.BadParameter: options of an engine beside --url.
+        The errors of `SteerModel.connect`, or of `opened`.
+    """
+    url = options.url
+    if url is None:
+        engine, reason = await asyncio.to_thread(fitting, options, settings)
+        if engine is not None:
+            with terminal.status(f"waiting for the warm engine of {engine.model}"):
+                url = await warm.until_ready(engine)
+            reason = "" if url else f"the warm engine of {engine.model} ended; its log: {engine.log}"
+        if url is None:
+            async with opened(options, terminal, reason=reason, **settings) as model:
+                yield model
+            return
+    elif said := [word for word in options.flags() if word.startswith("--") and word not in {"--model", "--url"}]:
+        raise typer.BadParameter("the server of --url has its own; leave it out", param_hint=said[0])
+    from steercap.model import SteerModel
+
+    named = options.model if options.url and options.model != SMOLLM2 else None
+    async with SteerModel.connect(url, api_key=options.api_key, model=named) as remote:
+        terminal.say(
+            f"asking {remote.url}: {remote.served_name}, {remote.origin['dtype']}, {remote.max_model_len} tokens"
+        )
+        yield remote
+
+
+def fitting(options: ReachOptions, settings: Mapping[str, Any]) -> tuple[warm.WarmEngine | None, str]:
+    """Return the warm engine that fits, or None and why none does, "" if there is none at all."""
+    try:
+        there = warm.engines()
+    except (InvalidFile, InvalidSetting, OSError) as error:
+        return None, str(error)
+    if not there:
+        return None, ""
+    path = warm.identified(str(located(options.model)))
+    mine = [one for one in there if one.path == path]
+    if not mine:
+        return None, f"the warm engine is of {', '.join(one.model for one in there)}"
+    reason = _mismatch(mine[0], options, settings)
+    return (None, f"the warm engine differs: {reason}") if reason else (mine[0], "")
+
+
+def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[str, Any]) -> str:
+    """Return why a warm engine of the model cannot do the work, "" if it can."""
+    import msgspec
+
+    from steercap.config import Settings, environment
+    from steercap.files.fingerprint import weights_of
+
+    if engine.code != warm.code():
+        return f"it runs steercap {engine.code}, this is {warm.code()}"
+    if engine.keyed and options.api_key is None:
+        return "it wants an API key; give --api-key"
+    if engine.weights and engine.weights != weights_of(engine.path):
+        return f"the files in {engine.path} have changed since its start; renew it with `steercap down` and `up`"
+    given = {**settings, **options.said()}
+    names = {field.name for field in dataclasses.fields(Settings)}
+    own = {name: value for name, value in given.items() if name in names}
+    ours = environment.settings(**own)
+    if lacking := set(ours.sites) - set(engine.settings["sites"]):
+        return f"it has no site {', '.join(sorted(lacking))}; give `steercap up` --sites"
+    said = COMPARED | own.keys() | environment.from_environment().keys()
+    for name in sorted(said - {"sites"}):
+        here, known = msgspec.to_builtins(getattr(ours, name), enc_hook=str), engine.settings[name]
+        if here != known and not (name == "layers" and known == "all"):
+            return f"{name}: {known!r} there, {here!r} asked for"
+    return warm.differing(engine, {name: given[name] for name in given.keys() - names}, TAKEN)

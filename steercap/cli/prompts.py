@@ -191,10 +191,11 @@ async def run_each(
     Raises:
         The errors of `SteerModel.generate`, the first of them.
     """
-    from steercap.lab.directions.extraction import ids_of
+    from steercap.core.tokens import TokenSelection
+    from steercap.lab.directions.extraction import asked_of
 
     texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str) and prompt.special is None]
-    ids_of(model.tokenizer, texts)  # warns once about texts that have special tokens already
+    await asked_of(model, texts, TokenSelection.parse("all"))  # warns once about texts that have special tokens already
 
     async def run(numbered: tuple[int, Prompt]) -> None:
         number, prompt = numbered

@@ -1,29 +1,22 @@
-"""`steercap serve`: vLLM's own server, with capture and steering. `steercap explore`: its page in a browser,
-served to this machine only.
-"""
+"""`steercap serve`: vLLM's own server, with capture and steering."""
 
 from __future__ import annotations
 
-import asyncio
-import http.client
-import socket
-import urllib.request
-import webbrowser
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import msgspec
 import typer
 
-from steercap.cli.command import Loops, command
+from steercap.cli.command import command, uv_loops
 from steercap.cli.destinations import RecordOptions
 from steercap.cli.engines import SMOLLM2, ModelOptions, located, pairs_of
+from steercap.cli.parsing import named, steering_in
 from steercap.cli.preflight import STREAM, preflight
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
-from steercap.core.extras import extra
+from steercap.files.warm import digest_of
 
 if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings
@@ -31,10 +24,93 @@ if TYPE_CHECKING:
 KEPT: Final = "What is kept"
 #: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
-#: Address that the explorer listens on.
-HOST: Final = "127.0.0.1"
-#: Seconds between two checks for its server.
-PAUSE: Final = 0.5
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options for a server, whether it runs in the foreground or is kept warm in the background."""
+
+    api_key: Annotated[list[str] | None, typer.Option(help="API key that clients may use; repeatable.")] = None
+    sites: Annotated[str, typer.Option(help="Sites that requests can read and edit, separated by commas.")] = (
+        "resid_post"
+    )
+    engine_arg: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable.")
+    ] = None
+    idle: Annotated[
+        float | None,
+        typer.Option(min=0, help="Minutes without a request until it ends; 0: never (default: 0, of up 30)."),
+    ] = None
+    vectors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="Vectors or steering that every client may use; repeatable.",
+            rich_help_panel=KEPT,
+        ),
+    ] = None
+    sae: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="SAE whose features the explorer shows; repeatable.", rich_help_panel=KEPT
+        ),
+    ] = None
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=STEERING",
+            help="Serve MODEL+NAME with this steering: a name of --vectors, or edits in JSON.",
+            rich_help_panel=KEPT,
+        ),
+    ] = None
+    captures_seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds that unfetched rows are kept.", rich_help_panel=KEPT)
+    ] = 600
+    captures_gib: Annotated[float, typer.Option(min=0, help="Maximum GiB of unfetched rows.", rich_help_panel=KEPT)] = 4
+    captures_gib_of_a_key: Annotated[
+        float, typer.Option(min=0, help="Maximum GiB of unfetched rows per API key.", rich_help_panel=KEPT)
+    ] = 1
+    folder: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Folder to which requests may have rows written.", rich_help_panel=KEPT),
+    ] = None
+    folder_gib: Annotated[
+        float, typer.Option(min=0, help="Maximum GiB of files in --folder.", rich_help_panel=KEPT)
+    ] = 64
+    folder_gib_of_a_key: Annotated[
+        float, typer.Option(min=0, help="Maximum GiB of files in --folder per API key.", rich_help_panel=KEPT)
+    ] = 16
+
+    def settings(self, **more: Any) -> ServerSettings:
+        """Return the settings of the server; `more` are further fields of it.
+
+        Raises:
+            typer.BadParameter: a text that is not NAME=VALUE.
+        """
+        from steercap.server.server import ServerSettings
+
+        return ServerSettings(
+            vectors={name: Path(file) for name, file in named(self.vectors or (), "--vectors")},
+            saes={name: Path(folder) for name, folder in named(self.sae or (), "--sae")},
+            presets={name: steering_in(said) for name, said in named(self.preset or (), "--preset")},
+            captures_seconds=self.captures_seconds,
+            captures_bytes=int(self.captures_gib * 2**30),
+            captures_bytes_of_a_key=int(self.captures_gib_of_a_key * 2**30),
+            folder=self.folder,
+            folder_bytes=int(self.folder_gib * 2**30),
+            folder_bytes_of_a_key=int(self.folder_gib_of_a_key * 2**30),
+            idle_seconds=self.idle * 60 if self.idle else None,
+            **more,
+        )
+
+    def flags(self) -> list[str]:
+        """Return the command-line flags that give the same options."""
+        found = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for one in [] if value == field.default else value if isinstance(value, list) else [value]:
+                found += [f"--{field.name.replace('_', '-')}", str(one)]
+        return found
 
 
 def _serve(app: typer.Typer) -> None:
@@ -59,83 +135,32 @@ def _serve(app: typer.Typer) -> None:
         *,
         host: Annotated[str, typer.Option(help="Host address to listen on.")] = "127.0.0.1",
         port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
-        api_key: Annotated[list[str] | None, typer.Option(help="API key that clients may use; repeatable.")] = None,
-        sites: Annotated[
-            str, typer.Option(help="Sites that requests can read and edit, separated by commas.")
-        ] = "resid_post",
-        engine_arg: Annotated[
-            list[str] | None,
-            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable."),
-        ] = None,
-        vectors: Annotated[
-            list[str] | None,
-            typer.Option(
-                metavar="NAME=FILE",
-                help="Vectors or steering that every client may use; repeatable.",
-                rich_help_panel=KEPT,
-            ),
-        ] = None,
-        sae: Annotated[
-            list[str] | None,
-            typer.Option(
-                metavar="NAME=FOLDER", help="SAE whose features the explorer shows; repeatable.", rich_help_panel=KEPT
-            ),
-        ] = None,
-        preset: Annotated[
-            list[str] | None,
-            typer.Option(
-                metavar="NAME=STEERING",
-                help="Serve MODEL+NAME with this steering: a name of --vectors, or edits in JSON.",
-                rich_help_panel=KEPT,
-            ),
-        ] = None,
-        captures_seconds: Annotated[
-            float, typer.Option(min=1, help="Seconds that unfetched rows are kept.", rich_help_panel=KEPT)
-        ] = 600,
-        captures_gib: Annotated[
-            float, typer.Option(min=0, help="Maximum GiB of unfetched rows.", rich_help_panel=KEPT)
-        ] = 4,
-        captures_gib_of_a_key: Annotated[
-            float, typer.Option(min=0, help="Maximum GiB of unfetched rows per API key.", rich_help_panel=KEPT)
-        ] = 1,
-        folder: Annotated[
-            Path | None,
-            typer.Option(metavar="PATH", help="Folder to which requests may have rows written.", rich_help_panel=KEPT),
-        ] = None,
-        folder_gib: Annotated[
-            float, typer.Option(min=0, help="Maximum GiB of files in --folder.", rich_help_panel=KEPT)
-        ] = 64,
-        folder_gib_of_a_key: Annotated[
-            float, typer.Option(min=0, help="Maximum GiB of files in --folder per API key.", rich_help_panel=KEPT)
-        ] = 16,
+        warm: Annotated[
+            bool, typer.Option("--warm", help="Listen on a socket that your commands find, as steercap up does.")
+        ] = False,
+        options: ServeOptions,
         record: RecordOptions,
     ) -> None:
         """Serve a model by vLLM's own OpenAI-compatible server; requests capture and steer by the field `steercap`."""
-        from steercap.server.server import ServerSettings
         from steercap.server.server import serve as run
 
         model, flags = parted(model, flags)
         recorded = record.settings()
-        settings = ServerSettings(
-            vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")},
-            saes={name: Path(folder) for name, folder in named(sae or (), "--sae")},
-            presets={name: _steering(said) for name, said in named(preset or (), "--preset")},
-            captures_seconds=captures_seconds,
-            captures_bytes=int(captures_gib * 2**30),
-            captures_bytes_of_a_key=int(captures_gib_of_a_key * 2**30),
-            folder=folder,
-            folder_bytes=int(folder_gib * 2**30),
-            folder_bytes_of_a_key=int(folder_gib_of_a_key * 2**30),
-            record=recorded,
-        )
-        armed = list(dict.fromkeys([*sites.split(","), *(recorded.codecs.sites if recorded else ())]))
-        names = checked(settings, model, flags, engine_arg, sites=armed)
+        asked = digest_of([*options.flags(), *flags]) if warm else None
+        settings = options.settings(record=recorded, warm=asked)
+        armed = list(dict.fromkeys([*options.sites.split(","), *(recorded.codecs.sites if recorded else ())]))
+        names = checked(settings, model, flags, options.engine_arg, sites=armed)
         path = str(located(model))
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
-        own |= {"sites": armed, **dict(pairs_of(engine_arg or (), "--engine-arg"))}
-        said = ["--host", host, "--port", str(port), "--served-model-name", model]
-        said += ["--api-key", *api_key] if api_key else []
-        terminal.say(f"starting vLLM's server with {model}; http://{host}:{port}/v1 once it is up")
+        own |= {"sites": armed, **dict(pairs_of(options.engine_arg or (), "--engine-arg"))}
+        said = (
+            ["--served-model-name", model]
+            if warm
+            else ["--host", host, "--port", str(port), "--served-model-name", model]
+        )
+        said += ["--api-key", *options.api_key] if options.api_key else []
+        where = "a socket of yours" if warm else f"http://{host}:{port}/v1"
+        terminal.say(f"starting vLLM's server with {model}; {where} once it is up")
         await run(path, [*said, *flags], settings, names, **own)
 
 
@@ -182,117 +207,6 @@ def checked(
     return names
 
 
-def uv_loops() -> Loops:
-    """Return uvloop's event loop factory, which vLLM's server uses too."""
-    with extra("cuda", "cpu"):
-        import uvloop
-
-    return uvloop.new_event_loop
-
-
-def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
-    """Parse texts of the form NAME=VALUE.
-
-    Raises:
-        typer.BadParameter: a text is not of this form.
-    """
-    found = []
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise typer.BadParameter(f"{text!r}: give NAME=..., such as calm=calm.safetensors", param_hint=option)
-        found.append((name, value))
-    return found
-
-
-def _steering(said: str) -> Any:
-    try:
-        return msgspec.json.decode(said)
-    except msgspec.DecodeError:
-        return said
-
-
-def _explore(app: typer.Typer) -> None:
-    @command(
-        app,
-        "explore",
-        examples=[
-            "steercap explore",
-            "steercap explore Qwen/Qwen3-8B --vectors calm=calm.safetensors",
-            "steercap explore --no-browser --port 8000",
-        ],
-        loops=uv_loops,
-    )
-    async def explore(
-        terminal: Terminal,
-        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
-        flags: Annotated[
-            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
-        ] = None,
-        *,
-        port: Annotated[int, typer.Option(min=0, max=65535, help="Port (default: a free one).")] = 0,
-        browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
-        engine_arg: Annotated[
-            list[str] | None,
-            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable."),
-        ] = None,
-        vectors: Annotated[
-            list[str] | None, typer.Option(metavar="NAME=FILE", help="Vectors to project on and to steer with.")
-        ] = None,
-        sae: Annotated[
-            list[str] | None, typer.Option(metavar="NAME=FOLDER", help="SAE whose features are shown.")
-        ] = None,
-    ) -> None:
-        """Explore a model in the browser: coloured tokens, layers by tokens, the logit lens, steering by a slider."""
-        from steercap.server.server import ServerSettings
-        from steercap.server.server import serve as run
-
-        model, flags = parted(model, flags)
-        settings = ServerSettings(
-            vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")},
-            saes={name: Path(folder) for name, folder in named(sae or (), "--sae")},
-        )
-        names = checked(settings, model, flags, engine_arg)
-        path, chosen = str(located(model)), port or free_port()
-        own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
-        said = ["--host", HOST, "--port", str(chosen), "--served-model-name", model, *flags]
-        terminal.say(f"starting {model}; the page opens once it is up, in a minute or so")
-        page = asyncio.create_task(opening(terminal, f"http://{HOST}:{chosen}", browser=browser))
-        try:
-            await run(path, said, settings, names, **(own | dict(pairs_of(engine_arg or (), "--engine-arg"))))
-        finally:
-            page.cancel()
-            with suppress(asyncio.CancelledError):
-                await page
-
-
-def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.create_server((HOST, 0)) as server:
-        found: int = server.getsockname()[1]
-        return found
-
-
-async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
-    """Wait for the server, announce the page's address, and open the page in a browser if wanted."""
-    while not await asyncio.to_thread(answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
-        await asyncio.sleep(PAUSE)
-    page = f"{address}/explorer"
-    terminal.say(f"the explorer: {page}   (Ctrl-C ends it)")
-    if browser and not await asyncio.to_thread(webbrowser.open, page):
-        terminal.say("no browser could be opened from here; open the address yourself")
-
-
-def answers(address: str) -> bool:
-    """Return whether an address answers a GET with status 200, within two seconds."""
-    try:
-        with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address of our own
-            return bool(answer.status == 200)
-    except (OSError, ValueError, http.client.HTTPException):  # nothing there, no address, or another protocol
-        return False
-
-
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     _serve(app)
-    _explore(app)

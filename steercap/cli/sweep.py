@@ -14,9 +14,9 @@ from rich.text import Text
 
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
-from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.engines import ReachOptions
 from steercap.cli.parsing import names_of, numbers_of
-from steercap.cli.preflight import Preflight, check_sampling, preflight
+from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
 from steercap.cli.tables import titled
 from steercap.cli.terminal import Terminal
@@ -99,7 +99,7 @@ def register(app: typer.Typer) -> None:
         ],
     )
     async def sweep(
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for answers, results.parquet and pictures.")],
         config: Annotated[
@@ -170,7 +170,7 @@ def register(app: typer.Typer) -> None:
         site = next(iter(asked.vectors.values())).site
         check(asked, chosen, out, preflight(model, sites=site))
         terminal.say(f"{sum(1 for _ in asked.requests()):,} answers under {len(asked.conditions()):,} conditions")
-        async with opened(model, terminal, sites=site) as open_model:
+        async with reached(model, terminal, sites=site) as open_model:
             results = await swept(open_model, asked, chosen, out, terminal)
             report(results, out, terminal, plot=plot)
 

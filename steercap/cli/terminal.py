@@ -151,8 +151,8 @@ class Terminal:
             yield report
 
     @contextmanager
-    def status(self, message: str) -> Iterator[None]:
-        """Show a message with the elapsed time on stderr while the block runs."""
+    def status(self, message: str) -> Iterator[Callable[[str], None]]:
+        """Show a message with the elapsed time on stderr while the block runs; yield a function that changes it."""
         columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
         with Progress(
             *columns,
@@ -162,9 +162,9 @@ class Terminal:
             redirect_stdout=False,
             redirect_stderr=False,
         ) as bar:
-            bar.add_task(message, total=None)
+            task = bar.add_task(message, total=None)
             with heartbeat(bar, self.err):
-                yield
+                yield lambda said: bar.update(task, description=said)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -14,9 +14,9 @@ from rich.text import Text as Cell
 from steercap.cli.command import command, group_of
 from steercap.cli.contents import Target, directions_in, load, write
 from steercap.cli.destinations import file_ready, may_replace, saved
-from steercap.cli.engines import ModelOptions, located, opened
+from steercap.cli.engines import ReachOptions, located
 from steercap.cli.parsing import base_of, dtype_of, layers_of, tokens_of
-from steercap.cli.preflight import preflight
+from steercap.cli.preflight import preflight, reached
 from steercap.cli.prompts import SpecialTokens, records_of
 from steercap.cli.tables import advice, by_layer, cosines, document_of, facts, origin, titled, told_of
 from steercap.cli.terminal import Terminal
@@ -164,7 +164,7 @@ def _register_extract(app: typer.Typer) -> None:
             Path, typer.Argument(exists=True, dir_okay=False, help="File of texts that show the concept.")
         ],
         negative: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of texts that do not.")],
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(dir_okay=False, help="Output file: .safetensors.")],
         name: Annotated[
@@ -202,7 +202,7 @@ def _register_extract(app: typer.Typer) -> None:
         texts.check(**split)
         preflight(model, sites=site).check_capture(CaptureSpec(sites=site, **where))
         may_replace(out, terminal, force=force)  # last: it asks
-        async with opened(model, terminal, sites=site) as open_model:
+        async with reached(model, terminal, sites=site) as open_model:
             found = await extract_from(
                 open_model, texts, terminal, name=said, site=site, add_special_tokens=special_tokens, **split, **where
             )

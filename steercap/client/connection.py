@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap import errors
@@ -16,6 +18,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.values import choices, shown
 from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSetting, ModelClosed, ServerFailure, SteercapError
+from steercap.files.warm import SCHEME
 
 if TYPE_CHECKING:
     import httpx
@@ -32,6 +35,8 @@ IDLE_SECONDS: Final = 2.0
 AT_ONCE: Final = 256
 #: Header of an answer with the name of the steercap error class.
 ERROR_HEADER: Final = "x-steercap-error"
+#: Host that requests over a Unix socket name.
+BY_SOCKET: Final = "http://localhost"
 _BY_STATUS: Final[Mapping[int, type[SteercapError]]] = {
     400: InvalidRequest,
     404: InvalidRequest,
@@ -49,7 +54,7 @@ class Described:
         name: name of the model in requests, as asked for, or the first that the server lists.
         model: its path, or name on the hub.
         context: tokens that a prompt and its reply may have together, None if the server does not say.
-        num_layers, hidden_size, points, origin: as of `SteerModel`.
+        num_layers, hidden_size, points, origin, identity: as of `SteerModel`.
     """
 
     name: str
@@ -59,13 +64,14 @@ class Described:
     hidden_size: int
     points: Mapping[Point, PointSchema]
     origin: Mapping[str, str]
+    identity: Mapping[str, str]
 
 
 class Connection:
     """Connection to one server, used in one event loop.
 
     Args:
-        url: address of the server, with or without "/v1".
+        url: address of the server, with or without "/v1"; of a Unix socket "unix:" and its path, or the path.
         api_key: the key, if it wants one.
         name: name of the model in requests, None for the first that the server names.
         timeout: seconds that the server may be silent for; None for any.
@@ -73,6 +79,7 @@ class Connection:
 
     Attributes:
         url: without "/v1".
+        socket: path of the server's Unix socket, "" if it has none.
         running: tasks that run on it; cancelled when it is closed.
         idiom: style in which messages show code.
 
@@ -81,9 +88,13 @@ class Connection:
     """
 
     def __init__(self, url: str, api_key: str | None, name: str | None, timeout: float | None, transport: Any) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise InvalidSetting(f"url={shown(url)}; give that of a server, such as 'http://127.0.0.1:8000'")
-        self.url = url.rstrip("/").removesuffix("/v1")
+        if not isinstance(url, str) or not url.startswith(("http://", "https://", SCHEME, "/")):
+            raise InvalidSetting(
+                f"url={shown(url)}; give that of a server, such as 'http://127.0.0.1:8000', or 'unix:' and the path of "
+                "a socket"
+            )
+        self.socket = url.removeprefix(SCHEME) if url.startswith((SCHEME, "/")) else ""
+        self.url = f"{SCHEME}{self.socket}" if self.socket else url.rstrip("/").removesuffix("/v1")
         self.api_key = api_key
         self.running: set[asyncio.Task[Any]] = set()
         self.idiom = AWAITED
@@ -118,11 +129,15 @@ class Connection:
             return
         self._broken = httpx.TransportError
         headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_SECONDS)
+        if self.socket:
+            self._require_own_socket()
+            self._transport = self._transport or httpx.AsyncHTTPTransport(uds=self.socket, limits=limits)
         self._http = self._http or httpx.AsyncClient(
-            base_url=self.url,
+            base_url=BY_SOCKET if self.socket else self.url,
             headers=headers,
             timeout=httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_SECONDS),
+            limits=limits,
             transport=self._transport,
         )
         try:
@@ -131,6 +146,17 @@ class Connection:
             http, self._http = self._http, None
             await scoped(http.aclose)
             raise
+
+    def _require_own_socket(self) -> None:
+        """Check that the server's socket is this user's: prompts are not sent to another user's process."""
+        try:
+            owner = Path(self.socket).stat().st_uid
+        except OSError as error:
+            raise ServerFailure(
+                f"{self.url} cannot be reached: {error.strerror}; `steercap status` lists engines"
+            ) from error
+        if owner != os.geteuid():
+            raise ServerFailure(f"{self.url} is of user {owner}, and this process of {os.geteuid()}; give your own")
 
     async def _describe(self) -> Described:
         listed = await self.ask("GET", "/v1/models")
@@ -151,8 +177,8 @@ class Connection:
             }
             name = self._name or next(iter(names))
             origin = {part: str(said[part]) for part in ("revision", "dtype")}
-            width = said["hidden_size"]
-            return Described(name, said["model"], names[name], said["num_layers"], width, points, origin)
+            width, identity = said["hidden_size"], dict(said["identity"])
+            return Described(name, said["model"], names[name], said["num_layers"], width, points, origin, identity)
 
     async def aclose(self) -> None:
         """Cancel running tasks, let the server free what it holds for this connection, and close it. Idempotent."""

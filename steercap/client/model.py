@@ -11,7 +11,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.stacking import flat
 from steercap.client.answers import RemoteAnswers
 from steercap.client.chats import templated, tokenised
-from steercap.client.connection import Connection
+from steercap.client.connection import BY_SOCKET, Connection
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.extras import extra
 from steercap.core.ownership import NonCopyable
@@ -42,7 +42,6 @@ LACKING: Final[Mapping[str, str]] = {
     "factory": "it is the server's model",
     "engine": "it is in the server's process",
     "generation_config": "the server does not say it",
-    "identity": "runs that can be resumed need a model that is open here",
     "layers": "the server does not say which classes it loaded",
     "proof": "the server does not say what was proved when it started",
     "serving": "it is in the server's process",
@@ -67,7 +66,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     - `steering=` may be the name of vectors or of steering on the server.
 
     Args:
-        url: address of the server, such as "http://127.0.0.1:8000".
+        url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket.
         api_key: the key, if the server wants one.
         model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if left
             out.
@@ -172,6 +171,14 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         with self.connection.answering():
             return Stats(**said["engine"])
 
+    def identity(self) -> dict[str, str]:
+        """Return everything that the model's answers depend on, as `SteerModel.identity` does where it is open.
+
+        Returns:
+            Strings by name, "" where something is not set.
+        """
+        return dict(self.connection.opened().identity)
+
     async def upload_vectors(self, name: str, content: LayerVectors | DirectionSet | SteeringSpec) -> Mapping[str, Any]:
         """Upload vectors, directions or steering under a name, replacing its former content; they stay on the server.
 
@@ -220,20 +227,24 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         Each access makes a new one, which the caller must close.
         """
         with extra("client"):
+            import httpx
             from openai import AsyncOpenAI
 
-        return AsyncOpenAI(**self.openai_arguments)
+        socket, given = self.connection.socket, self.openai_arguments
+        if socket:
+            given["http_client"] = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=socket))
+        return AsyncOpenAI(**given)
 
     @property
     def openai_arguments(self) -> dict[str, Any]:
-        """Arguments of OpenAI's clients for this server."""
+        """Arguments of OpenAI's clients for this server; one on a Unix socket also needs an `http_client` for it."""
         self.connection.opened()
-        key = self.connection.api_key or "none"
-        return {"base_url": f"{self.url}/v1", "api_key": key, "max_retries": 0, "timeout": None}
+        key, host = self.connection.api_key or "none", BY_SOCKET if self.connection.socket else self.url
+        return {"base_url": f"{host}/v1", "api_key": key, "max_retries": 0, "timeout": None}
 
     @property
     def url(self) -> str:
-        """Address of the server, without "/v1"."""
+        """Address of the server, without "/v1"; of one on a Unix socket "unix:" and its path."""
         return self.connection.url
 
     @property

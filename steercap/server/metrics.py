@@ -7,6 +7,11 @@ share.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import os
+import signal
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +31,10 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
 
 PATH: Final = "/metrics"
+#: Path of a server's idle time, and those of requests that do not count as use.
+IDLE: Final = "/v1/steercap/idle"
+LOOKING: Final = frozenset({PATH, "/health", "/ping", "/version", "/v1/models", "/v1/steercap/model"})
+_LOG: Final = logging.getLogger(__name__)
 #: Seconds that the workers have to answer; without an answer their figures are left out.
 PATIENCE: Final = 2.0
 _OPENMETRICS: Final = b"application/openmetrics-text"
@@ -137,6 +146,53 @@ class Metrics:
         yield _labelled("steercap_failed_requests", failed, "error", self._failures)
         if self._recorder is not None:
             yield from _of_recorder(self._recorder)
+
+
+class IdleClock:
+    """ASGI wrapper that measures how long a server has had no request, and ends it after some time.
+
+    Requests that only look, those of `LOOKING`, do not count.
+
+    Args:
+        app: application to wrap.
+        limit: seconds without a request after which `end` ends the process; None for never.
+    """
+
+    def __init__(self, app: App, limit: float | None) -> None:
+        self._app, self._limit = app, limit
+        self._running, self._since = 0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the last request ended; 0 while one runs."""
+        return 0.0 if self._running else time.monotonic() - self._since
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request; at `IDLE`, answer how idle the server is and after how many seconds it ends."""
+        if scope["type"] != "http" or (scope["method"] == "GET" and scope["path"] in LOOKING):
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] == IDLE:
+            body = json.dumps({"idle_seconds": self.seconds, "limit": self._limit, "running": self._running}).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+            return
+        self._running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running, self._since = self._running - 1, time.monotonic()
+
+    async def end(self) -> None:
+        """Terminate this process, as SIGTERM does, once it has had no request for the limit."""
+        while self._limit is not None:
+            left = self._limit - self.seconds
+            if left <= 0 and not self._running:
+                _LOG.warning("no request for %g s: the server ends", self._limit)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            await asyncio.sleep(max(left, 0.01))
 
 
 def _of_recorder(recorder: Recorder) -> Iterator[Metric]:

@@ -93,6 +93,7 @@ class Routes:
         """Answer with the model's properties, the limits, and the caller's and the engine's usage."""
         owner, model = owner_of(request.headers.get("authorization", "")), self._model
         stats, folder = await model.stats(), self._folder
+        identity = await asyncio.to_thread(model.identity)
         points = [
             {"layer": point.layer, "site": point.site, **msgspec.structs.asdict(schema)}
             for point, schema in model.points.items()
@@ -101,6 +102,7 @@ class Routes:
             {
                 "model": model.serving.model,
                 **model.origin,
+                "identity": identity,
                 "num_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "points": points,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import warn_of_other_model
+from steercap.files.fingerprint import warn_of_other_model, weights_of
+from steercap.files.warm import WarmEngine, announced, code, identified, socket_of
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
 from steercap.server.engine import ServedEngine
@@ -28,6 +32,9 @@ from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+#: Engine arguments that servers set themselves.
+OF_SERVERS: Final = frozenset({"mm_processor_cache_gb", "served_model_name", "use_tqdm_on_load"})
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,9 @@ class ServerSettings:
         folder_bytes: maximum bytes of files in it.
         folder_bytes_of_a_key: maximum bytes that requests of one API key write to it.
         record: what is recorded of requests that ask for nothing; None for nothing.
+        idle_seconds: seconds without a request after which the server ends; None for never.
+        warm: digest of options to announce with a warm engine, which listens on its socket alone; None for a server
+            that others do not find. See `steercap.files.warm`.
     """
 
     vectors: Mapping[str, Path] = field(default_factory=dict)
@@ -57,6 +67,8 @@ class ServerSettings:
     folder_bytes: int = FOLDER_BYTES
     folder_bytes_of_a_key: int = FOLDER_BYTES_OF_A_KEY
     record: RecordSettings | None = None
+    idle_seconds: float | None = None
+    warm: str | None = None
 
 
 @dataclass(frozen=True)
@@ -122,11 +134,7 @@ async def application(
         InvalidSetting: the model has `restart=True`.
         The errors of `Names.of`.
     """
-    if model.settings.restart:
-        raise InvalidSetting(
-            "restart=True: vLLM's server ends with its engine; leave it out, and have what watches over the server "
-            "start that again"
-        )
+    _require_no_restart(model)
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
         from steercap.server.features import FeaturesOfRows, require_fitting
@@ -193,19 +201,65 @@ async def serve(
     """
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
+        from steercap.server.metrics import IdleClock
 
     names = names or Names.of(settings)
     read = server.read_flags(model, flags)
-    with closing(server.listening(read)) as sock:  # before the engine, so that a port in use fails at once
-        # vLLM's cache would omit pictures that came with an earlier request; requests that wait
-        # for room would change the order.
-        arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
-        with opened_folder(model, settings) as folder:
-            recorder = None if settings.record is None else Recorder.of(settings.record, model)
-            async with SteerModel(model, **arguments) as opened, recorder or nullcontext():
-                await server.serve(
-                    await application(opened, read, settings, folder, names, recorder=recorder), sock, read
-                )
+    # vLLM's cache would omit pictures that came with an earlier request; requests that wait
+    # for room would change the order.
+    arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
+    unopened = SteerModel(model, **arguments)
+    _require_no_restart(unopened)
+    with ExitStack() as held:
+        if settings.warm is not None:
+            held.enter_context(announced(_warm_engine(unopened, read, settings.warm)))
+        sock = held.enter_context(closing(server.listening(read)))  # before the engine: a port in use fails at once
+        folder = held.enter_context(opened_folder(model, settings))
+        recorder = None if settings.record is None else Recorder.of(settings.record, model)
+        async with unopened as opened, recorder or nullcontext():
+            app = await application(opened, read, settings, folder, names, recorder=recorder)
+            idle = IdleClock(app.router.middleware_stack, settings.idle_seconds)
+            app.router.middleware_stack = idle
+            ending = asyncio.create_task(idle.end())
+            try:
+                await server.serve(app, sock, read)
+            finally:
+                ending.cancel()
+
+
+def _require_no_restart(model: SteerModel) -> None:
+    if model.settings.restart:
+        raise InvalidSetting(
+            "restart=True: vLLM's server ends with its engine; leave it out, and have what watches over the server "
+            "start that again"
+        )
+
+
+def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str) -> WarmEngine:
+    """Describe a warm engine, and have the flags say its socket.
+
+    Raises:
+        InvalidSetting: the flags name another socket; or as for `socket_of`.
+    """
+    if flags.uds is not None:
+        raise InvalidSetting(f"--uds {flags.uds}: a warm engine has a socket of its own; leave it out")
+    flags.uds, flags.disable_uvicorn_access_log = str(socket_of(model.model)), True
+    served = flags.served_model_name or [flags.model]
+    ours = {field.name: getattr(model.settings, field.name) for field in fields(model.settings)}
+    theirs = {name: value for name, value in model.serving.engine_args.items() if name not in OF_SERVERS}
+    return WarmEngine(
+        model=served[0],
+        path=identified(model.model),
+        pid=os.getpid(),
+        socket=flags.uds,
+        code=code(),
+        weights=weights_of(model.model) if Path(model.model).exists() else "",
+        started=time.time(),
+        keyed=bool(flags.api_key or os.environ.get("VLLM_API_KEY")),
+        asked=asked,
+        settings=ours,
+        arguments=theirs,
+    )
 
 
 @contextmanager

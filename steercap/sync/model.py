@@ -63,7 +63,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
     - `steering=` may be the name of vectors or of steering on the server.
 
     Args:
-        url: address of the server, such as "http://127.0.0.1:8000".
+        url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket.
         api_key: the key, if the server wants one.
         model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if left
             out.
@@ -593,6 +593,14 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
         """Return the present use of the server's model, by all its clients, and its limits."""
         return self.bridge.done(self.awaited.stats)
 
+    def identity(self) -> dict[str, str]:
+        """Return everything that the model's answers depend on, as `SteerModel.identity` does where it is open.
+
+        Returns:
+            Strings by name, "" where something is not set.
+        """
+        return self.awaited.identity()
+
     def upload_vectors(self, name: str, content: LayerVectors | DirectionSet | SteeringSpec) -> Mapping[str, Any]:
         """Upload vectors, directions or steering under a name, replacing its former content; they stay on the server.
 
@@ -626,12 +634,12 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
     @property
     def openai_arguments(self) -> dict[str, Any]:
-        """Arguments of OpenAI's clients for this server."""
+        """Arguments of OpenAI's clients for this server; one on a Unix socket also needs an `http_client` for it."""
         return self.awaited.openai_arguments
 
     @property
     def url(self) -> str:
-        """Address of the server, without "/v1"."""
+        """Address of the server, without "/v1"; of one on a Unix socket "unix:" and its path."""
         return self.awaited.url
 
     @property
@@ -1265,12 +1273,14 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
     @staticmethod
     def connect(
-        url: str, *, api_key: str | None = None, model: str | None = None, timeout: float | None = None
+        url: str | None = None, *, api_key: str | None = None, model: str | None = None, timeout: float | None = None
     ) -> RemoteModel:
-        """Return a client of a model that `steercap serve` has open, with the same methods as a local one.
+        """Return a client of a model that `steercap serve` or `steercap up` has open, with the same methods as a local
+        one.
 
         Args:
-            url: address of the server, such as "http://127.0.0.1:8000".
+            url: address of the server, such as "http://127.0.0.1:8000", or "unix:" and the path of its Unix socket. If
+                left out, the warm engine that `steercap up` started: the only one, or the one of `model`.
             api_key: the key, if the server wants one.
             model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if
                 left out.
@@ -1281,6 +1291,8 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
         Raises:
             InvalidSetting: the url is none.
+            InvalidRequest: it is left out, and there is no warm engine, there are several, or it runs another version
+                of steercap.
         """
         return RemoteModel.around(AwaitedSteerModel.connect(url, api_key=api_key, model=model, timeout=timeout))
 

@@ -123,9 +123,13 @@ class ServedTwin(Bridged[RemoteModel]):
     def openai(self) -> OpenAI:
         """OpenAI's own client of the same server; see `steercap.client.RemoteModel.openai`."""
         with extra("client"):
+            import httpx
             from openai import OpenAI
 
-        return OpenAI(**self.awaited.openai_arguments)
+        socket, given = self.awaited.connection.socket, self.awaited.openai_arguments
+        if socket:
+            given["http_client"] = httpx.Client(transport=httpx.HTTPTransport(uds=socket))
+        return OpenAI(**given)
 
     def __getattr__(self, name: str) -> Any:
         if name in {"awaited", "bridge"}:  # a copy that is being made has no attributes yet

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import random
 import re
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +35,8 @@ from steercap.adapters import server
 from steercap.cli.doctor import examine_server
 from steercap.client import RemoteModel
 from steercap.lab.directions import Exchange, extract
+from steercap.lab.studies.sweeps import Sweep, run_sweep
+from steercap.server.metrics import IDLE, IdleClock
 from steercap.server.server import ServerSettings, application
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
@@ -437,6 +441,42 @@ async def test_what_the_server_says_of_the_model(remote: RemoteModel, tiny: Stee
         known = await tiny.run(prompt, GREEDY, steering=Add(CALM[1], 4.0, layer=1))
         assert raw.output.choices[0].text == known.output.outputs[0].text
         assert raw.steering[0].digest == known.steering[0].digest
+
+
+@pytest.mark.slow
+async def test_over_a_unix_socket(tiny: SteerModel, tmp_path) -> None:
+    """As a warm engine is asked: rows, OpenAI's client, and a sweep whose folder either kind of model goes on with."""
+    flags = server.read_flags(tiny.serving.model, [*FLAGS[:2], *FLAGS[-2:]])
+    app = await application(tiny, flags, ServerSettings())
+    clock = IdleClock(app.router.middleware_stack, 60.0)
+    app.router.middleware_stack = clock
+    prompts, sampling = [random_prompt(7, seed) for seed in range(2)], {"temperature": 0.0, "max_tokens": 4}
+    sweep = Sweep(
+        {"calm": CALM}, [(1,)], scales=(4.0,), random=1, prompts=["red dog", "two"], sampling={**sampling, "seed": 1}
+    )
+    measures = ["length", "perplexity"]
+    with tempfile.TemporaryDirectory(prefix="up") as folder:
+        async with listening(app, Path(folder) / "sock") as url, SteerModel.connect(url) as model:
+            assert model.identity() == tiny.identity()
+            assert (await model.connection.ask("GET", IDLE))["running"] == 0
+            before = clock.seconds
+            texts, handles = await model.generate(prompts, GREEDY, capture_layers=[2])
+            assert clock.seconds < before
+            known = await tiny.generate(prompts, GREEDY, capture_layers=[2])
+            assert texts == known[0]
+            await model.fetch_captures_batch(handles)
+            async with model.openai as client:
+                assert [one.id async for one in client.models.list()] == ["tiny"]
+            there = await run_sweep(model, sweep, out=tmp_path / "there", measures=measures)
+            for handle in (*handles, *known[1]):
+                handle.release()
+    here = await run_sweep(tiny, sweep, out=tmp_path / "here", measures=measures)
+    assert there.records == here.records
+    assert there.values["length"] == here.values["length"]
+    assert there.values["perplexity"] == pytest.approx(here.values["perplexity"], rel=1e-3)
+    again = await run_sweep(tiny, sweep, out=tmp_path / "there", measures=measures)
+    assert again.values == there.values
+    assert await settled(tiny) == (0, 0, 0)
 
 
 async def test_steering_in_force_and_by_name(remote: RemoteModel, tiny: SteerModel) -> None:

@@ -254,6 +254,7 @@ DESCRIBED = {
     "revision": "",
     "dtype": "float32",
     "num_layers": 2,
+    "identity": {"name": "m"},
     "hidden_size": 8,
     "points": [{"layer": 1, "site": "resid_post", "shape": [8], "dtype": "float32", "shards": 1}],
 }

@@ -32,6 +32,7 @@ MODEL = {
     "revision": None,
     "dtype": "float32",
     "num_layers": 2,
+    "identity": {"name": "m"},
     "hidden_size": 8,
     "points": [],
     "engine": {},

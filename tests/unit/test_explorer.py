@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from steercap.cli.serve import HOST, free_port, opening
+from steercap.cli.explore import HOST, free_port, opening
 from steercap.cli.terminal import Output, Terminal
 from steercap.server import routes
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from steercap.cli.command import FAILED, command
 from steercap.cli.engines import ModelOptions, opened
-from steercap.cli.serve import answers
+from steercap.cli.explore import answers
 from steercap.cli.terminal import Terminal
 from steercap.errors import SteercapError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,13 +38,25 @@ class Perplexity(Measure):
         read = [[*record.prompt_token_ids, *record.output_token_ids][:longest] for record in records]
         outputs = await model.run(read, READ, steering=None)
         return [
-            _perplexity(ids, len(record.prompt_token_ids), raw.output.prompt_logprobs)
+            _perplexity(ids, len(record.prompt_token_ids), _logprobs_of(raw.output))
             for ids, record, raw in zip(read, records, outputs, strict=True)
         ]
 
 
-def _perplexity(ids: Sequence[int], prompt_len: int, logprobs: Sequence[Any] | None) -> float:
-    """Compute it from vLLM's prompt log probabilities: an entry for each token, None for the first.
+def _logprobs_of(output: Any) -> list[dict[int, float]] | None:
+    """Return the log probabilities of a prompt's tokens, each by token id, {} for the first.
+
+    `output` is vLLM's RequestOutput, or OpenAI's Completion from a server.
+    """
+    if hasattr(output, "choices"):
+        found = output.choices[0].prompt_logprobs
+        return found and [{int(token): said["logprob"] for token, said in (one or {}).items()} for one in found]
+    found = output.prompt_logprobs
+    return found and [{token: said.logprob for token, said in (one or {}).items()} for one in found]
+
+
+def _perplexity(ids: Sequence[int], prompt_len: int, logprobs: Sequence[Mapping[int, float]] | None) -> float:
+    """Compute it from the prompt's log probabilities: an entry for each token, empty for the first.
 
     An entry maps token ids to log probabilities; it holds the token itself, and may hold likelier ones.
     """
@@ -54,7 +66,7 @@ def _perplexity(ids: Sequence[int], prompt_len: int, logprobs: Sequence[Any] | N
     answer = range(prompt_len, len(ids))
     if not answer:
         return math.nan
-    return math.exp(-sum(logprobs[at][ids[at]].logprob for at in answer) / len(answer))
+    return math.exp(-sum(logprobs[at][ids[at]] for at in answer) / len(answer))
 
 
 MEMBER = Perplexity

@@ -87,9 +87,10 @@ async def ask(model: SteerModel, prompt: Any, sampling: Mapping[str, Any], spec:
         The fields of `Answered` except `prompt`, and "finish_reason", vLLM's: "stop" or "length".
     """
     output = (await model.run(prompt, sampling, steering=spec)).output
-    (sample,) = output.outputs
+    # of a server it is OpenAI's Completion, whose choices hold the prompt's token ids
+    (sample,) = output.choices if hasattr(output, "choices") else output.outputs
     return {
-        "prompt_token_ids": tuple(output.prompt_token_ids),
+        "prompt_token_ids": tuple((sample if hasattr(output, "choices") else output).prompt_token_ids),
         "text": sample.text,
         "output_token_ids": tuple(sample.token_ids),
         "finish_reason": sample.finish_reason or "",

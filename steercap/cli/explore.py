@@ -1,0 +1,150 @@
+"""`steercap explore`: the page of a model in a browser, served to this machine only."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import urllib.request
+import webbrowser
+from contextlib import suppress
+from typing import Annotated, Any, Final
+
+import typer
+
+from steercap.cli.command import command, uv_loops
+from steercap.cli.engines import SMOLLM2, ReachOptions, is_warm, located, pairs_of
+from steercap.cli.preflight import fitting
+from steercap.cli.serve import ServeOptions, checked, parted
+from steercap.cli.terminal import Terminal
+from steercap.config import CPU
+from steercap.files import warm
+
+#: Address that the explorer listens on.
+HOST: Final = "127.0.0.1"
+#: Seconds between two checks for its server.
+PAUSE: Final = 0.5
+#: Bytes forwarded at once.
+PART: Final = 1 << 16
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(
+        app,
+        "explore",
+        examples=[
+            "steercap explore",
+            "steercap explore Qwen/Qwen3-8B --vectors calm=calm.safetensors",
+            "steercap explore --no-browser --port 8000",
+        ],
+        loops=uv_loops,
+    )
+    async def explore(
+        terminal: Terminal,
+        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
+        flags: Annotated[
+            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
+        ] = None,
+        *,
+        port: Annotated[int, typer.Option(min=0, max=65535, help="Port (default: a free one).")] = 0,
+        browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+        engine_arg: Annotated[
+            list[str] | None,
+            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable."),
+        ] = None,
+        vectors: Annotated[
+            list[str] | None, typer.Option(metavar="NAME=FILE", help="Vectors to project on and to steer with.")
+        ] = None,
+        sae: Annotated[
+            list[str] | None, typer.Option(metavar="NAME=FOLDER", help="SAE whose features are shown.")
+        ] = None,
+    ) -> None:
+        """Explore a model in the browser: coloured tokens, layers by tokens, the logit lens, steering by a slider.
+        The page is of the warm engine, if one fits and nothing is given that it lacks.
+        """
+        from steercap.server.server import serve as run
+
+        model, flags = parted(model, flags)
+        if not (flags or vectors or sae):
+            engine, reason = await asyncio.to_thread(fitting, ReachOptions(model, engine_arg=engine_arg), {})
+        else:
+            engine, reason = None, "vectors, SAEs and vLLM's flags are a server's own" if is_warm() else ""
+        if engine is not None and await warm.until_ready(engine) is not None:
+            await _forward(engine, port, terminal, browser=browser)
+            return
+        if reason:
+            terminal.say(f"starting an engine: {reason}")
+        settings = ServeOptions(vectors=vectors, sae=sae).settings()
+        names = checked(settings, model, flags, engine_arg)
+        path, chosen = str(located(model)), port or free_port()
+        own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
+        said = ["--host", HOST, "--port", str(chosen), "--served-model-name", model, *flags]
+        terminal.say(f"starting {model}; the page opens once it is up, in a minute or so")
+        page = asyncio.create_task(opening(terminal, f"http://{HOST}:{chosen}", browser=browser))
+        try:
+            await run(path, said, settings, names, **(own | dict(pairs_of(engine_arg or (), "--engine-arg"))))
+        finally:
+            page.cancel()
+            with suppress(asyncio.CancelledError):
+                await page
+
+
+async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, browser: bool) -> None:
+    """Forward a port of this machine to a warm engine's socket, and open its page, until the command is interrupted.
+
+    Raises:
+        OSError: the port is in use.
+    """
+
+    async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            there, back = await asyncio.open_unix_connection(engine.socket)
+            await asyncio.gather(_copied(reader, back), _copied(there, writer))
+
+    server = await asyncio.start_server(join, HOST, port)
+    try:
+        terminal.say(f"asking the warm engine of {engine.model}")
+        await opening(terminal, f"http://{HOST}:{server.sockets[0].getsockname()[1]}", browser=browser)
+        await server.serve_forever()
+    finally:
+        server.close()  # without waiting: a browser keeps its connections
+
+
+async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Write to one end what comes from the other, until it closes."""
+    try:
+        while data := await reader.read(PART):
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass  # this end is gone, and the other is told so by the close
+    finally:
+        writer.close()
+
+
+def free_port() -> int:
+    """Return a free port of this machine."""
+    with socket.create_server((HOST, 0)) as server:
+        found: int = server.getsockname()[1]
+        return found
+
+
+async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
+    """Wait for the server, announce the page's address, and open the page in a browser if wanted."""
+    while not await asyncio.to_thread(answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
+        await asyncio.sleep(PAUSE)
+    page = f"{address}/explorer"
+    terminal.say(f"the explorer: {page}   (Ctrl-C ends it)")
+    if browser and not await asyncio.to_thread(webbrowser.open, page):
+        terminal.say("no browser could be opened from here; open the address yourself")
+
+
+def answers(address: str) -> bool:
+    """Return whether an address answers a GET with status 200, within two seconds."""
+    try:
+        with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address of our own
+            return bool(answer.status == 200)
+    except (OSError, ValueError, http.client.HTTPException):  # nothing there, no address, or another protocol
+        return False

@@ -1,0 +1,248 @@
+"""`steercap up`, `down` and `status`: engines kept warm in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+import steercap
+from steercap.cli.command import command
+from steercap.cli.engines import SMOLLM2, located
+from steercap.cli.serve import ServeOptions, checked, parted
+from steercap.cli.tables import facts
+from steercap.cli.terminal import Terminal
+from steercap.errors import EngineFailure, InvalidRequest, SteercapError
+from steercap.files import warm
+from steercap.files.warm import WarmEngine
+
+#: Minutes without a request after which a warm engine ends, and seconds that it has for that when told to.
+IDLE_MINUTES: Final = 30.0
+END_SECONDS: Final = 60.0
+#: Last lines of the log that are shown if a server does not start.
+LINES: Final = 12
+#: Steps of a start, each by words that the log has from then on, the last one first.
+STEPS: Final = (
+    ("Started server process", "opening the socket"),
+    ("Capturing CUDA graphs", "capturing CUDA graphs"),
+    ("100% Completed", "preparing the model, and proving every tap"),
+    ("checkpoint shards", "loading weights"),
+    ("(Worker", "starting the engine's processes"),
+    ("(EngineCore", "starting the engine's processes"),
+    ("(MainProcess", "reading the model's configuration"),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    _up(app)
+    _down(app)
+    _status(app)
+
+
+def _up(app: typer.Typer) -> None:
+    @command(
+        app,
+        "up",
+        examples=[
+            "steercap up",
+            "steercap up Qwen/Qwen3-8B --sites resid_post,attn_out --idle 120",
+            "steercap up Qwen/Qwen3-8B -- --max-model-len 4096",
+        ],
+    )
+    async def up(
+        terminal: Terminal,
+        model: Annotated[str, typer.Argument(help="Model: hub name, path, or smollm2.")] = SMOLLM2,
+        flags: Annotated[
+            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, after --.")
+        ] = None,
+        *,
+        options: ServeOptions,
+    ) -> None:
+        """Keep a model warm: a server in the background that your other commands, and SteerModel.connect(), find.
+        It listens on a socket that only you can open, and ends after --idle minutes without a request.
+        """
+        model, flags = parted(model, flags)
+        options = replace(options, idle=IDLE_MINUTES if options.idle is None else options.idle)
+        checked(options.settings(), model, flags, options.engine_arg, sites=options.sites.split(","))
+        with terminal.status(f"looking for {model}"):
+            path = warm.socket_of(str(await asyncio.to_thread(located, model)))
+        asked, start = warm.digest_of([*options.flags(), *flags]), time.monotonic()
+        async with _turn(path, terminal):
+            there = warm.engine_at(path)
+            if there is not None and (there.asked != asked or there.code != warm.code()):
+                raise InvalidRequest(
+                    f"{model} is up with other options, or by another steercap ({there.code}, this is {warm.code()}); "
+                    f"end it with `steercap down {there.model}` first"
+                )
+            child = None if there is not None else _started(model, options, flags, path)
+            try:
+                engine = await _ready(path, child, model, terminal)
+            except BaseException:
+                if child is not None:
+                    await asyncio.shield(_ended(child, terminal))
+                raise
+        if child is not None:
+            child.returncode = 0  # it lives on, and Popen would warn of that
+        took = "was up already" if child is None else f"up after {time.monotonic() - start:.0f} s"
+        idle = f"ends after {options.idle:g} min without a request" if options.idle else "stays until `steercap down`"
+        terminal.say(f"{model} {took}; {idle}. Other commands find it; in Python: SteerModel.connect()")
+        terminal.show({"model": engine.model, "url": engine.url, "pid": engine.pid, "log": str(engine.log)}, engine.url)
+
+
+@asynccontextmanager
+async def _turn(path: Path, terminal: Terminal) -> AsyncIterator[None]:
+    """Wait until no other `steercap up` starts the same model."""
+    lock = os.open(path.with_suffix(".up"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with terminal.status("another steercap up starts it"):
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(warm.PAUSE)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _started(model: str, options: ServeOptions, flags: list[str], path: Path) -> subprocess.Popen[bytes]:
+    """Start the server in a session of its own, so that it outlives this command and its terminal."""
+    home = Path(steercap.__file__).parent.parent
+    safe = [] if Path.cwd() == home else ["-P"]  # nothing in the working directory is taken for a module
+    words = [sys.executable, *safe, "-m", "steercap", "serve", model, "--warm", "--no-record", *options.flags()]
+    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    try:
+        return subprocess.Popen(  # noqa: S603 -- this command's own words
+            [*words, *(["--", *flags] if flags else [])],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+
+
+async def _ready(path: Path, child: subprocess.Popen[bytes] | None, model: str, terminal: Terminal) -> WarmEngine:
+    """Wait until a server is ready, and say how far it is.
+
+    Raises:
+        EngineFailure: it ended; the last lines of its log are shown.
+    """
+    log = path.with_suffix(".log")
+    with terminal.status(f"starting {model}: Python and vLLM") as say:
+        while True:
+            engine = warm.engine_at(path)
+            if engine is not None and warm.listening(path):
+                return engine
+            if (child is not None and child.poll() is not None) or (child is None and engine is None):
+                break
+            text = log.read_text(errors="replace")
+            if step := next((step for words, step in STEPS if words in text), ""):
+                say(f"starting {model}: {step}")
+            await asyncio.sleep(warm.PAUSE)
+    for line in log.read_text(errors="replace").splitlines()[-LINES:]:
+        terminal.say(line)
+    code = "" if child is None else f", exit code {child.returncode}"
+    raise EngineFailure(f"{model} did not start{code}; the last lines of its log are above, all are in {log}")
+
+
+async def _ended(child: subprocess.Popen[bytes], terminal: Terminal) -> None:
+    """End a server that this command started and that is not ready."""
+    if child.poll() is None:
+        terminal.say("ending the server that was starting")
+        child.terminate()
+        until = time.monotonic() + END_SECONDS
+        while child.poll() is None:
+            if time.monotonic() > until:
+                child.kill()
+            await asyncio.sleep(warm.PAUSE)
+
+
+def _down(app: typer.Typer) -> None:
+    @command(app, "down", examples=["steercap down", "steercap down Qwen/Qwen3-8B", "steercap down --all"])
+    async def down(
+        terminal: Terminal,
+        model: Annotated[str | None, typer.Argument(help="Model whose engine to end (default: the only one).")] = None,
+        everything: Annotated[bool, typer.Option("--all", help="End all of them.")] = False,
+    ) -> None:
+        """End engines that steercap up keeps warm."""
+        there = warm.engines()
+        if model is not None:
+            if everything:
+                raise typer.BadParameter("give MODEL or --all, not both", param_hint="--all")
+            there = warm.named_in(there, str(located(model)) if model == SMOLLM2 else model)
+            if not there:
+                warm.only_engine(model)
+        if len(there) > 1 and not everything:
+            names = ", ".join(one.model for one in there)
+            raise InvalidRequest(f"{len(there)} engines are warm: {names}; name one, or give --all")
+        for engine in there:
+            with terminal.status(f"ending {engine.model}"):
+                await _end(engine)
+            terminal.say(f"{engine.model} is down")
+        if not there:
+            terminal.say("no engine is warm")
+        terminal.show({"down": [one.model for one in there]})
+
+
+async def _end(engine: WarmEngine) -> None:
+    """End a warm engine: by SIGTERM, and by SIGKILL if it takes too long."""
+    until, path = time.monotonic() + END_SECONDS, Path(engine.socket)
+    os.kill(engine.pid, signal.SIGTERM)
+    while warm.engine_at(path) is not None:
+        if time.monotonic() > until:
+            os.kill(engine.pid, signal.SIGKILL)
+            until += END_SECONDS
+        await asyncio.sleep(warm.PAUSE)
+
+
+def _status(app: typer.Typer) -> None:
+    @command(app, "status", examples=["steercap status", "steercap status --json"])
+    async def status(
+        terminal: Terminal,
+        api_key: Annotated[str | None, typer.Option(metavar="KEY", help="API key of engines that want one.")] = None,
+    ) -> None:
+        """Show the engines that steercap up keeps warm."""
+        found = [await _described(engine, api_key) for engine in warm.engines()]
+        terminal.show({"engines": found}, *(facts(one["model"], {**one, "model": ""}) for one in found))
+        if not found:
+            terminal.say("no engine is warm; start one with `steercap up MODEL`")
+
+
+async def _described(engine: WarmEngine, api_key: str | None) -> dict[str, Any]:
+    """Describe a warm engine; what only itself can say is left out while it starts, or without its key."""
+    from steercap.model import SteerModel
+
+    said: dict[str, Any] = {"state": "starting"}
+    if warm.listening(Path(engine.socket)):
+        try:
+            async with SteerModel.connect(engine.url, api_key=api_key, timeout=10) as model:
+                idle = await model.connection.ask("GET", "/v1/steercap/idle")
+                said = {"state": "ready", "dtype": model.origin["dtype"], "max_model_len": model.max_model_len}
+                said |= {"idle_seconds": round(idle["idle_seconds"]), "ends_after_seconds": idle["limit"]}
+        except SteercapError as error:
+            said = {"state": f"ready, but: {error}"}
+    return {
+        "model": engine.model,
+        **said,
+        "sites": ", ".join(engine.settings["sites"]),
+        "up_seconds": round(time.time() - engine.started),
+        "steercap": engine.code,
+        "pid": engine.pid,
+        "url": engine.url,
+        "log": str(engine.log),
+    }

@@ -1,0 +1,296 @@
+"""Warm engines: servers that `steercap up` keeps in the background, each on a Unix socket of this user's own.
+
+A folder that only this user can enter holds four files for each: NAME.sock, the socket; NAME.json, a `WarmEngine`;
+NAME.log; and NAME.lock, which the server keeps locked while it lives. The kernel frees the lock of a killed process, so
+that files it left are recognised, and removed by whoever looks next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import re
+import socket as sockets
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from steercap.core.values import choices, shown
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+
+#: Maximum bytes of a socket's path: `sun_path` of Linux, without the zero at its end.
+PATH_BYTES: Final = 107
+#: Scheme of a socket's address.
+SCHEME: Final = "unix:"
+#: Letters of a model's name in file names; a digest follows.
+LETTERS: Final = 24
+#: Seconds that a server waits for the lock, which others hold for an instant to see if a server does.
+LOCK_SECONDS: Final = 2.0
+#: Seconds between two looks at a server that starts or ends.
+PAUSE: Final = 0.2
+
+
+class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of a warm engine, as its server wrote it.
+
+    Args:
+        model: model as it was given to `steercap up`.
+        path: absolute path of the model, or its name on the hub.
+        pid: process id of the server.
+        socket: path of its socket.
+        code: version of steercap, and the folder of its code.
+        weights: digest of the model's files when the server started; "" for a name on the hub.
+        started: time of the start, in seconds since 1970.
+        keyed: True if it wants an API key.
+        asked: digest of the options that `steercap up` was given, which may hold keys.
+        settings: steercap's settings, by name.
+        arguments: vLLM's engine arguments that differ from their defaults, by name.
+    """
+
+    model: str
+    path: str
+    pid: int
+    socket: str
+    code: str
+    weights: str = ""
+    started: float = 0.0
+    keyed: bool = False
+    asked: str = ""
+    settings: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+
+    @property
+    def url(self) -> str:
+        """Address for `SteerModel.connect` and `--url`."""
+        return f"{SCHEME}{self.socket}"
+
+    @property
+    def log(self) -> Path:
+        """Path of the server's log."""
+        return Path(self.socket).with_suffix(".log")
+
+
+def code() -> str:
+    """Return the version of steercap and the folder of its code, which a warm engine must share."""
+    package = sys.modules["steercap"]  # its import here would be a circle
+    return f"{package.__version__} in {Path(__file__).parent.parent}"
+
+
+def identified(model: str) -> str:
+    """Return the absolute path of a model in a folder or file; a name on the hub is returned unchanged."""
+    there = os.path.exists(model)  # noqa: PTH110 -- False for what can be no path, where Path raises
+    return str(Path(model).resolve()) if there else model
+
+
+def digest_of(words: Sequence[str]) -> str:
+    """Return the SHA-256 of a command's options, in hexadecimal."""
+    return hashlib.sha256(msgspec.json.encode(words)).hexdigest()
+
+
+def runtime_folder() -> Path:
+    """Return the folder of this user's warm engines, created if needed.
+
+    It is `steercap` in `$XDG_RUNTIME_DIR` if that is this user's, or else `steercap-UID` in the temporary folder.
+
+    Raises:
+        InvalidSetting: it belongs to another user, others can enter it, or it is no folder.
+        OSError: it cannot be created.
+    """
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    if given and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid():  # noqa: PTH112, PTH116 -- text from outside
+        folder = Path(given).absolute() / "steercap"
+    else:
+        folder = Path(tempfile.gettempdir()).absolute() / f"steercap-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise InvalidSetting(
+            f"{folder}: sockets of warm engines must be in a folder of user {os.geteuid()} with mode 0700; this is "
+            f"{'a folder' if stat.S_ISDIR(found.st_mode) else 'no folder'} of user {found.st_uid} with mode "
+            f"{stat.S_IMODE(found.st_mode):04o}; remove it, or set XDG_RUNTIME_DIR to another folder"
+        )
+    return folder
+
+
+def socket_of(model: str) -> Path:
+    """Return the path of the socket for a model.
+
+    Args:
+        model: path of the model, or its name on the hub.
+
+    Raises:
+        InvalidSetting: the path is too long for a socket; or as for `runtime_folder`.
+    """
+    path = identified(model)
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(path).name)[-LETTERS:].strip("-.")
+    found = runtime_folder() / f"{name}-{hashlib.sha256(path.encode()).hexdigest()[:8]}.sock"
+    if (length := len(os.fsencode(found))) > PATH_BYTES:
+        raise InvalidSetting(
+            f"{found}: {length} bytes, and the path of a Unix socket has at most {PATH_BYTES}; set XDG_RUNTIME_DIR, or "
+            "TMPDIR, to a folder with a shorter path"
+        )
+    return found
+
+
+@contextmanager
+def announced(engine: WarmEngine) -> Iterator[None]:
+    """Let others find an engine while the block runs; afterwards its socket and record are removed.
+
+    Processes that are forked in the block do not share the lock.
+
+    Raises:
+        InvalidRequest: another server has the model.
+        OSError: the folder cannot be written to.
+    """
+    from steercap.files.base import write_whole
+
+    path = Path(engine.socket)
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    held = [lock]
+
+    def let_go() -> None:
+        for one in held:
+            os.close(one)
+
+    os.register_at_fork(after_in_child=let_go)
+    try:
+        until = time.monotonic() + LOCK_SECONDS
+        while not _locked(lock, fcntl.LOCK_EX):
+            if time.monotonic() > until:
+                raise InvalidRequest(f"{engine.model} is up already, or starting; `steercap status` shows it")
+            time.sleep(LOCK_SECONDS / 40)
+        _remove(path)
+        try:
+            with write_whole(path.with_suffix(".json"), mode=0o600) as scratch:
+                scratch.write_bytes(msgspec.json.encode(engine, enc_hook=str))
+            yield
+        finally:
+            _remove(path)
+    finally:
+        held.clear()
+        os.close(lock)
+
+
+def engines() -> list[WarmEngine]:
+    """Return this user's warm engines, by model; files of servers that were killed are removed.
+
+    Raises:
+        InvalidFile: the record of a living server cannot be read.
+        InvalidSetting, OSError: as for `runtime_folder`.
+    """
+    found = [_living(path.with_suffix(".sock")) for path in sorted(runtime_folder().glob("*.lock"))]
+    return sorted((one for one in found if one is not None), key=lambda one: one.model)
+
+
+def engine_at(socket: Path) -> WarmEngine | None:
+    """Return the warm engine with a socket, None if there is none."""
+    return _living(socket) if socket.with_suffix(".lock").exists() else None
+
+
+def only_engine(model: str | None = None) -> WarmEngine:
+    """Return this user's only warm engine, or the one of a model; it has this version of steercap.
+
+    Args:
+        model: model as given to `steercap up`, with or without "+" and a preset, or its path; None for any.
+
+    Raises:
+        InvalidRequest: there is none, there are several, or it runs another version of steercap.
+    """
+    there = engines()
+    named = there if model is None else named_in(there, model)
+    if not there:
+        raise InvalidRequest("no warm engine; start one with `steercap up MODEL`, or give the url of a server")
+    if not named:
+        raise InvalidRequest(f"no warm engine of {shown(model)}; {choices(str(model), [one.model for one in there])}")
+    if len(named) > 1:
+        listed = ", ".join(f"{one.model} at {one.url}" for one in named)
+        raise InvalidRequest(f"{len(named)} warm engines: {listed}; give the url of one")
+    if named[0].code != code():
+        raise InvalidRequest(
+            f"the warm engine of {named[0].model} runs steercap {named[0].code}, and this is {code()}; renew it with "
+            f"`steercap down {named[0].model}` and `steercap up {named[0].model}`"
+        )
+    return named[0]
+
+
+def named_in(there: Sequence[WarmEngine], model: str) -> list[WarmEngine]:
+    """Return the engines of a model, by its name, with or without "+" and a preset, or by its path."""
+    return [one for one in there if model.partition("+")[0] == one.model or identified(model) == one.path]
+
+
+def differing(engine: WarmEngine, wanted: Mapping[str, Any], left_out: frozenset[str]) -> str:
+    """Describe the first of vLLM's engine arguments in which an engine differs from those wanted, "" if none does.
+
+    Args:
+        engine: the warm engine.
+        wanted: engine arguments that are asked for, by name.
+        left_out: names of arguments of which the engine's are taken if they are not asked for.
+    """
+    plain = msgspec.to_builtins(dict(wanted), enc_hook=str)
+    for name in sorted({*plain, *engine.arguments} - (left_out - plain.keys())):
+        here, there = plain.get(name), engine.arguments.get(name)
+        if (here or None) != (there or None):
+            return (
+                f"{name}: {shown(there) if there else 'the default'} there, {shown(here) if here else 'not'} asked for"
+            )
+    return ""
+
+
+async def until_ready(engine: WarmEngine) -> str | None:
+    """Wait until a warm engine answers, and return its address; None if it ends before."""
+    path = Path(engine.socket)
+    while not listening(path):
+        if engine_at(path) is None:
+            return None
+        await asyncio.sleep(PAUSE)
+    return engine.url
+
+
+def listening(path: Path) -> bool:
+    """Return whether a server accepts connections on a Unix socket; it does once it is ready."""
+    with sockets.socket(sockets.AF_UNIX) as client:
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _living(socket: Path) -> WarmEngine | None:
+    """Return the engine of a server that holds its lock; None, with its files removed, if none does."""
+    lock = os.open(socket.with_suffix(".lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if _locked(lock, fcntl.LOCK_SH):  # shared: of two who look at once, neither takes the other for the server
+            _remove(socket)
+            return None
+        return msgspec.json.decode(socket.with_suffix(".json").read_bytes(), type=WarmEngine)
+    except FileNotFoundError:  # it has the lock and not yet its record, or no longer
+        return None
+    except msgspec.MsgspecError as error:
+        raise InvalidFile(f"{socket.with_suffix('.json')}: {error}; end the process that holds it") from error
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int, kind: int) -> bool:
+    """Take a lock, exclusive or shared, and return whether it was free."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove(socket: Path) -> None:
+    """Remove a socket and its record; call it with the lock held."""
+    for suffix in (".sock", ".json"):
+        socket.with_suffix(suffix).unlink(missing_ok=True)

@@ -1,0 +1,490 @@
+"""Warm engines: how they are announced, found, told apart, kept from others and ended, with real processes and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from cli_calls import call
+
+import steercap
+from steercap import SteerModel
+from steercap.cli import preflight
+from steercap.cli.engines import ReachOptions
+from steercap.cli.explore import HOST, _forward, answers, free_port
+from steercap.cli.terminal import Output, Terminal
+from steercap.config import Settings
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
+from steercap.files import warm
+from steercap.files.warm import WarmEngine
+from steercap.server.metrics import IDLE, LOOKING, IdleClock
+
+PYTHON = sys.executable
+#: Stands for Python in `steercap up`: announces itself as `serve --warm` does, and answers as a server does. What it
+#: is called with goes to a file, one line a start.
+SERVER = """#!{python}
+import http.server, json, os, signal, socketserver, sys, time
+sys.path.insert(0, "{home}")
+from dataclasses import asdict
+from pathlib import Path
+from steercap.config import Settings
+from steercap.files import warm
+
+words = sys.argv[sys.argv.index("serve") + 1:]
+with open("{calls}", "a") as calls:
+    calls.write(" ".join(words) + "\\n")
+if Path("{fails}").exists():
+    sys.exit("ModelNotLoaded: the weights are no weights")
+model = words[0]
+path = warm.socket_of(model)
+asked = [word for word in words[1:] if word not in ("--warm", "--no-record", "--")]
+engine = warm.WarmEngine(
+    model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), asked=warm.digest_of(asked),
+    settings=asdict(Settings()), arguments={{"dtype": "float32"}}, weights={weights!r}, keyed="--api-key" in asked,
+)
+points = [{{"layer": 0, "site": "resid_post", "shape": [8], "dtype": "float32"}}]
+said = {{
+    "/v1/models": {{"data": [{{"id": model, "max_model_len": 64}}]}},
+    "/v1/steercap/model": {{"model": model, "revision": "", "dtype": "float32", "identity": {{}}, "num_layers": 1, "hidden_size": 8,
+        "points": points, "engine": {{}}}},
+    "/v1/steercap/idle": {{"idle_seconds": 3.0, "limit": 1800.0, "running": 0}},
+    "/health": {{}},
+    "/tokenize": {{"tokens": [1, 2]}},
+    "/v1/completions": {{"id": "c", "object": "text_completion", "created": 0, "model": model, "choices": [
+        {{"index": 0, "text": " warm", "token_ids": [5, 6], "prompt_token_ids": [1, 2], "finish_reason": "stop"}}]}},
+}}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = json.dumps(said.get(self.path, {{}})).encode()
+        self.send_response(200 if self.path in said else 404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+    def address_string(self):
+        return ""
+
+
+class Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+
+def stop(*_):
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, stop)
+with warm.announced(engine):
+    print("Starting to load model", flush=True)
+    while Path("{waits}").exists():
+        time.sleep(0.02)
+    with Server(str(path), Handler) as server:
+        server.serve_forever(poll_interval=0.02)
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch):
+    """A folder for sockets of this test alone, with a short path; all that is warm in it is ended after the test."""
+    with tempfile.TemporaryDirectory(prefix="up") as path:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        monkeypatch.setattr(warm, "PAUSE", 0.02)
+        yield Path(path) / "steercap"
+        monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        for engine in warm.engines() if (Path(path) / "steercap").is_dir() else ():
+            os.kill(engine.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def model(folder, tmp_path) -> str:  # noqa: ARG001 -- it is where sockets are
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    return str(made)
+
+
+class Python:
+    """The executable that `steercap up` starts in this test in place of Python."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.calls, self.fails, self.waits = (path / name for name in ("python", "calls", "fails", "waits"))
+        self.write()
+
+    def write(self, weights: str = "") -> None:
+        names = {name: getattr(self, name) for name in ("calls", "fails", "waits")}
+        names["home"] = Path(steercap.__file__).parent.parent
+        self.path.write_text(SERVER.format(python=PYTHON, weights=weights, **names))
+        self.path.chmod(0o755)
+
+    @property
+    def starts(self) -> list[str]:
+        return self.calls.read_text().splitlines()
+
+
+@pytest.fixture
+def python(tmp_path, monkeypatch) -> Python:
+    found = Python(tmp_path)
+    monkeypatch.setattr("steercap.cli.up.sys.executable", str(found.path))
+    return found
+
+
+def engine_of(model: str, **more) -> WarmEngine:
+    path = warm.identified(model)
+    known = {"pid": os.getpid(), "code": warm.code(), "settings": json.loads(json.dumps(vars_of(Settings())))}
+    return WarmEngine(model=model, path=path, socket=str(warm.socket_of(path)), **{**known, **more})
+
+
+def vars_of(settings: Settings) -> dict:
+    return {name: value for name, value in vars(settings).items() if not name.startswith("_")}
+
+
+def held(model: str, rest: str) -> subprocess.Popen:
+    """A process that announces an engine, says so, and then does the rest."""
+    text = (
+        "import os, sys, time\nfrom steercap.files import warm\n"
+        f"engine = warm.WarmEngine(model={model!r}, path={model!r}, pid=os.getpid(), code=warm.code(),"
+        f" socket=str(warm.socket_of({model!r})))\n"
+        f"with warm.announced(engine):\n    open(engine.socket, 'w').close()\n    {rest}\n"
+        "    print('there', flush=True)\n    time.sleep(600)\n"
+    )
+    found = subprocess.Popen([PYTHON, "-c", text], stdout=subprocess.PIPE, text=True)
+    assert found.stdout is not None
+    assert found.stdout.readline() == "there\n"
+    return found
+
+
+@pytest.mark.parametrize("rest", ["pass", "os.fork() or time.sleep(600)"], ids=["alone", "with a fork"])
+@pytest.mark.usefixtures("folder")
+def test_a_killed_server_leaves_nothing_that_counts(rest) -> None:
+    """Not even where a process that it forked lives on, as an engine's may."""
+    process = held("org/name", rest)
+    children = psutil.Process(process.pid).children()
+    try:
+        (engine,) = warm.engines()
+        assert (engine.model, engine.pid) == ("org/name", process.pid)
+        assert warm.engine_at(Path(engine.socket)) == engine
+        process.kill()
+        process.wait()
+        assert Path(engine.socket).exists()
+        assert warm.engines() == []
+        assert not Path(engine.socket).exists()
+        assert not Path(engine.socket).with_suffix(".json").exists()
+        with warm.announced(engine):
+            assert warm.engines() == [engine]
+        assert warm.engines() == []
+        assert all(child.is_running() for child in children)
+    finally:
+        for child in children:
+            child.kill()
+        process.communicate()
+
+
+def test_one_server_of_a_model(folder, monkeypatch) -> None:
+    monkeypatch.setattr(warm, "LOCK_SECONDS", 0.1)
+    engine = engine_of("org/name")
+    with warm.announced(engine), warm.announced(engine_of("org/other")):
+        with pytest.raises(InvalidRequest, match=r"org/name is up already"), warm.announced(engine):
+            pass
+        assert [one.model for one in warm.engines()] == ["org/name", "org/other"]
+        assert Path(engine.socket).with_suffix(".json").stat().st_mode & 0o777 == 0o600
+        Path(engine.socket).with_suffix(".json").write_text("{")
+        with pytest.raises(InvalidFile, match=r"name-\w+\.json"):
+            warm.engines()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_made_or_enter_is_refused(folder, tmp_path, monkeypatch) -> None:
+    folder.mkdir()
+    folder.chmod(0o750)
+    with pytest.raises(InvalidSetting, match=r"mode 0700; this is a folder of user \d+ with mode 0750"):
+        warm.runtime_folder()
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InvalidSetting, match="no folder"):
+        warm.runtime_folder()
+    folder.unlink()
+    folder.mkdir(mode=0o700)
+    me = os.geteuid()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / f"steercap-{me + 1}").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)  # XDG_RUNTIME_DIR is then of another user, as after su
+    with pytest.raises(InvalidSetting, match=f"folder of user {me + 1} with mode 0700; this is a folder of user {me}"):
+        warm.runtime_folder()
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    for given in ("", str(tmp_path / "missing")):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", given)
+        assert warm.runtime_folder() == tmp_path / "tmp" / f"steercap-{me}"
+
+
+def test_the_path_of_a_socket_fits(folder, tmp_path, monkeypatch) -> None:
+    names = ["a" * 300, "ä ö/ü:x" * 9, "org/name", "other/name", "smollm2", "."]
+    found = [warm.socket_of(name) for name in names]
+    assert len(set(found)) == len(names)
+    assert all(path.parent == folder for path in found)
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    with pytest.raises(
+        InvalidSetting, match=r"at most 107; set XDG_RUNTIME_DIR, or TMPDIR, to a folder with a shorter"
+    ):
+        warm.socket_of("org/name")
+
+
+@pytest.mark.usefixtures("folder")
+async def test_connect_finds_the_only_engine(tmp_path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no warm engine; start one with `steercap up MODEL`"):
+        SteerModel.connect()
+    with warm.announced(engine_of("org/name")):
+        assert SteerModel.connect().url == SteerModel.connect(model="org/name+calm").url == engine_of("org/name").url
+        with pytest.raises(InvalidRequest, match="did you mean 'org/name'"):
+            SteerModel.connect(model="org/nam")
+        with warm.announced(engine_of("org/other")):
+            with pytest.raises(InvalidRequest, match=r"2 warm engines: org/name at unix:.*, org/other at unix:"):
+                SteerModel.connect()
+            assert SteerModel.connect(model="org/other").url == engine_of("org/other").url
+    with (
+        warm.announced(engine_of("org/name", code="0.0.1 in /there")),
+        pytest.raises(InvalidRequest, match=r"runs steercap 0.0.1 in /there, and this is .*; renew it with"),
+    ):
+        SteerModel.connect()
+    with pytest.raises(ServerFailure, match="cannot be reached: No such file"):
+        await SteerModel.connect(f"unix:{tmp_path}/none").start()
+    (tmp_path / "socket").touch()
+    with pytest.raises(ServerFailure, match="ConnectError"):
+        await SteerModel.connect(f"{tmp_path}/socket").start()
+
+
+async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> None:
+    (tmp_path / "socket").touch()
+    monkeypatch.setattr(os, "geteuid", lambda me=os.geteuid(): me + 1)
+    with pytest.raises(ServerFailure, match=r"is of user \d+, and this process of \d+"):
+        await SteerModel.connect(f"unix:{tmp_path}/socket").start()
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "there", "differs"),
+    [
+        ({}, {}, {}, ""),
+        ({"dtype": "float32"}, {}, {"arguments": {"dtype": "float32", "max_model_len": 64}}, ""),
+        (
+            {"dtype": "bfloat16"},
+            {},
+            {"arguments": {"dtype": "float32"}},
+            "dtype: 'float32' there, 'bfloat16' asked for",
+        ),
+        ({"max_model_len": 99}, {}, {}, "max_model_len: the default there, 99 asked for"),
+        ({"eager": False}, {}, {}, ""),
+        ({}, {}, {"arguments": {"quantization": "fp8"}}, "quantization: 'fp8' there, not asked for"),
+        ({"engine_arg": ["load_format=dummy"]}, {}, {"arguments": {"load_format": "dummy"}}, ""),
+        ({"restart": True}, {}, {}, "restart: False there, True asked for"),
+        ({}, {"sites": ("z", "attn_out")}, {}, "it has no site attn_out, z; give `steercap up` --sites"),
+        ({}, {"capture_bytes": 5}, {}, "capture_bytes: 4294967296 there, 5 asked for"),
+        ({"engine_arg": ["codec=full8"]}, {}, {}, "codec: 'raw' there, 'full8' asked for"),
+        ({"engine_arg": ["layers=[1]"]}, {}, {}, ""),
+        ({}, {}, {"settings": vars_of(Settings(codec="full8"))}, "codec: 'full8' there, 'raw' asked for"),
+        ({}, {}, {"keyed": True}, "it wants an API key; give --api-key"),
+        ({"api_key": "mine"}, {}, {"keyed": True}, ""),
+        ({}, {}, {"code": "0.0.1 in /there"}, "it runs steercap 0.0.1 in /there, this is"),
+        ({}, {}, {"weights": "another"}, "have changed since its start"),
+    ],
+)
+def test_an_engine_that_differs_is_not_taken(model, options, settings, there, differs) -> None:
+    found = preflight._mismatch(engine_of(model, **there), ReachOptions(model, **options), settings)
+    assert differs in found
+    assert bool(differs) == bool(found)
+
+
+def test_the_environment_counts_as_asked_for(model, monkeypatch) -> None:
+    monkeypatch.setenv("STEERCAP_CODEC", "full8")
+    found = preflight._mismatch(engine_of(model), ReachOptions(model), {})
+    assert found == "codec: 'raw' there, 'full8' asked for"
+
+
+def test_up_generate_status_and_down(model, python) -> None:
+    """From the start to the end, over a real socket; what is asked of the server is asked of it alone."""
+    found = call("up", model, "--json")
+    assert found.exit_code == 0, found.output
+    assert "up after" in found.stderr
+    assert "ends after 30 min without a request" in found.stderr
+    assert call("up", model).exit_code == 0
+    assert len(python.starts) == 1
+    assert python.starts == [f"{model} --warm --no-record --idle 30.0"]
+    other = call("up", model, "--api-key", "secret")
+    assert other.exit_code == 1
+    assert "is up with other options" in other.stderr
+    assert "secret" not in other.stderr
+    assert len(python.starts) == 1
+
+    answer = call("generate", "Hello", "--model", model, "--json", "--max-tokens", "2")
+    assert answer.exit_code == 0, answer.output
+    assert (
+        json.loads(answer.stdout)["answers"][0] | {"prompt": "Hello", "clean": " warm", "tokens": 2}
+        == json.loads(answer.stdout)["answers"][0]
+    )
+    assert "asking unix:" in answer.stderr
+    there = json.loads(found.stdout)["url"]
+    assert call("generate", "Hello", "--url", there, "--max-tokens", "2").exit_code == 0
+
+    (said,) = json.loads(call("status", "--json").stdout)["engines"]
+    assert (said["state"], said["dtype"], said["max_model_len"], said["idle_seconds"]) == ("ready", "float32", 64, 3)
+    assert (said["sites"], said["url"], said["model"]) == ("resid_post", there, model)
+    assert "ready" in call("status").stdout
+
+    assert call("down", "another").exit_code == 1
+    assert json.loads(call("down", "--json").stdout) == {"down": [model]}
+    assert warm.engines() == []
+    assert json.loads(call("status", "--json").stdout) == {"engines": []}
+    assert call("down").exit_code == 0
+
+
+@pytest.mark.usefixtures("python")
+def test_the_explorer_of_a_warm_engine(model) -> None:
+    """Its page is forwarded; several at once, one that gives up, and one after an engine that is gone."""
+    assert call("up", model).exit_code == 0
+    (engine,), port = warm.engines(), free_port()
+    address = f"http://{HOST}:{port}"
+
+    async def look() -> None:
+        task = asyncio.create_task(_forward(engine, port, Terminal(Output()), browser=False))
+        while not await asyncio.to_thread(answers, f"{address}/health"):
+            assert not task.done(), task
+        _, given_up = await asyncio.open_connection(HOST, port)
+        given_up.close()
+        async with SteerModel.connect(address) as one, SteerModel.connect(address) as two:
+            assert one.served_name == two.served_name == model
+        os.kill(engine.pid, signal.SIGKILL)
+        while await asyncio.to_thread(answers, f"{address}/health"):
+            pass
+        assert not task.done(), task
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(look())
+
+
+def test_a_failed_start_says_why(model, python) -> None:
+    python.fails.touch()
+    found = call("up", model)
+    assert found.exit_code == 1
+    assert "the weights are no weights" in found.stderr
+    assert "did not start, exit code 1" in found.stderr
+
+
+def test_two_at_once_start_one(model, python) -> None:
+    python.waits.touch()
+    driver = f"import sys; import steercap.cli.up as up; up.sys.executable = {str(python.path)!r}; import steercap.cli.app as a; a.app()"
+    processes = [
+        subprocess.Popen([PYTHON, "-c", driver, "up", model], stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    while not warm.engines():
+        assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
+        time.sleep(0.02)
+    (said,) = json.loads(call("status", "--json").stdout)["engines"]
+    assert said["state"] == "starting"
+    python.waits.unlink()
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert len(python.starts) == 1
+    assert sorted("was up already" in error for error in errors) == [False, True]
+
+
+def test_ctrl_c_ends_what_was_starting(model, python) -> None:
+    python.waits.touch()
+    driver = (
+        f"import steercap.cli.up as up; up.sys.executable = {str(python.path)!r}; import steercap.cli.app as a; a.app()"
+    )
+    process = subprocess.Popen([PYTHON, "-c", driver, "up", model], stderr=subprocess.PIPE, text=True)
+    while not warm.engines():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=120)[1]
+    assert process.returncode == 130, error
+    assert "ending the server that was starting" in error
+    assert warm.engines() == []
+
+
+@pytest.mark.parametrize("option", ["--dtype=float32", "--max-model-len=9", "--engine-arg=seed=3", "--eager"])
+def test_options_of_an_engine_beside_an_address(option) -> None:
+    found = call("generate", "Hello", "--url", "http://127.0.0.1:1", option)
+    assert found.exit_code == 2, found.output
+    assert "the server of --url has its own" in " ".join(found.stderr.split())
+
+
+def test_what_is_wrong_is_said_before_anything_starts(model, python, tmp_path) -> None:
+    for words in (
+        ["up", str(tmp_path / "none")],
+        ["up", model, "--vectors", "calm=none.safetensors"],
+        ["up", model, "--idle", "-1"],
+        ["up", model, "--idle", "nan"],
+        ["up", model, "--engine-arg", "seed"],
+        ["up", model, "--sites", "resid_pots"],
+        ["down", "--all", model],
+    ):
+        found = call(*words)
+        assert found.exit_code in {1, 2}, (words, found.output)
+    assert not python.calls.exists()
+
+
+async def test_a_server_ends_when_it_is_idle_and_not_while_it_works(monkeypatch) -> None:
+    """Looking at it does not count; a request that runs does, however long, and one that fails."""
+    ends: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *words: ends.append(words))
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, _receive, _send) -> None:
+        if scope["path"] == "/v1/completions":
+            begun.set()
+            await go.wait()
+            raise ConnectionError
+
+    async def ask(path: str, method: str = "POST") -> list[dict]:
+        sent: list[dict] = []
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        await clock({"type": "http", "method": method, "path": path}, None, send)
+        return sent
+
+    clock = IdleClock(app, 0.0)
+    working = asyncio.create_task(ask("/v1/completions"))
+    await begun.wait()
+    ending = asyncio.create_task(clock.end())
+    for path in LOOKING:
+        await ask(path, "GET")
+    assert json.loads((await ask(IDLE, "GET"))[1]["body"]) == {"idle_seconds": 0.0, "limit": 0.0, "running": 1}
+    ended = asyncio.create_task(IdleClock(app, 0.0).end())
+    await ended
+    assert ends == [(os.getpid(), signal.SIGTERM)]
+    ends.clear()
+    with contextlib.suppress(ConnectionError):
+        go.set()
+        await working
+    await ending
+    assert ends == [(os.getpid(), signal.SIGTERM)]
+    await IdleClock(app, None).end()
+    assert len(ends) == 1
