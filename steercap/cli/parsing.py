@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast
 import typer
 
 from steercap.cli.contents import chosen, directions_in, load, only
-from steercap.cli.tables import span
+from steercap.core.display import span
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from steercap.core.spec import Point
     from steercap.lab.studies.rollout_tables import RolloutSummary, VariantScore
     from steercap.steering.directions import DirectionSet
 
@@ -23,20 +22,6 @@ def bar(share: float) -> Text:
     """Draw a bar for a share from 0 to 1."""
     eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
     return Text("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip(), style="cyan")
-
-
-def span(layers: Sequence[int]) -> str:
-    """Describe layers briefly: "0 to 29" or "8, 16"."""
-    whole = list(layers) == list(range(layers[0], layers[-1] + 1)) and len(layers) > 2
-    return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
-
-
-def layers_by_site(points: Iterable[Point]) -> str:
-    """Describe points briefly, in their order: "resid_post: 0 to 29; z: 8, 16"."""
-    sites: dict[str, list[int]] = {}
-    for point in points:
-        sites.setdefault(point.site, []).append(point.layer)
-    return "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items())
 
 
 def titled(title: str, columns: Iterable[str], *, words: Collection[str] = (), caption: str | None = None) -> Table:
