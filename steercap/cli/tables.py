@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
+from steercap.core.values import shown
+
 if TYPE_CHECKING:
     from steercap.lab.studies.rollout_tables import RolloutSummary, VariantScore
     from steercap.lab.studies.trying import TriedLayers
@@ -28,7 +30,7 @@ def bar(share: float) -> Text:
 
 def titled(title: str, columns: Iterable[str], *, words: Collection[str] = (), caption: str | None = None) -> Table:
     """Return an empty table with a title; the columns named in `words` are of text, the others of numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+    table = Table(title=Text(title), title_justify="left", title_style="bold", caption=caption, caption_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in words else "right")
     return table
@@ -96,7 +98,7 @@ def replies_of(tried: TriedLayers) -> list[Table]:
     """Return a table for each prompt: the replies without steering and at each layer, both ways."""
     found = []
     for number, prompt in enumerate(tried.prompts):
-        table = titled(str(prompt), ("layer", "scale", "reply", "effect", "perplexity"), words=("reply",))
+        table = titled(shown(prompt), ("layer", "scale", "reply", "effect", "perplexity"), words=("reply",))
         for one in tried.replies:
             if one.prompt == number:
                 layer, scale = ("", "none") if one.layer is None else (str(one.layer), f"{one.scale:+g}")

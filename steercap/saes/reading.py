@@ -50,7 +50,7 @@ MOST_WIDTH: Final = 1 << 20
 
 
 def point_of(name: object) -> Point | None:
-    """Return the point of a hook, of a module's input or output, or a point's own name; None if no point has its rows."""
+    """Return the point of a hook, a module's input or output, or a point's own name; None if no point has its rows."""
     if not isinstance(name, str):
         return None
     for pattern, sites in ((_BLOCK, TRANSFORMER_LENS), (_LAYER, MODULES)):

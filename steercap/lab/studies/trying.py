@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from steercap.concurrency.bounded import each_of
-from steercap.core.display import brief, html_table, span
+from steercap.core.display import html_table, span
 from steercap.core.values import choices, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName
 from steercap.lab.directions import Exchange, mean_rows, suggested_layer
@@ -96,7 +96,9 @@ class TriedLayers:
     read_at: int
     replies: tuple[Tried, ...]
 
-    __repr__ = brief
+    def __repr__(self) -> str:
+        tried = f"±{self.scale:g} at layers {span([one.layer for one in self.effects()])}"
+        return f"TriedLayers({self.name!r}, {tried}, {len(self.prompts)} prompts, best: {self.best})"
 
     def effects(self) -> list[LayerEffect]:
         """Return the effects of each layer that was tried, ascending."""
