@@ -76,7 +76,9 @@ def test_a_normalisation_is_folded_in(one) -> None:
     given = (rows - normalisation.mean) * scale
     how = {"features": FEATURES, "k": K}
     plain = train_sae(batches(given, 2), POINT, **how).sae()
-    folded = train_sae(batches(given, 2), POINT, **how, normalisation=normalisation).sae()
+    training = train_sae(batches(given, 2), POINT, **how, normalisation=normalisation)
+    folded = training.sae()
+    assert torch.equal(training.sae(folded=False).decoder, plain.decoder)
     ours, theirs = plain.encode(given), folded.encode(rows)
     both = (ours > 0) & (theirs > 0)
     assert both.sum() >= 0.995 * (ours > 0).sum()  # a feature at the k-th place may change with rounding

@@ -142,14 +142,15 @@ class SAETraining:
         self.curve.append((self.seen, explained))
         return explained
 
-    def sae(self, *, name: str = "", model: str = "") -> SAE:
-        """Return the SAE as it is now, for the model's own rows, on the CPU.
+    def sae(self, *, name: str = "", model: str = "", folded: bool = True) -> SAE:
+        """Return the SAE as it is now, on the CPU.
 
         Args:
             name, model: labels.
+            folded: True for the model's own rows; False for rows normalised as the batches.
         """
         weight, decoder, bias, shift = (one.detach().float().cpu().clone() for one in self._parameters)
-        if self.normalisation is not None:
+        if self.normalisation is not None and folded:
             mean, scale = (one.float().cpu() for one in (self.normalisation.mean, self.normalisation.scale))
             scale = scale.expand(self.width)
             weight, decoder, shift = weight * scale[:, None], decoder / scale, mean + shift / scale
