@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -204,7 +204,13 @@ def trained_sae(rows: Floats, point: Point, seed: int) -> SAE:
     centre = whole.mean(dim=0)
     scale = torch.tensor([1 / (float((whole - centre).square().mean().sqrt()) or 1.0)])
     whole = (whole - centre) * scale
-    how = {"features": FEATURES, "k": ACTIVE, "lr": 1e-3, "normalisation": Normalisation(centre, scale), "seed": seed}
+    how: dict[str, Any] = {
+        "features": FEATURES,
+        "k": ACTIVE,
+        "lr": 1e-3,
+        "normalisation": Normalisation(centre, scale),
+        "seed": seed,
+    }
     training, generator = SAETraining(point, rows.shape[1], **how), torch.Generator().manual_seed(seed)
     for _ in range(STEPS if bool((whole != whole[0]).any()) else 0):
         training.step(whole[torch.randint(len(whole), (min(BATCH, len(whole)),), generator=generator)])
