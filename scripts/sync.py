@@ -79,6 +79,7 @@ FUNCTIONS: Final = {
     "save_run": "steercap.captures.saving.save_run",
     "shuffled": "steercap.lab.studies.evaluation.shuffled",
     "token_projections": "steercap.lab.personas.roles.token_projections",
+    "try_layers": "steercap.lab.studies.trying.try_layers",
 }
 #: Docstrings of the modules.
 MODULES: Final = {

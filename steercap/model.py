@@ -15,6 +15,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lens import MOST_BYTES, Lens, unembed
 from steercap.captures.stacking import flat
 from steercap.config import Overflow, Preset, Settings, Transport, environment, with_preset
+from steercap.core.display import described, layers_by_site
 from steercap.core.ownership import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
@@ -51,8 +52,8 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     Args:
         model: path or name of the model, as vLLM takes it.
         preset: "cpu" for engine arguments that suit a small model on a CPU: `dtype="float32"`, `enforce_eager=True`,
-            `max_model_len=1024`, `kv_cache_memory_bytes=256 MiB`. Those given beside it take precedence. It does not
-            choose the device: vLLM does.
+            `max_model_len=1024`, `kv_cache_memory_bytes=256 MiB`, `use_tqdm_on_load=False`. Those given beside it take
+            precedence. It does not choose the device: vLLM does.
         sites: sites to arm, one name or several: those of `steercap.architectures.sites`.
         layers: layers to arm them at; all by default.
         codec: default codec of stored rows, for a `CaptureSpec` without one; "raw" by default. This and the following
@@ -207,6 +208,14 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
                 ResourceWarning,
                 stacklevel=2,
             )
+
+    def __repr__(self) -> str:
+        state, engine = self.serving.state, self.serving.engine
+        if engine is None:
+            sites = ", ".join(self.settings.sites)
+            return f"SteerModel({self.model!r}, {state}; sites: {sites}, layers: {described(self.settings.layers)})"
+        size = f"{engine.vllm.num_layers} layers × {engine.vllm.hidden_size}, {self.origin['dtype']}"
+        return f"SteerModel({self.model!r}, {state}: {size}; taps at {layers_by_site(engine.schemas)})"
 
     async def __aenter__(self) -> SteerModel:
         return await self.start()

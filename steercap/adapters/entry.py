@@ -20,7 +20,7 @@ import signal
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Final
 
@@ -31,8 +31,20 @@ from steercap.adapters.startup_error import FOLDER, left_behind
 #: Settings of vLLM's log; steercap leaves the log alone if the user has set one.
 STREAM: Final = "VLLM_LOGGING_STREAM"
 CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
-#: Loggers with warnings that Triton is missing on machines without CUDA, where steercap does not need it.
-_TRITON: Final = ("vllm.triton_utils.importing", "vllm.platforms.cpu", "vllm.config.vllm")
+#: Parts of warnings that no user can act on, by logger: Triton is missing where steercap does not need it; effects of
+#: `enforce_eager=True`, which the user or a preset set; a cache of models that have none; libraries to preload.
+UNWANTED: Final[Mapping[str, tuple[str, ...]]] = {
+    "vllm.triton_utils.importing": ("Triton",),
+    "vllm.platforms.cpu": ("Triton", "Reset SSM cache type to float32"),
+    "vllm.config.vllm": (
+        "Triton",
+        "Enforce eager set, disabling",
+        "Inductor compilation was disabled by user settings",
+    ),
+    "vllm.v1.worker.cpu_worker": ("is not found in LD_PRELOAD",),
+}
+#: Variable with the least level that torch's C++ logs, such as its note that memory is bound to a NUMA node.
+CPP_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
 
 ENGINE_CORE: Final = ("vllm.v1.engine.core", "EngineCoreProc", "run_engine_core")
 COORDINATOR: Final = ("vllm.v1.engine.coordinator", "DPCoordinatorProc", "run_coordinator")
@@ -49,7 +61,7 @@ def quieten(*, log: bool) -> None:
     """Keep vLLM's log off stdout, and reduce it to what matters; called before vLLM is imported, in each process.
 
     Args:
-        log: True if steercap chooses the level: warnings and errors, without those about Triton.
+        log: True if steercap chooses the level: warnings and errors, without the warnings of `UNWANTED`.
     """
     os.environ.setdefault(STREAM, "ext://sys.stderr")
     # vLLM inspects every attribute of torch.distributed, one of which is deprecated.
@@ -61,14 +73,15 @@ def quieten(*, log: bool) -> None:
         with contextlib.suppress(ValueError):  # a level that vLLM will refuse
             logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
     if log:
-        for name in _TRITON:
+        for name in UNWANTED:
             logger = logging.getLogger(name)
-            if _without_triton not in logger.filters:
-                logger.addFilter(_without_triton)
+            if _is_wanted not in logger.filters:
+                logger.addFilter(_is_wanted)
 
 
-def _without_triton(record: logging.LogRecord) -> bool:
-    return "Triton" not in record.getMessage() or record.levelno > logging.WARNING
+def _is_wanted(record: logging.LogRecord) -> bool:
+    said = record.getMessage()
+    return record.levelno > logging.WARNING or not any(part in said for part in UNWANTED[record.name])
 
 
 class ProcessEntry:
@@ -115,6 +128,8 @@ class ProcessEntry:
 
 def _prepared(target: tuple[str, str, str], log: bool) -> ProcessEntry:
     quieten(log=log)
+    if log:
+        os.environ.setdefault(CPP_LEVEL, "ERROR")  # before torch is imported, and in processes of the engine alone
     return ProcessEntry(target, log=log)
 
 

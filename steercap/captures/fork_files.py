@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
+from steercap.core.display import brief
 from steercap.core.names import FORK_HOOKS
 from steercap.core.rows import latest_per_position
 from steercap.core.spec import Point
@@ -102,6 +103,8 @@ class ForkRows:
     repeated: int
     point: Point | None
 
+    __repr__ = brief
+
 
 class ForkCaptures:
     """Captures of the fork in a folder: of one request, one tag, or several; made by `load`.
@@ -116,6 +119,9 @@ class ForkCaptures:
     def __init__(self, chunks: Mapping[str, list[_Chunk]], without_index: tuple[Path, ...]) -> None:
         self._chunks = chunks
         self.requests, self.without_index = tuple(chunks), without_index
+
+    def __repr__(self) -> str:
+        return f"ForkCaptures({len(self.requests):,} requests, {len(self.without_index)} files without index)"
 
     @staticmethod
     def load(path: str | Path, *, dtype: str | None = None) -> ForkCaptures:

@@ -22,6 +22,7 @@ from steercap.captures.lifecycle import Lifecycle, Source, Stage
 from steercap.captures.rows import Captures, Coded, Featured, Found
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MediaSpan, MessageSpan, types_at
+from steercap.core.display import described, layers_by_site
 from steercap.core.ownership import NonCopyable
 from steercap.core.placing import LEFT_OUT
 from steercap.core.receipt import Receipt
@@ -44,14 +45,10 @@ INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHan
 PATTERN_BYTES: Final = 256 << 20
 #: Default number of rows of a chunk.
 CHUNK_ROWS: Final = 128
-#: Stages in words; the two others are "released".
+#: Stages in words; without rows it is "released".
 _STATES: Final = {
-    Stage.KEPT: "not fetched",
-    Stage.SPILLING: "not fetched",
-    Stage.SPILLED: "on disk",
-    Stage.COMING: "not fetched",
-    Stage.RETURNING: "on disk",
-    Stage.HERE: "fetched",
+    **dict.fromkeys((Stage.KEPT, Stage.SPILLING, Stage.COMING), "not fetched"),
+    **dict.fromkeys((Stage.SPILLED, Stage.RETURNING), "on disk"),
 }
 
 
@@ -532,7 +529,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
 
     def __repr__(self) -> str:
         state = _STATES.get(self.lifecycle.stage, "released")
-        return f"CaptureHandle({self.request_id}, {len(self.points)} points, {state}, text={self.text[:40]!r})"
+        rows = repr(self.captures) if self.fetched else f"{state}, {layers_by_site(self.points)}"
+        return f"CaptureHandle({self.request_id}, {rows}, text={described(self.text)})"
 
 
 def holding(handle: CaptureHandle, found: Found, *, prompts: bool = True) -> CaptureHandle:

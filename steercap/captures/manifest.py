@@ -23,6 +23,7 @@ import torch
 from steercap.captures.files import Saved, constants_of, shape_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Rows
+from steercap.core.display import brief
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
@@ -231,6 +232,8 @@ class Manifest:
 
     folder: Path
     document: Document
+
+    __repr__ = brief
 
     @staticmethod
     def load(folder: str | Path) -> Manifest:

@@ -20,6 +20,7 @@ from jaxtyping import Float, UInt8
 
 from steercap.captures.npz import PUBLISHED, arrays_in
 from steercap.captures.rows import encoded
+from steercap.core.display import brief
 from steercap.core.schema import Coding
 from steercap.core.values import index_of, shown, warn
 from steercap.errors import InvalidFile, InvalidSpec
@@ -62,6 +63,8 @@ class PublishedRows:
     zero: Float[torch.Tensor, "tokens width"]
     mode: str
     dim: int
+
+    __repr__ = brief
 
     @staticmethod
     def load(path: str | Path, *, per_element: bool | None = None) -> PublishedRows:

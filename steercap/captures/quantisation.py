@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Integer, UInt8
 
 from steercap.captures.handle import CaptureHandle
+from steercap.core.display import brief
 from steercap.core.extras import extra
 from steercap.core.spec import Point, resolve_layers
 from steercap.core.values import index_of, shown
@@ -55,6 +56,8 @@ class Codes:
     positions: Integer[torch.Tensor, " labels"]
     token_ids: Integer[torch.Tensor, " labels"]
     request_id: str
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "point", Point(*self.point))

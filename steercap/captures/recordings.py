@@ -22,6 +22,7 @@ from steercap.captures.files import bytes_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.manifest import FILE, JOURNAL, JournalLine, Manifest, Request
 from steercap.captures.saving import CaptureRun, forget_run
+from steercap.core.display import brief
 from steercap.core.values import choices, shown
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSetting
 from steercap.files.base import sweep
@@ -79,6 +80,8 @@ class RecordedRequest:
     manifest: Manifest
     files: tuple[Request, ...]
 
+    __repr__ = brief
+
     @property
     def answer_id(self) -> str:
         """Id that vLLM's server gave the request."""
@@ -118,6 +121,8 @@ class Recordings:
     folder: Path
     segments: tuple[Manifest, ...]
     unlisted: int
+
+    __repr__ = brief
 
     @staticmethod
     def load(folder: str | Path) -> Recordings:

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from steercap.architectures.sites import SITES
+from steercap.core.display import layers_by_site
 from steercap.core.names import read_name
 from steercap.core.receipt import Receipt
 from steercap.core.schema import RAW, Coding, PointSchema
@@ -165,7 +166,11 @@ class Captures(Mapping[Point, torch.Tensor]):
         return len(self._rows)
 
     def __repr__(self) -> str:
-        return f"Captures({', '.join(f'{point}: {_described(rows)}' for point, rows in self._rows.items())})"
+        forms: dict[str, list[Point]] = {}
+        for point, rows in self._rows.items():
+            forms.setdefault(_described(rows), []).append(point)
+        size = sum(one.nbytes for rows in self._rows.values() for one in (rows if isinstance(rows, tuple) else (rows,)))
+        return f"Captures({'; '.join(f'{layers_by_site(at)}: {form}' for form, at in forms.items())}; {size:,} bytes)"
 
     @property
     def layers(self) -> tuple[int, ...]:

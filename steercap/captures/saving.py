@@ -97,6 +97,9 @@ class CaptureRun:
                 path.unlink()
         return there
 
+    def __repr__(self) -> str:
+        return f"CaptureRun({str(self.folder)!r}, {len(self.requests):,} requests of {self._document.model!r})"
+
     @property
     def requests(self) -> Mapping[str, Request]:
         """Entries of the run, by file name."""

@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import layers_by_site
 from steercap.core.spec import Layers, Point, resolve_layers
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import index_of, shown
@@ -213,7 +214,7 @@ class Sketch:
         return native.load(path, _file_kind(), Sketch)
 
     def __repr__(self) -> str:
-        points = ", ".join(map(str, self.points))
+        points = layers_by_site(self.points)
         return f"Sketch({self.kind}, {points}, {self.rows} rows of {self.requests} requests, model={self.model!r})"
 
     @property

@@ -21,8 +21,8 @@ from steercap.cli.generate import SamplingOptions
 from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
 from steercap.cli.preflight import preflight
 from steercap.cli.prompts import PromptOptions
-from steercap.cli.tables import span
 from steercap.cli.terminal import Terminal
+from steercap.core.display import span
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from steercap.cli.tables import span
+from steercap.core.display import span
 from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.filesize import decimal
 
-from steercap.cli.tables import facts, layers_by_site
+from steercap.cli.tables import facts
+from steercap.core.display import layers_by_site
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

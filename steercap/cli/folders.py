@@ -13,7 +13,8 @@ from rich.text import Text
 
 from steercap.cli.contents import kind_of
 from steercap.cli.datasets import inspected_dataset
-from steercap.cli.tables import facts, layers_by_site, span
+from steercap.cli.tables import facts
+from steercap.core.display import layers_by_site, span
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 

@@ -13,8 +13,9 @@ from rich.text import Text
 from steercap.cli.command import FAILED, command
 from steercap.cli.contents import kind_of
 from steercap.cli.folders import inspected_folder
-from steercap.cli.tables import document_of, facts, layers_by_site, origin, span, told_of
+from steercap.cli.tables import document_of, facts, origin, told_of
 from steercap.cli.terminal import Terminal
+from steercap.core.display import layers_by_site, span
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 

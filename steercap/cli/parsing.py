@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from steercap.cli.contents import chosen, directions_in, load, only
-from steercap.cli.tables import span
+from steercap.core.display import span
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:

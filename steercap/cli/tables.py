@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
+from steercap.core.values import shown
+
 if TYPE_CHECKING:
-    from steercap.core.spec import Point
     from steercap.lab.studies.rollout_tables import RolloutSummary, VariantScore
+    from steercap.lab.studies.trying import TriedLayers
     from steercap.steering.directions import DirectionSet
 
 #: Bar segments of 0 to 8 eighths of a character cell.
@@ -25,23 +28,9 @@ def bar(share: float) -> Text:
     return Text("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip(), style="cyan")
 
 
-def span(layers: Sequence[int]) -> str:
-    """Describe layers briefly: "0 to 29" or "8, 16"."""
-    whole = list(layers) == list(range(layers[0], layers[-1] + 1)) and len(layers) > 2
-    return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
-
-
-def layers_by_site(points: Iterable[Point]) -> str:
-    """Describe points briefly, in their order: "resid_post: 0 to 29; z: 8, 16"."""
-    sites: dict[str, list[int]] = {}
-    for point in points:
-        sites.setdefault(point.site, []).append(point.layer)
-    return "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items())
-
-
 def titled(title: str, columns: Iterable[str], *, words: Collection[str] = (), caption: str | None = None) -> Table:
     """Return an empty table with a title; the columns named in `words` are of text, the others of numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+    table = Table(title=Text(title), title_justify="left", title_style="bold", caption=caption, caption_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in words else "right")
     return table
@@ -103,6 +92,64 @@ def advice(directions: DirectionSet, name: str) -> dict[str, str]:
         else "",
         "suggested": f"layer {found.layer}: {found.reason}",
     }
+
+
+def replies_of(tried: TriedLayers) -> list[Table]:
+    """Return a table for each prompt: the replies without steering and at each layer, both ways."""
+    found = []
+    for number, prompt in enumerate(tried.prompts):
+        table = titled(shown(prompt), ("layer", "scale", "reply", "effect", "perplexity"), words=("reply",))
+        for one in tried.replies:
+            if one.prompt == number:
+                layer, scale = ("", "none") if one.layer is None else (str(one.layer), f"{one.scale:+g}")
+                numbers = (_number(one.effect, "+.2f"), _number(one.perplexity, ".3g"))
+                table.add_row(layer, scale, Text(" ".join(one.text.split())), *numbers)
+        found.append(table)
+    return found
+
+
+def tried_layers(tried: TriedLayers) -> Table:
+    """Return a table of the layers that were tried, with the effects of both signs."""
+    table = titled(
+        "layers tried, means over the prompts",
+        ("layer", f"+{tried.scale:g}", f"-{tried.scale:g}", "apart", "perplexity", ""),
+        words=("",),
+        caption=f"effect: how far the reply lies along the direction from the unsteered one, in lengths of it, read at "
+        f"layer {tried.read_at} without steering; perplexity: without steering",
+    )
+    for one in tried.effects():
+        numbers = (_number(value, "+.2f") for value in (one.up, one.down, one.apart))
+        note = "best" if one.layer == tried.best else "broken text" if one.broken else ""
+        table.add_row(str(one.layer), *numbers, _number(one.perplexity, ".3g"), note)
+    return table
+
+
+def best_tried(tried: TriedLayers) -> str:
+    """Say which layer steered best, and by what."""
+    best = next((one for one in tried.effects() if one.layer == tried.best), None)
+    if best is None:
+        return "none: no layer moved the replies along the direction without breaking their text"
+    return f"layer {best.layer}: its replies are {best.apart:.2f} apart; try it with random controls: steercap sweep"
+
+
+def tried_document(tried: TriedLayers) -> dict[str, Any]:
+    """Return replies and effects for JSON, with NaN as null."""
+
+    def plain(row: NamedTuple) -> dict[str, Any]:
+        return {name: None if value != value else value for name, value in row._asdict().items()}  # noqa: PLR0124 -- NaN
+
+    return {
+        "scale": tried.scale,
+        "read_at": tried.read_at,
+        "best": tried.best,
+        "prompts": tried.prompts,
+        "layers": list(map(plain, tried.effects())),
+        "replies": list(map(plain, tried.replies)),
+    }
+
+
+def _number(value: float, form: str) -> str:
+    return "" if math.isnan(value) else f"{value:{form}}"
 
 
 def told_of(directions: DirectionSet, name: str) -> list[Table]:

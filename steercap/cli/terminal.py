@@ -89,6 +89,8 @@ class Terminal:
         self.json = output.json
         self.debug = output.debug
         self.verbose = output.verbose
+        if self.verbose:  # a level that is set keeps the warnings that are left out else
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self.out = Console(highlight=False)
         self.err = Console(stderr=True, highlight=False)
         #: Path of vLLM's log, if an engine failed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -18,7 +19,20 @@ from steercap.cli.engines import ReachOptions, located
 from steercap.cli.parsing import base_of, dtype_of, layers_of, tokens_of
 from steercap.cli.preflight import preflight, reached
 from steercap.cli.prompts import SpecialTokens, records_of
-from steercap.cli.tables import advice, by_layer, cosines, document_of, facts, origin, titled, told_of
+from steercap.cli.tables import (
+    advice,
+    best_tried,
+    by_layer,
+    cosines,
+    document_of,
+    facts,
+    origin,
+    replies_of,
+    titled,
+    told_of,
+    tried_document,
+    tried_layers,
+)
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile
 
@@ -26,6 +40,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from steercap.lab.directions.extraction import Text
+    from steercap.lab.studies.trying import TriedLayers
     from steercap.lab.training import ComparedVectors
     from steercap.model import SteerModel
     from steercap.steering.directions import DirectionSet
@@ -185,13 +200,21 @@ def _register_extract(app: typer.Typer) -> None:
         seed: Annotated[int, typer.Option(help="Seed of the held-out split.")] = 0,
         special_tokens: SpecialTokens = None,
         force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+        prompts: Annotated[
+            list[str] | None,
+            typer.Option("--try", metavar="PROMPT", help="Steer replies to this prompt at a few layers; repeatable."),
+        ] = None,
+        scale: Annotated[float, typer.Option("--try-scale", help="Vector multiplier of --try, both signs.")] = 2.0,
     ) -> None:
         """Find the direction in which some texts differ from others. The files hold one text per line, or JSONL with
         prompt and response, whose rows are the response's, and group if texts belong together, such as answers to one
-        question. The direction is tested on held-out texts: AUC 1 separates all of them, 0.5 is chance.
+        question. The direction is tested on held-out texts: AUC 1 separates all of them, 0.5 is chance. With --try, a
+        few layers are steered both ways, and the one whose replies differ most along the direction is named.
         """
         from steercap.core.spec import CaptureSpec
 
+        if not 0 < scale < math.inf or not all(prompts or ["none"]):
+            raise typer.BadParameter("give prompts that are not empty, and a multiplier above 0", param_hint="--try")
         model.require_there()
         file_ready(out, extensions=[".safetensors"], hint=CONVERTED)
         split = {"method": method, "held_out": held_out, "seed": seed}
@@ -206,16 +229,32 @@ def _register_extract(app: typer.Typer) -> None:
             found = await extract_from(
                 open_model, texts, terminal, name=said, site=site, add_special_tokens=special_tokens, **split, **where
             )
-            report(found, said, out, terminal)
+            tried = await tried_at(open_model, found, prompts, scale, terminal) if prompts else None
+            report(found, said, out, terminal, tried)
 
 
-def report(found: DirectionSet, name: str, out: Path, terminal: Terminal) -> None:
+async def tried_at(
+    model: SteerModel, found: DirectionSet, prompts: list[str], scale: float, terminal: Terminal
+) -> TriedLayers:
+    """Try a direction at a few layers; see `steercap.lab.studies.trying.try_layers`.
+
+    Raises:
+        The errors of `try_layers`.
+    """
+    from steercap.lab.studies.trying import try_layers
+
+    with terminal.status("steering a few layers both ways"):
+        return await try_layers(model, found, prompts, scale=scale)
+
+
+def report(found: DirectionSet, name: str, out: Path, terminal: Terminal, tried: TriedLayers | None = None) -> None:
     """Write a direction to a file, and show it.
 
     Args:
         found, name: set with this direction alone, and its name.
         out: path of the file.
         terminal: terminal to show it on.
+        tried: replies to show too.
 
     Raises:
         OSError: the file cannot be written; another one is named on stderr, or all numbers are on stdout.
@@ -224,9 +263,12 @@ def report(found: DirectionSet, name: str, out: Path, terminal: Terminal) -> Non
     document: dict[str, Any] = {"file": file, **document_of(found)}
     if file is None:
         document["vectors"] = {layer: vector.tolist() for layer, vector in found[name].items()}
-    terminal.show(
-        document, by_layer(found, name), facts("", {**origin(found), **advice(found, name), "file": file or "none"})
-    )
+    about = {**origin(found), **advice(found, name), "file": file or "none"}
+    if tried is not None:
+        document["tried"] = tried_document(tried)
+        about["best tried"] = best_tried(tried)
+    tables = [] if tried is None else [*replies_of(tried), tried_layers(tried)]
+    terminal.show(document, by_layer(found, name), *tables, facts("", about))
     if file is None and not terminal.json:
         terminal.write(json.dumps({name: document["vectors"]}))
     if failed is not None:

@@ -33,7 +33,13 @@ Preset = Literal["cpu"]
 #: vLLM's engine arguments for a small model on a CPU: nothing is compiled, rows are float32, and keys and values of
 #: 5,000 tokens of SmolLM2-135M, or 1,100 of a model of 0.6B, have room.
 CPU: Final[Mapping[str, Any]] = MappingProxyType(
-    {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
+    {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": 256 << 20,
+        "use_tqdm_on_load": False,
+    }
 )
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"cpu": CPU})
 

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from steercap.core.biases import bias_masks, entries_put
+from steercap.core.display import brief
 from steercap.core.messages import SteeringRecord, Unknown
 from steercap.core.plan import Plan
 from steercap.core.program import Configuration, rows_touched, scope_masks
@@ -68,6 +69,8 @@ class Receipt:
     steering: SteeringReceipt | None = None
     verified: bool | None = None
     recomputed: bool = False
+
+    __repr__ = brief
 
     @property
     def rows(self) -> int:

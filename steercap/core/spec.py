@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
+from steercap.core.display import brief
 from steercap.core.names import EVERY, Name, is_module, read_name
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import Mask, choices, flag_of, index_of, mask_of, parts_of, plain, shown
@@ -135,6 +136,8 @@ class CaptureSpec:
     attention: int | None = None
     allow_nonfinite: bool = False
     gather: bool = True
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if self.reduce is not None and not (isinstance(self.reduce, str) and self.reduce in REDUCTIONS):

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from steercap.core.attention import AttentionRule
+from steercap.core.display import brief
 from steercap.errors import InvalidRequest, InvalidSelection
 
 #: Logits computed at once: 64 MiB of float32.
@@ -43,6 +44,8 @@ class AttentionSummary:
     entropy: Float[torch.Tensor, "heads queries"]
     first: Float[torch.Tensor, "heads queries"]
     sink: Float[torch.Tensor, "heads queries"]
+
+    __repr__ = brief
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypedDict, TypeVar
 
+from steercap.core.display import brief
 from steercap.core.receipt import SteeringReceipt
 from steercap.errors import InvalidRequest
 from steercap.requests.context import FromContext
@@ -94,6 +95,10 @@ class Generation(Generic[Handle]):
     handles: tuple[Handle, ...] | None = None
     steering: tuple[SteeringReceipt, ...] | None = None
     monitors: tuple[tuple[MonitorReport, ...], ...] | None = None
+
+    def __repr__(self) -> str:
+        """Return texts and reports, without vLLM's output."""
+        return brief(self, "output")
 
     @property
     def text(self) -> str:

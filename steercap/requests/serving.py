@@ -204,6 +204,17 @@ class Serving:
         if self._starting is not None:
             self._starting.cancel()
 
+    @property
+    def state(self) -> str:
+        """State in words: "not started", "starting", "open", "restarting", "closed", or the cause of death."""
+        if self._closed:
+            return "closed"
+        if self._starting is not None and not self._starting.done():
+            return "starting" if self.engine is None else "restarting"
+        if self.engine is None:
+            return "not started"
+        return f"dead: {self.engine.death or 'its engine has ended'}" if self.engine.died else "open"
+
     def opened(self) -> Engine:
         """Return the engine for reading its attributes, from any event loop.
 

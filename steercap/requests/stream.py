@@ -16,6 +16,7 @@ from steercap.captures.fetching import arrived
 from steercap.captures.rows import Captures
 from steercap.core.budget import Ticket
 from steercap.core.chat import types_at
+from steercap.core.display import brief
 from steercap.core.messages import Owner
 from steercap.core.receipt import SteeringReceipt
 from steercap.requests.job import Job, enter_sketches, expected_of, memory_for, outputs_of, planned, receipts_of
@@ -50,6 +51,8 @@ class Chunk:
     crossings: tuple[Crossing, ...] = ()
     monitors: tuple[MonitorReport, ...] = ()
     finish_reason: str | None = None
+
+    __repr__ = brief
 
 
 @dataclass(frozen=True)

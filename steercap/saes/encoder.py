@@ -21,6 +21,7 @@ import msgspec
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import brief
 from steercap.core.messages import EncoderShape
 from steercap.kernels.exact import exact_products
 
@@ -54,6 +55,8 @@ class Encoder:
     k: int = 0
     normalisation: Normalisation = "none"
     centred: bool = False
+
+    __repr__ = brief
 
     @property
     def d_in(self) -> int:

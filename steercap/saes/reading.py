@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from steercap.architectures.sites import SITES
 from steercap.core.names import TRANSFORMER_LENS
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
@@ -30,6 +31,7 @@ MODULES: Final = {
 }
 _BLOCK: Final = re.compile(r"blocks\.(\d{1,4})\.(.+)")
 _LAYER: Final = re.compile(r"model\.(?:language_model\.)?layers\.(\d{1,4})\.(.+)")
+_POINT: Final = re.compile(r"([a-z_]+)\[(\d{1,4})\]")
 #: Names of the tensors of each architecture: weights, biases, and others with one number a feature.
 STANDARD: Final = ("W_enc", "b_enc", "W_dec", "b_dec")
 ARCHITECTURES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -48,13 +50,14 @@ MOST_WIDTH: Final = 1 << 20
 
 
 def point_of(name: object) -> Point | None:
-    """Return the point of a hook, or of a module's input or output; None if no point has its rows."""
+    """Return the point of a hook, a module's input or output, or a point's own name; None if no point has its rows."""
     if not isinstance(name, str):
         return None
     for pattern, sites in ((_BLOCK, TRANSFORMER_LENS), (_LAYER, MODULES)):
         if (found := pattern.fullmatch(name)) and found[2] in sites:
             return Point(int(found[1]), sites[found[2]])
-    return None
+    own = _POINT.fullmatch(name)
+    return Point(int(own[2]), own[1]) if own and own[1] in SITES else None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import brief, html_table
 from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
@@ -56,6 +57,8 @@ class Provenance:
     held_out: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     auc: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     row_norms: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+    __repr__ = brief
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +250,16 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
     def __hash__(self) -> int:
         return hash(tuple(self.values()))
+
+    def _repr_html_(self) -> str:
+        """Return an HTML table for a notebook: each direction at each layer, its norm, its AUC on held-out texts."""
+        known = self.provenance
+        rows = [
+            (name, layer, norm, known.row_norms.get(name, {}).get(layer), known.auc.get(name, {}).get(layer))
+            for name, vectors in self.items()
+            for layer, norm in vectors.norms().items()
+        ]
+        return html_table(repr(self), ["direction", "layer", "norm", "norm of rows", "AUC held out"], rows)
 
     def __repr__(self) -> str:
         about = f"model={self.model!r}, site={self.site!r}, method={self.provenance.method!r}"

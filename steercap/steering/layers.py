@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.architectures.sites import SITES
+from steercap.core.display import described
 from steercap.core.spec import name_of_site
 from steercap.core.values import FAR, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
@@ -53,7 +54,7 @@ class FrozenMapping(Mapping[Key, Value], Generic[Key, Value]):
         return len(self._items)
 
     def __repr__(self) -> str:
-        return repr(self._items)
+        return described(self._items)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         save_run,
         shuffled,
         token_projections,
+        try_layers,
     )
     from steercap.sync.model import RemoteModel, SteerModel
     from steercap.sync.objects import ActivationStream, CaptureHandle, RunningSketch
@@ -77,6 +78,7 @@ __all__ = [
     "save_run",
     "shuffled",
     "token_projections",
+    "try_layers",
 ]
 _HOMES = {
     "ActivationStream": "objects",
@@ -107,5 +109,6 @@ _HOMES = {
     "save_run": "functions",
     "shuffled": "functions",
     "token_projections": "functions",
+    "try_layers": "functions",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

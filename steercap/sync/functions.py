@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from steercap.lab.studies.rollouts import RolloutSet
     from steercap.lab.studies.sweeps.grid import Sweep
     from steercap.lab.studies.sweeps.running import SweepResults
+    from steercap.lab.studies.trying import TriedLayers
     from steercap.requests.context import FromContext
     from steercap.steering.calibration import Calibration
     from steercap.steering.directions import DirectionSet
@@ -1143,3 +1144,38 @@ def token_projections(
     from steercap.lab.personas.roles import token_projections as there
 
     return forward(there, model, vectors, texts, layers=layers)
+
+
+def try_layers(
+    model: SteerModel,
+    directions: DirectionSet | LayerVectors,
+    prompts: Sequence[Any],
+    *,
+    name: str | None = None,
+    layers: Sequence[int] | None = None,
+    scale: float = 2.0,
+    max_tokens: int = 24,
+) -> TriedLayers:
+    """Steer replies to prompts at a few layers, both ways, all in one batch, and measure them.
+
+    Replies are greedy, and steered at the tokens they generate. A few prompts show which layers are worth a sweep; they
+    prove nothing, as no random vector is beside them: see `steercap.lab.studies.sweeps`.
+
+    Args:
+        model: an open model.
+        directions: a direction, or a set of them, made by `extract` or read from a file.
+        prompts: str, or conversations of {"role", "content"} dicts.
+        name: name of the direction in the set; may be left out if there is only one.
+        layers: layers to try; by default some from the middle, and the one that `suggested_layer` gives.
+        scale: multiple of the vector to add, and to subtract.
+        max_tokens: maximum tokens of a reply.
+
+    Raises:
+        InvalidSpec: no prompts, a prompt that is none, a scale that is not a number above 0, or a direction of zeros.
+        UnknownName: no such direction, or several and no name.
+        LayerOutOfRange: the direction has no vector at a layer.
+        The errors of `SteerModel.generate`.
+    """
+    from steercap.lab.studies.trying import try_layers as there
+
+    return forward(there, model, directions, prompts, name=name, layers=layers, scale=scale, max_tokens=max_tokens)

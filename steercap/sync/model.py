@@ -684,8 +684,8 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
     Args:
         model: path or name of the model, as vLLM takes it.
         preset: "cpu" for engine arguments that suit a small model on a CPU: `dtype="float32"`, `enforce_eager=True`,
-            `max_model_len=1024`, `kv_cache_memory_bytes=256 MiB`. Those given beside it take precedence. It does not
-            choose the device: vLLM does.
+            `max_model_len=1024`, `kv_cache_memory_bytes=256 MiB`, `use_tqdm_on_load=False`. Those given beside it take
+            precedence. It does not choose the device: vLLM does.
         sites: sites to arm, one name or several: those of `steercap.architectures.sites`.
         layers: layers to arm them at; all by default.
         codec: default codec of stored rows, for a `CaptureSpec` without one; "raw" by default. This and the following

@@ -35,6 +35,9 @@ class LocalTwin(Bridged[SteerModel]):
     def __init__(self, awaited: SteerModel) -> None:
         super().__init__(awaited, awaited.serving)
 
+    def __repr__(self) -> str:
+        return repr(self.awaited)
+
     def start(self) -> Self:
         """Start the engine and prove that its taps work; takes half a minute or more.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import subprocess
 import sys
 
 import pytest
 
-from steercap.adapters.entry import ENGINE_CORE, ProcessEntry
+from steercap.adapters.entry import CHOICES, ENGINE_CORE, STREAM, ProcessEntry, quieten
 
 #: What a process says that comes to life as vLLM's do: it unpickles its entry, then imports vLLM and speaks.
 SPEAKS = """
@@ -57,3 +58,29 @@ def test_an_entry_that_is_forked_runs_the_function_it_was_made_with() -> None:
     ran = []
     ProcessEntry(("os", "path", "join"), lambda *args, **kwargs: ran.append((args, kwargs)))(1, two=2)
     assert ran == [((1,), {"two": 2})]
+
+
+def test_warnings_that_no_user_can_act_on_are_left_out(monkeypatch, caplog) -> None:
+    """Those alone, of their own logger, and no error; with a level of the user's all are kept."""
+    for name in (*CHOICES, STREAM):
+        monkeypatch.delenv(name, raising=False)
+    logger, other = logging.getLogger("vllm.config.vllm"), logging.getLogger("vllm.config.model")
+    monkeypatch.setattr(logger, "filters", [])
+    for one in (logger, other):
+        monkeypatch.setattr(one, "propagate", True)
+        one.addHandler(caplog.handler)
+    before = logging.getLogger("vllm").level
+    try:
+        for log, kept in ((False, 4), (True, 3)):
+            monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+            quieten(log=log)
+            caplog.clear()
+            logger.warning("Enforce eager set, disabling torch.compile")
+            logger.warning("another warning of %s", "its own")
+            logger.error("Enforce eager set, disabling all")
+            other.warning("Enforce eager set, disabling torch.compile")
+            assert len({record.getMessage() + record.name + record.levelname for record in caplog.records}) == kept
+    finally:
+        logging.getLogger("vllm").setLevel(before)
+        for one in (logger, other):
+            one.removeHandler(caplog.handler)

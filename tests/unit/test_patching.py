@@ -25,6 +25,7 @@ from steercap.lab.mechanism.patching import (
     Receiver,
 )
 from steercap.lab.mechanism.patching.pairs import pairs_of
+from steercap.lab.mechanism.patching.plots import Scale
 from steercap.lab.mechanism.patching.points import PatchedPlace, ResolvedGrid, elements_of, positions_of
 from steercap.testing import tiny_checkpoint
 
@@ -241,3 +242,28 @@ def test_a_plot_has_a_panel_for_each_site_and_receiver(name, tmp_path) -> None:
     records = [effect(2.0, site=site, layer=layer) for site in ("z", "q") for layer in range(40)]
     path = Effects(records, [["$x_\n"]]).plot(tmp_path / name)
     assert path.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("values", "limit", "extend"),
+    [
+        ([1.0, -2.0, 0.5], 2.0, "neither"),
+        ([*np.linspace(-1, 1, 99), -400.0], 1.0, "both"),  # one of a hundred, over ten times all others
+        ([*np.linspace(-1, 1, 99), 9.0], 9.0, "neither"),  # large, and not ten times as large
+        ([*np.linspace(-1, 1, 98), 300.0, -4000.0], 1.0, "both"),  # two of a hundred
+        ([*np.linspace(-1, 1, 90), *[50.0] * 10], 50.0, "neither"),  # too many to be outliers
+        ([0.0] * 99 + [3.0], 3.0, "neither"),  # a grid of zeros and its one effect
+        ([math.nan, math.inf, -5.0], 5.0, "neither"),
+        ([math.nan], 1.0, "neither"),
+        ([0.0, 0.0], 1.0, "neither"),
+        ([], 1.0, "neither"),
+        ([7.0], 7.0, "neither"),
+    ],
+)
+def test_an_outlier_does_not_flatten_a_heat_map(values, limit, extend) -> None:
+    """The scale is that of the others, and the colour bar says how far the values reach."""
+    scale = Scale.of(np.array(values[: len(values) // 2]), values[len(values) // 2 :])
+    assert (scale.limit, scale.extend) == (pytest.approx(limit), extend)
+    reach = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
+    assert scale.label("effect") == (f"effect; up to {reach:.3g}" if extend == "both" else "effect")
+    assert scale.style["origin"] == "lower", "layer 0 is at the bottom"

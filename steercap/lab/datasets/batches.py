@@ -170,6 +170,11 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         self._skipped = self._begin = self._given = 0
         self._workers = 1  # number of workers when `_begin` was saved; `_begin` counts the batches of one of them
 
+    def __repr__(self) -> str:
+        order = self.order
+        shuffled = f"shuffled within {order.buffer:,}" if order.shuffle else "in order"
+        return f"ActivationBatches({len(self):,} to come, of {order.batch_size} rows, {shuffled}, seed={order.seed})"
+
     def __len__(self) -> int:
         """Return the number of this rank's batches still to come, over all epochs."""
         return max(0, self._each * self.order.epochs - self._skipped - self._begin * self._workers)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 
+from steercap.core.display import brief
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSetting
 from steercap.lab.datasets.statistics import PointStatistics
@@ -37,6 +38,9 @@ class Labelled(NamedTuple):
     position: torch.Tensor
     token: torch.Tensor
     point: torch.Tensor
+
+    def __repr__(self) -> str:
+        return brief(self)
 
 
 def at(found: Any, place: int) -> Any:
@@ -77,6 +81,8 @@ class Normalisation:
 
     mean: Float[torch.Tensor, " width"]
     scale: Float[torch.Tensor, " width_or_1"]
+
+    __repr__ = brief
 
     @staticmethod
     def of(kind: Normalise, statistics: PointStatistics) -> Normalisation:

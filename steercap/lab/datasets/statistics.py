@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
+from steercap.core.display import brief
 from steercap.core.hashing import mixed, mixed_all
 from steercap.files.tensors import as_numpy
 from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
@@ -60,6 +61,8 @@ class PointStatistics:
     norm_counts: Integer[torch.Tensor, " classes"]
     zeros: Float[torch.Tensor, ""]
     small: Float[torch.Tensor, ""]
+
+    __repr__ = brief
 
     @property
     def width(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from steercap.core.display import brief
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidRequest
 from steercap.lab.datasets.definition import PointFormat
@@ -46,6 +47,8 @@ class Index:
     window: NDArray[np.int32]
     position: NDArray[np.int32]
     token: NDArray[np.int32]
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         for name, dtype in COLUMNS.items():

@@ -73,7 +73,7 @@ async def run(out: Path, console: Console | None = None) -> Path:
         path = await asyncio.to_thread(smollm2)
         bar.advance(todo)
         todo = bar.add_task("starting vLLM, probing every tap", total=1)
-        async with SteerModel(path, preset="cpu", use_tqdm_on_load=False) as model:
+        async with SteerModel(path, preset="cpu") as model:
             bar.advance(todo)
             answers = await _answers(model, bar)
             lens, told = await _studies(model, bar)

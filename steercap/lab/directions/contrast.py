@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import brief
 from steercap.core.extras import require
 from steercap.core.values import number_of, parts_of, shown, warn
 from steercap.errors import InvalidSpec, InvalidVector
@@ -32,6 +33,8 @@ class Contrast:
     negative: Float[torch.Tensor, "n layers hidden"]
     positive_groups: Sequence[Hashable]
     negative_groups: Sequence[Hashable]
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         for kind in ("positive", "negative"):

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.concurrency.bounded import each_of
+from steercap.core.display import brief
 from steercap.core.prompts import repeating, special_asked, warn_of_doubled
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
@@ -59,6 +60,8 @@ class Rows:
     layers: tuple[int, ...]
     prompts: tuple[bytes, ...]
     bytes_moved: int
+
+    __repr__ = brief
 
 
 async def extract(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from steercap.core.display import brief
 from steercap.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     text: str
     output_token_ids: tuple[int, ...]
+
+    __repr__ = brief
 
 
 class Measure(ABC):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from steercap.captures.site_codecs import SiteCodecs
+from steercap.core.display import brief
 from steercap.core.protocols import ReadingModel
 from steercap.core.schema import Coding
 from steercap.core.spec import CaptureSpec, Layers, Point, resolve_layers
@@ -64,6 +65,8 @@ class CodecCheck:
     rows: int
     texts: int
     notes: Mapping[str, str] = field(default_factory=dict)
+
+    __repr__ = brief
 
     def table(self) -> list[dict[str, Any]]:
         """Return a record for each site and codec, cheapest first: its worst value of each measure over layers, names
@@ -277,10 +280,8 @@ def _groups(
     if len(found) < FEW_ROWS:
         notes["rows"] = f"{len(found)}; with fewer than {FEW_ROWS:,} the correlations say little"
     if texts > len(rows):
-        after = texts - 1 - max(rows)
-        notes["texts"] = (
-            f"{texts - len(rows)} left out: {after} after the last row, {texts - len(rows) - after} without rows"
-        )
+        lost, after = texts - len(rows), texts - 1 - max(rows)
+        notes["texts"] = f"{lost} left out: {after} after the last row, {lost - after} without rows"
     return found
 
 

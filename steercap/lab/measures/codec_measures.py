@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,8 @@ import torch
 from steercap.captures.rows import encoded
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
-from steercap.saes.encoder import Encoder
+from steercap.lab.datasets.rows import Normalisation
+from steercap.lab.training.sae import SAETraining
 from steercap.saes.sae import SAE
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -195,27 +196,25 @@ def features_of(sae: SAE, rows: Floats, texts: npt.NDArray[np.int64]) -> Floats:
 
 
 def trained_sae(rows: Floats, point: Point, seed: int) -> SAE:
-    """Train a small top-k SAE on rows, [rows, width], deterministically for a seed on one machine."""
-    width, generator = rows.shape[1], torch.Generator().manual_seed(seed)
+    """Train a small top-k SAE on rows, [rows, width], deterministically for a seed on one machine.
+
+    Rows that are all equal train nothing.
+    """
     whole = torch.from_numpy(rows).float()
     centre = whole.mean(dim=0)
-    scale = float((whole - centre).square().mean().sqrt()) or 1.0
-    whole = (whole - centre) / scale
-    decoder = torch.nn.functional.normalize(torch.randn(FEATURES, width, generator=generator), dim=1)
-    weight, bias, shift = decoder.T.clone(), torch.zeros(FEATURES), torch.zeros(width)
-    trainable = [tensor.requires_grad_() for tensor in (decoder, weight, bias, shift)]
-    optimiser = torch.optim.Adam(trainable, lr=1e-3)
-    for _ in range(STEPS):
-        batch = whole[torch.randint(len(whole), (min(BATCH, len(whole)),), generator=generator)]
-        kept = (batch @ weight + bias).topk(ACTIVE, dim=1)
-        active = torch.zeros(len(batch), FEATURES).scatter(1, kept.indices, kept.values.relu())
-        loss = (active @ decoder + shift - batch).square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    decoder, weight, bias, shift = (tensor.detach() for tensor in trainable)
-    encoder = Encoder(weight / scale, bias, shift=centre, k=ACTIVE)
-    return SAE(encoder, decoder * scale, centre + scale * shift, point, point, "topk")
+    scale = torch.tensor([1 / (float((whole - centre).square().mean().sqrt()) or 1.0)])
+    whole = (whole - centre) * scale
+    how: dict[str, Any] = {
+        "features": FEATURES,
+        "k": ACTIVE,
+        "lr": 1e-3,
+        "normalisation": Normalisation(centre, scale),
+        "seed": seed,
+    }
+    training, generator = SAETraining(point, rows.shape[1], **how), torch.Generator().manual_seed(seed)
+    for _ in range(STEPS if bool((whole != whole[0]).any()) else 0):
+        training.step(whole[torch.randint(len(whole), (min(BATCH, len(whole)),), generator=generator)])
+    return training.sae()
 
 
 def principal(rows: Floats, count: int) -> Mapping[str, Floats]:

@@ -16,6 +16,7 @@ from uuid import uuid4
 import torch
 
 from steercap.concurrency.bounded import each_of
+from steercap.core.display import brief
 from steercap.core.prompts import template_arguments, templated
 from steercap.core.spec import CaptureSpec
 from steercap.core.values import choices, index_of, shown
@@ -57,6 +58,8 @@ class AnswersRead:
     folder: AnswersFolder
     personas: Mapping[str, PersonaReceipt]
     default: int
+
+    __repr__ = brief
 
 
 async def read_answers(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from steercap.core.display import brief
 from steercap.core.extras import require
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSpec, RunUnfinished
@@ -49,6 +50,8 @@ class PersonaResult:
     outcomes: Mapping[str, Outcome]
     folder: Path
     report: Path
+
+    __repr__ = brief
 
 
 async def run(
@@ -120,6 +123,8 @@ class WrittenLevels:
     files: Mapping[str, Path]
     used: Mapping[str, Mapping[str, int]]
     left_out: Mapping[str, Mapping[str, Mapping[str, int]]]
+
+    __repr__ = brief
 
 
 def write_levels(run: str | Path, out: str | Path, *, minimum: int | None = None) -> WrittenLevels:

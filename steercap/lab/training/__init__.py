@@ -1,4 +1,4 @@
-"""Training of vectors by gradient: edits with the semantics of taps, on a frozen model in transformers."""
+"""Training by gradient: of edits with the semantics of taps, on a frozen model in transformers; of small SAEs."""
 
 from steercap.lab.training.comparing import compare_trained
 from steercap.lab.training.datasets import DatasetTrained, ExampleFolder, TextLoss, TokenBudget, TrainedDatasets
@@ -7,6 +7,7 @@ from steercap.lab.training.folder import Trained, Validation
 from steercap.lab.training.hooked import HookedModel
 from steercap.lab.training.objectives import OBJECTIVES, Objective
 from steercap.lab.training.rates import RATES, train_datasets
+from steercap.lab.training.sae import SAEScore, SAETraining, save_sae, score_sae, train_sae
 from steercap.lab.training.settings import OPTIMIZERS, SCHEDULES, TrainingSettings
 from steercap.lab.training.trainable import TrainableAdd, TrainableLowRank
 from steercap.lab.training.training import losses_of, perplexity_of, train, train_many
@@ -25,6 +26,8 @@ __all__ = [
     "Objective",
     "Preference",
     "Prompted",
+    "SAEScore",
+    "SAETraining",
     "TextLoss",
     "TokenBudget",
     "TrainableAdd",
@@ -37,7 +40,10 @@ __all__ = [
     "compare_vectors",
     "losses_of",
     "perplexity_of",
+    "save_sae",
+    "score_sae",
     "train",
     "train_datasets",
     "train_many",
+    "train_sae",
 ]

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from steercap.core.display import brief
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidFile, InvalidPrompt, InvalidSetting, UnknownName
 from steercap.files.base import require_file
@@ -255,6 +256,8 @@ class TrainedDatasets:
     out: Path
     results: Mapping[str, DatasetTrained]
     skipped: Mapping[str, str]
+
+    __repr__ = brief
 
     def spec(self, name: str) -> SteeringSpec:
         """Read the edit of a data set."""

@@ -82,6 +82,9 @@ class HookedModel:
         self.width: int = text.hidden_size
         self.vocabulary: int = self.model.get_input_embeddings().num_embeddings
 
+    def __repr__(self) -> str:
+        return f"HookedModel({self.path!r}, {len(self.layers)} layers × {self.width}, {self.dtype} on {self.device})"
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the computation."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from steercap.core.display import brief
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.tables import write_table
@@ -85,6 +86,8 @@ class ComparedVectors:
 
     rows: Sequence[VectorPair] | Sequence[TrainedComparison]
     left_out: Mapping[str, str]
+
+    __repr__ = brief
 
     def save(self, path: str | Path) -> Path:
         """Write the rows to a Parquet file, whose name ends in .parquet."""

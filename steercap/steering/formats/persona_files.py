@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import brief
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import blame, check_extension, read_pt, write_whole
@@ -71,9 +72,7 @@ def load_levels(path: str | Path, *, model: str = "", layers: Iterable[int] | No
     path = Path(path)
     rows = {level: tensor for level, tensor in _tensors(path).items() if bool(tensor.any())}
     with blame(path):
-        whole = {
-            level: LayerVectors(dict(enumerate(tensor)), name=level, model=model) for level, tensor in rows.items()
-        }
+        whole = {level: LayerVectors(dict(enumerate(own)), name=level, model=model) for level, own in rows.items()}
     return whole if layers is None else {level: vectors.at_layers(layers) for level, vectors in whole.items()}
 
 
@@ -209,6 +208,7 @@ class PersonaComponents:
     vectors: Mapping[str, Float[torch.Tensor, "personas hidden"]]
     names: Mapping[str, tuple[str, ...]]
     further: tuple[str, ...]
+    __repr__ = brief
 
 
 def load_components(path: str | Path) -> PersonaComponents:

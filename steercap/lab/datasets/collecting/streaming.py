@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, get_args
 
 import torch
 
+from steercap.core.display import layers_by_site
 from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSetting
@@ -91,6 +92,10 @@ class ActivationStream:
         self._normalisations: dict[str, Normalisation] | None = None
         self.rows: int = 0
         self.tokens: int = 0
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "ended" if self._ended else "open"
+        return f"ActivationStream({layers_by_site(self._reading.points)}; {state}, {self.rows:,} rows returned)"
 
     @property
     def points(self) -> tuple[str, ...]:

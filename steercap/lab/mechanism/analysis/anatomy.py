@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from steercap.core.display import brief
 from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 from steercap.lab.mechanism.analysis.components import ends, scores, scree
@@ -50,6 +51,9 @@ class Anatomy(NamedTuple):
 
     tables: dict[str, pa.Table]
     left_out: dict[str, str]
+
+    def __repr__(self) -> str:
+        return brief(self)
 
 
 def anatomy(

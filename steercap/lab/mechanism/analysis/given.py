@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import brief
 from steercap.core.spec import Layers, parse_layers, resolve_layers
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
@@ -67,6 +68,8 @@ class LabelledRows:
     groups: tuple[str, ...]
     names: tuple[str, ...]
     rows: Float[torch.Tensor, "rows hidden"]
+
+    __repr__ = brief
 
     def __len__(self) -> int:
         return len(self.names)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import brief
 from steercap.errors import InvalidFile, InvalidVector, UnsupportedModel
 from steercap.lab.mechanism.analysis.given import LabelledRows
 from steercap.lab.mechanism.analysis.tables import table_of
@@ -101,6 +102,8 @@ class BlockOutputs:
     given: LabelledRows
     base: Float[torch.Tensor, "rows hidden"]
     instruct: Float[torch.Tensor, "rows hidden"]
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         for outputs in (self.base, self.instruct):

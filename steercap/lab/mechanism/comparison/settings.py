@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from steercap.core.display import brief
 from steercap.core.spec import Layers, parse_layers, resolve_layers
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
@@ -103,6 +104,9 @@ class CheckpointComparison(NamedTuple):
     tables: dict[str, pa.Table]
     focus: dict[str, int]
     left_out: dict[str, str]
+
+    def __repr__(self) -> str:
+        return brief(self)
 
 
 def _resolved(given: Layers | None, count: int, around: range) -> list[int]:

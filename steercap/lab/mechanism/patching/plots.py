@@ -1,10 +1,13 @@
-"""Heat maps of patching: a panel for each site and receiver."""
+"""Heat maps of patching: a panel for each site and receiver; and the scale that heat maps share.
+
+Layer 0 is at the bottom of every picture of layers, or at its left, as in the explorer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,52 @@ if TYPE_CHECKING:
 CELL: Final = (0.3, 0.17)
 AROUND: Final = (1.9, 1.5)
 DPI: Final = 110
+
+
+#: Factor above all other values at which a value is an outlier, and the share of the values that may be.
+FAR_OUT: Final = 10.0
+MOST_OUTLIERS: Final = 0.02
+
+
+class Scale(NamedTuple):
+    """Symmetric colour scale of heat maps, which few outliers do not flatten.
+
+    Args:
+        limit: magnitude at which the colours are full.
+        most: greatest magnitude of the values.
+    """
+
+    limit: float
+    most: float
+
+    @classmethod
+    def of(cls, *values: Any) -> Scale:
+        """Return the scale of arrays of numbers; NaN and infinity do not count.
+
+        Up to 2 % of the values, or one, are outliers if each is over ten times as great as all others.
+        """
+        sizes = np.concatenate([np.abs(np.asarray(one, dtype=np.float64)).ravel() for one in values])
+        sizes = np.sort(sizes[np.isfinite(sizes)])[::-1]
+        if not len(sizes) or not sizes[0]:
+            return cls(1.0, 1.0)
+        allowed = min(max(int(MOST_OUTLIERS * len(sizes)), 1), len(sizes) - 1)
+        gaps = [at for at in range(1, allowed + 1) if sizes[at - 1] > FAR_OUT * sizes[at] > 0]
+        return cls(float(sizes[gaps[-1] if gaps else 0]), float(sizes[0]))
+
+    @property
+    def style(self) -> dict[str, Any]:
+        """Arguments of matplotlib's `imshow`: this scale, and the first row at the bottom."""
+        fixed = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
+        return {"vmin": -self.limit, "vmax": self.limit, **fixed}
+
+    @property
+    def extend(self) -> str:
+        """Ends of the colour bar that have an arrow, since values are beyond them: "both" or "neither"."""
+        return "both" if self.most > self.limit else "neither"
+
+    def label(self, quantity: str) -> str:
+        """Return the label of the colour bar, which says how far the values reach."""
+        return f"{quantity}; up to {self.most:.3g}" if self.most > self.limit else quantity
 
 
 class Mapped(Protocol):
@@ -78,14 +127,14 @@ def _figure(effects: Mapped, of: str | None) -> Figure:
     tall = max(CELL[1] * len(array) for array in arrays) + AROUND[1]
     figure = Figure(figsize=(sum(wide), max(tall, 2.4)), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, width_ratios=wide)[0]
-    most = max((float(np.nanmax(np.abs(array))) for array in arrays if not np.isnan(array).all()), default=1.0) or 1.0
+    scale = Scale.of(*arrays)
     colours = colormaps["RdBu_r"].with_extremes(bad="#cccccc")
     for one, panel, array, (site, receiver) in zip(axes, panels, arrays, keys, strict=True):
-        image = one.imshow(array, cmap=colours, vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
+        image = one.imshow(array, cmap=colours, **scale.style)
         one.set_title(f"{site} → {receiver}" if receiver else site, fontsize=10)
         _label(one, panel)
     axes[0].set_ylabel("layer")
-    figure.colorbar(image, ax=axes[-1], label=effects.quantity(of))
+    figure.colorbar(image, ax=axes[-1], label=scale.label(effects.quantity(of)), extend=scale.extend)
     return figure
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.display import brief, html_table
 from steercap.core.extras import extra
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSpec
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 #: Quantity drawn in a heat map.
 Quantity: TypeAlias = Literal["effect", "difference", "value"]
-#: Columns that identify a run.
+#: Runs that a notebook shows; columns that identify a run.
+STRONGEST: Final = 20
 KEYS: Final = ("pair", "layer", "site", "head", "position", "receiver")
 
 
@@ -81,8 +83,17 @@ class Effects:
     records: Sequence[PatchEffect]
     tokens: Sequence[Sequence[str]]
 
+    __repr__ = brief
+
     def __len__(self) -> int:
         return len(self.records)
+
+    def _repr_html_(self) -> str:
+        """Return an HTML table for a notebook: the runs that changed the metric most, the strongest on top."""
+        strongest = sorted(self.records, key=lambda one: -abs(np.nan_to_num(one.difference)))[:STRONGEST]
+        columns = [*KEYS, "token", "base", "value", "difference", "effect"]
+        rows = [[getattr(one, name) for name in columns] for one in strongest]
+        return html_table(f"The strongest {len(rows)} of {len(self):,} runs", columns, rows)
 
     def where(self, **columns: Any) -> Effects:
         """Select the runs whose columns have these values: `effects.where(site="z", head=3)`.

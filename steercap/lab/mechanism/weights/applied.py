@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import brief
 from steercap.core.spec import CaptureSpec
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
@@ -50,6 +51,8 @@ class AttentionBlock:
     query_norm: FrozenNorm | None
     key_norm: FrozenNorm | None
     factor: float
+
+    __repr__ = brief
 
     @property
     def head_dim(self) -> int:
@@ -167,6 +170,8 @@ class FeedForward:
     factor: float
     matrices: Mapping[str, torch.Tensor]
 
+    __repr__ = brief
+
     def normed(self, rows: Float[torch.Tensor, "rows hidden"]) -> Float[torch.Tensor, "rows hidden"]:
         """Return rows as `matrices` read them, the norm before the block applied: float32."""
         return _normed(self.norm, rows.float())
@@ -196,6 +201,8 @@ class RoutedExperts:
     router: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     activation: Callable[[torch.Tensor], torch.Tensor]
     read: Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    __repr__ = brief
 
     @classmethod
     def of(cls, module: Any, files: TensorFiles, prefix: str, names: Sequence[str]) -> RoutedExperts:

@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import brief
 from steercap.errors import UnsupportedModel
 
 #: Maximum distance of a normed row from its linear form, relative to the row's length.
@@ -110,6 +111,8 @@ class Projection:
     weight: Float[torch.Tensor, "*out hidden"]
     constant: Float[torch.Tensor, "*out"]
 
+    __repr__ = brief
+
     @property
     def flat(self) -> Float[torch.Tensor, "all_out hidden"]:
         """Weight as a matrix."""
@@ -144,6 +147,8 @@ class AttentionWeights:
     post: FrozenNorm | None
     query_norm: FrozenNorm | None
     key_norm: FrozenNorm | None
+
+    __repr__ = brief
 
     @property
     def heads(self) -> int:
@@ -186,6 +191,8 @@ class NeuronWeights:
     down_constant: Float[torch.Tensor, " hidden"]
     norm: FrozenNorm | None
     post: FrozenNorm | None
+
+    __repr__ = brief
 
     @property
     def reading(self) -> dict[str, Projection]:

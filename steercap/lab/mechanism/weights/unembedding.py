@@ -52,6 +52,9 @@ class Unembedding:
         self._factor = factor
         self.vocabulary, self.width = (int(size) for size in head.get_parameter("weight").shape)
 
+    def __repr__(self) -> str:
+        return f"Unembedding({self.width} → {self.vocabulary:,} tokens)"
+
     @classmethod
     def load(cls, checkpoint: str | os.PathLike[str], *, revision: str | None = None) -> Unembedding:
         """Read the final norm and unembedding from a checkpoint.

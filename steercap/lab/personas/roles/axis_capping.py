@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.concurrency.bounded import each_of
+from steercap.core.display import brief
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
@@ -49,6 +50,8 @@ class Capping:
     floors: Mapping[int, float]
     provenance: Mapping[str, str]
     model: str = ""
+
+    __repr__ = brief
 
     def save(self, path: str | Path) -> Path:
         """Write the spec with its provenance to a safetensors file that `SteeringSpec.load` reads.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steercap.core.display import brief
 from steercap.core.extras import require
 from steercap.errors import InvalidFile, RunUnfinished, TooFewKept
 from steercap.lab.personas.capture import room_of
@@ -50,6 +51,8 @@ class RoleRun:
     outcomes: Mapping[str, RoleOutcome]
     settings: RoleSettings
     folder: Path
+
+    __repr__ = brief
 
 
 async def run(model: SteerModel, settings: RoleSettings, out: str | Path, *, progress: Report | None = None) -> RoleRun:

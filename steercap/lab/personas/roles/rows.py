@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import brief
 from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec, LayerOutOfRange, UnknownName
 from steercap.files.base import read_tensors_at
@@ -53,6 +54,8 @@ class RoleRows:
     model: str = ""
     site: str = "resid_post"
     provenance: Provenance = field(default_factory=Provenance)
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if ASSISTANT not in self.counts or len(self.counts) < LEAST + 1:

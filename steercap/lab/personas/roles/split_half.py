@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
 
+from steercap.core.display import brief
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.personas.roles.axis import HOWS, How, axes, how_of
@@ -41,6 +42,8 @@ class Stability:
     over: Over
     layers: tuple[int, ...]
     cosines: Mapping[tuple[How, Of], npt.NDArray[np.float64]]
+
+    __repr__ = brief
 
     @property
     def splits(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from steercap.core.display import brief
 from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind, differences
@@ -116,6 +117,8 @@ class Evaluation:
     samples: int = 1
     chat: bool = True
     seed: int = 0
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         keep = object.__setattr__

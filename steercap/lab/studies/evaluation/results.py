@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from steercap.core.display import brief, html_table
 from steercap.errors import InvalidSpec
 from steercap.files.tables import save_table, table_of
 from steercap.lab.measures import Measure
@@ -51,6 +52,8 @@ class EvaluationResults:
     measures: Mapping[str, Measure]
     tasks: Mapping[str, Task]
 
+    __repr__ = brief
+
     @property
     def columns(self) -> list[str]:
         """Labels of measures and tasks."""
@@ -81,6 +84,20 @@ class EvaluationResults:
             )
             for line, dose in self._numbers.lines
         ]
+
+    def _repr_html_(self) -> str:
+        """Return an HTML table for a notebook: each method at each dose, its means with their intervals."""
+        rows = [
+            (
+                line.method,
+                line.dose,
+                line.control_of,
+                *(f"{mean.value:.4g} ({mean.low:.4g} to {mean.high:.4g})" for mean in line.means.values()),
+            )
+            for line in self.summary()
+        ]
+        columns = ["method", "dose", "control of", *self.columns]
+        return html_table(f"Evaluation: {len(self.answers):,} answers", columns, rows)
 
     def doses(self, method: str) -> list[float]:
         """Return the doses of a method, in the order of the evaluation.

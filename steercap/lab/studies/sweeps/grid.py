@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from steercap.core.display import brief
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
@@ -132,6 +133,8 @@ class Sweep:
     seed: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 1
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         self._check_kinds()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from steercap.core.display import brief, html_table, span
 from steercap.core.extras import require
 from steercap.core.spec import Point
 from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
@@ -45,6 +46,8 @@ class SweepResults:
     records: Sequence[Record]
     values: Mapping[str, Sequence[float]]
     measures: Mapping[str, Measure]
+
+    __repr__ = brief
 
     @property
     def table(self) -> pa.Table:
@@ -93,6 +96,29 @@ class SweepResults:
                     )
                     found.append(Effect(condition, own, plain, turned[0] if turned else None, random))
         return found
+
+    def _repr_html_(self) -> str:
+        """Return an HTML table for a notebook: each vector at each scale and its negative, for every measure."""
+        rows = [
+            (
+                measure,
+                at.vector,
+                at.operation,
+                span(at.layers),
+                at.scale,
+                one.plain.value,
+                one.steered.value,
+                None if one.turned is None else one.turned.value,
+                f"{min(one.random):.4g} to {max(one.random):.4g}" if one.random else None,
+                one.outside,
+            )
+            for measure in self.values
+            for one in self.effects(measure)
+            for at in (one.condition,)
+        ]
+        known = f"{len(self.records):,} answers, {len(self.sweep.conditions()):,} conditions"
+        places = ("measure", "vector", "operation", "layers", "scale")
+        return html_table(f"Sweep: {known}", [*places, "plain", "steered", "negated", "random", "outside"], rows)
 
     def plot(self, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None) -> Path:
         """Draw measures against scale; see `steercap.lab.studies.sweeps.plots.plot_doses`."""

@@ -16,6 +16,7 @@ from steercap.core.tokenizing import FONT, drawn
 from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
 from steercap.lab.mechanism.analysis.tables import rows_of
+from steercap.lab.mechanism.patching.plots import Scale
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -218,17 +219,16 @@ def plot_position_sweep(
     values = np.full((len(layers), len(positions)), np.nan)
     for row in own:
         values[layers.index(row["layer"]), positions.index(row["position"])] = row["difference"]
-    most = limit(values)
+    scale = Scale.of(values)
     with Picture(path, min(0.27 * len(positions) + 1.5, PAGE), max(0.16 * len(layers), 1.1) + 0.95) as figure:
         axes: Any = figure.subplots()
-        style = {"vmin": -most, "vmax": most, "aspect": "auto", "interpolation": "nearest", "origin": "lower"}
-        image = axes.imshow(values, cmap=DIVERGING, **style)
+        image = axes.imshow(values, cmap=DIVERGING, **scale.style)
         labels = [token(tokens[position], 10) for position in positions]
         axes.set_xticks(range(len(positions)), labels, rotation=90, family=FONT, fontsize=6.5)
         step = max(len(layers) // 12, 1)
         axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
         axes.set(ylabel="layer", title=written(chosen[0]))
-        bar = figure.colorbar(image, ax=axes, pad=0.02)
-        bar.set_label(metric)
+        bar = figure.colorbar(image, ax=axes, pad=0.02, extend=scale.extend)
+        bar.set_label(scale.label(metric))
         bar.outline.set_linewidth(0.4)
     return Path(path)

@@ -27,6 +27,7 @@ from steercap.lab.mechanism.analysis.pictures import (
     written,
 )
 from steercap.lab.mechanism.analysis.tables import about, rows_of
+from steercap.lab.mechanism.patching.plots import Scale
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -83,21 +84,20 @@ def _map(rows: Sequence[dict[str, Any]], layers: Sequence[int], heads: int, colu
 
 
 def _draw_maps(maps: dict[str, Any], layers: Sequence[int], path: Path, said: str) -> None:
-    most, (down, across) = limit(list(maps.values())), next(iter(maps.values())).shape
+    scale, (down, across) = Scale.of(*maps.values()), next(iter(maps.values())).shape
     width = max(CELL * across, 1.25)
     with Picture(path, min((width + 0.35) * len(maps) + 0.9, PAGE), max(CELL * down, 1.4) + 0.9) as figure:
         panels = figure.subplots(1, len(maps), squeeze=False, sharey=True)[0]
         for axes, (name, values) in zip(panels, maps.items(), strict=True):
-            style = {"vmin": -most, "vmax": most, "aspect": "auto", "interpolation": "nearest", "origin": "lower"}
-            image = axes.imshow(values, cmap=DIVERGING, **style)
+            image = axes.imshow(values, cmap=DIVERGING, **scale.style)
             axes.set(title=written(name), xlabel=f"head\n{_mark(axes, values, layers)}")
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.tick_params(length=2)
         step = max(len(layers) // 10, 1)
         panels[0].set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
         panels[0].set_ylabel("layer")
-        bar = figure.colorbar(image, ax=list(panels), shrink=0.8, pad=0.02)
-        bar.set_label(said)
+        bar = figure.colorbar(image, ax=list(panels), shrink=0.8, pad=0.02, extend=scale.extend)
+        bar.set_label(scale.label(said))
         bar.outline.set_linewidth(0.4)
 
 

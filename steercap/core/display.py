@@ -1,0 +1,113 @@
+"""Short texts and tables by which results show themselves: `repr`, and HTML in a notebook.
+
+Nothing here computes, reads a file or asks a worker, so that any object can be shown at any time.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from steercap.core.values import shown
+
+#: Number of items that a `repr` lists, and of rows and letters of a cell that a notebook's table has.
+FEW: Final = 8
+MOST_ROWS: Final = 60
+MOST_LETTERS: Final = 200
+#: Stands for a field or a default that is not there.
+_LACKING: Final = object()
+#: Types whose defaults a `repr` leaves out, and mappings without a short `repr` of their own.
+_PLAIN: Final = (bool, int, float, str, tuple, type(None))
+_MAPPINGS: Final = frozenset({dict, MappingProxyType})
+
+
+def brief(owner: Any, *without: str) -> str:
+    """Return a short text of a record, to be its `__repr__`: shapes for tensors, counts for many items.
+
+    Private fields and those at a plain default are left out, and those that an unfinished object lacks.
+
+    Args:
+        owner: a dataclass, a NamedTuple or a msgspec Struct.
+        without: further fields to leave out.
+    """
+    parts = []
+    for name, default in _fields_of(type(owner)).items():
+        value = getattr(owner, name, _LACKING)
+        usual = type(value) is type(default) and isinstance(value, _PLAIN) and value == default
+        if value is not _LACKING and not usual and not name.startswith("_") and name not in without:
+            parts.append(f"{name}={described(value)}")
+    return f"{type(owner).__name__}({', '.join(parts)})"
+
+
+def _fields_of(kind: Any) -> dict[str, Any]:
+    """Return the default of each field of a kind of record, `_LACKING` or MISSING for those without."""
+    if known := getattr(kind, "__dataclass_fields__", None):
+        return {name: field.default for name, field in known.items()}
+    if (names := getattr(kind, "__struct_fields__", None)) is not None:
+        defaults = kind.__struct_defaults__
+        return dict.fromkeys(names, _LACKING) | dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    return {name: kind._field_defaults.get(name, _LACKING) for name in kind._fields}
+
+
+def described(value: Any) -> str:
+    """Return a short text of a value: dtype and shape of a tensor or an array, the number of many items."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if isinstance(shape, tuple) and dtype is not None and not isinstance(value, np.generic):
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    if type(value) in _MAPPINGS:
+        keys = ", ".join(map(shown, islice(value, FEW)))
+        return f"<{len(value):,} by name: {keys}{', ...' if len(value) > FEW else ''}>" if value else "{}"
+    if type(value) not in {list, tuple}:
+        return shown(value)
+    if len(value) > FEW:
+        kinds = {type(part).__name__ for part in islice(value, FEW)}
+        return f"<{len(value):,} × {kinds.pop()}>" if len(kinds) == 1 else f"<{len(value):,} items>"
+    inner = ", ".join(map(described, value))
+    return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+
+
+def span(layers: Sequence[int]) -> str:
+    """Describe layers briefly: "0 to 29" or "8, 16"; of many with gaps the first, the last and the number."""
+    if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]} to {layers[-1]}"
+    if len(layers) > 2 * FEW:
+        return f"{len(layers)} from {layers[0]} to {layers[-1]}"
+    return ", ".join(map(str, layers))
+
+
+def layers_by_site(points: Iterable[tuple[int, str]]) -> str:
+    """Describe points (layer, site) briefly, in their order: "resid_post: 0 to 29; z: 8, 16"."""
+    sites: dict[str, list[int]] = {}
+    for layer, site in points:
+        sites.setdefault(site, []).append(layer)
+    return "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items())
+
+
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return an HTML table for a notebook: every text escaped, at most `MOST_ROWS` rows, and the number of the others.
+
+    Args:
+        title: line above it.
+        columns: heads of the columns.
+        rows: cells of each row; numbers are shown with four digits, None and NaN as an empty cell.
+    """
+    cells = [list(row) for row in rows]
+    more = f"<div>and {len(cells) - MOST_ROWS:,} rows more</div>" if len(cells) > MOST_ROWS else ""
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in row)}</tr>" for row in cells[:MOST_ROWS])
+    top = f"<div style='font-weight:bold'>{html.escape(title)}</div>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div style='overflow-x:auto;font-size:12px'>{top}{table}{more}</div>"
+
+
+def _cell(value: object) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return html.escape(text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…")

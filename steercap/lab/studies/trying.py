@@ -1,0 +1,264 @@
+"""Trial of a direction at a few layers: replies steered both ways in one batch, with their effect and perplexity.
+
+The effect of a reply is read from its text, by the model without steering, so that it is the same yardstick for every
+layer: how far the mean row of the reply lies along the direction from that of the unsteered reply, in lengths of the
+direction. At 1, a difference of means has moved it from the negative texts to the positive ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from steercap.concurrency.bounded import each_of
+from steercap.core.display import html_table, span
+from steercap.core.values import choices, index_of, number_of, parts_of, shown
+from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName
+from steercap.lab.directions import Exchange, mean_rows, suggested_layer
+from steercap.lab.measures import Answered
+from steercap.lab.measures.perplexity import Perplexity
+from steercap.lab.studies.running import CONCURRENT, ask
+from steercap.steering.directions import DirectionSet
+from steercap.steering.edits.add import Add
+from steercap.steering.layers import LayerVectors
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+#: Places of the candidates among the layers: the first and the last fifth seldom steer well.
+SHARES: Final = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8)
+#: Fields of an answer, without its finish reason.
+_ANSWERED: Final = frozenset(Answered.__struct_fields__)
+#: Factor of the unsteered replies' perplexity from which a layer's replies count as broken text.
+BROKEN: Final = 3.0
+
+
+class Tried(NamedTuple):
+    """Reply to one prompt.
+
+    Args:
+        prompt: index of the prompt.
+        layer: layer steered, None without steering.
+        scale: multiple of the vector that was added, negative for the other way; 0 without steering.
+        text: the reply.
+        effect: distance from the unsteered reply along the direction, in lengths of the direction; NaN of a reply
+            without tokens.
+        perplexity: perplexity without steering; NaN of a reply without tokens.
+    """
+
+    prompt: int
+    layer: int | None
+    scale: float
+    text: str
+    effect: float
+    perplexity: float
+
+
+class LayerEffect(NamedTuple):
+    """Effects at one layer, means over the prompts whose replies could be measured.
+
+    Args:
+        layer: the layer.
+        up, down: mean effect of the vector and of its negative; NaN if no reply could be measured.
+        apart: `up - down`.
+        perplexity: geometric mean over the replies both ways.
+        broken: True if that is over `BROKEN` times the unsteered replies', or unknown.
+    """
+
+    layer: int
+    up: float
+    down: float
+    apart: float
+    perplexity: float
+    broken: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TriedLayers:
+    """Result of `try_layers`.
+
+    Args:
+        name: name of the direction.
+        prompts: the prompts.
+        scale: multiple of the vector, added and subtracted.
+        read_at: layer whose rows the effects were read from.
+        replies: replies prompt by prompt, the unsteered one first, then both ways at each layer.
+    """
+
+    name: str
+    prompts: tuple[Any, ...]
+    scale: float
+    read_at: int
+    replies: tuple[Tried, ...]
+
+    def __repr__(self) -> str:
+        tried = f"±{self.scale:g} at layers {span([one.layer for one in self.effects()])}"
+        return f"TriedLayers({self.name!r}, {tried}, {len(self.prompts)} prompts, best: {self.best})"
+
+    def effects(self) -> list[LayerEffect]:
+        """Return the effects of each layer that was tried, ascending."""
+        plain = _factor(one.perplexity for one in self.replies if one.layer is None)
+        found = []
+        for layer in sorted({one.layer for one in self.replies if one.layer is not None}):
+            own = [one for one in self.replies if one.layer == layer]
+            up, down = (_mean(one.effect for one in own if one.scale * sign > 0) for sign in (1, -1))
+            perplexity = _factor(one.perplexity for one in own)
+            found.append(LayerEffect(layer, up, down, up - down, perplexity, not perplexity <= BROKEN * plain))
+        return found
+
+    @property
+    def best(self) -> int | None:
+        """Layer whose replies are furthest apart without being broken text; None if there is none."""
+        fit = [one for one in self.effects() if not one.broken and one.apart > 0]
+        return max(fit, key=lambda one: one.apart).layer if fit else None
+
+    def _repr_html_(self) -> str:
+        """Return an HTML table of the replies for a notebook."""
+        title = f"{self.name}: ±{self.scale:g} times the vector; best layer: {self.best}"
+        return html_table(title, Tried._fields, self.replies)
+
+
+def _mean(values: Any) -> float:
+    """Return the mean of the finite numbers among some; NaN if there are none."""
+    known = [value for value in values if math.isfinite(value)]
+    return float(np.mean(known)) if known else math.nan
+
+
+def _factor(values: Any) -> float:
+    return math.exp(_mean(math.log(value) for value in values if value > 0))
+
+
+def candidates(layers: Sequence[int], suggested: int | None = None) -> list[int]:
+    """Return a few of the layers of a direction to try, ascending: some from the middle, and the suggested one."""
+    places = {round(share * (len(layers) - 1)) for share in SHARES}
+    return sorted({layers[place] for place in places} | ({suggested} if suggested is not None else set()))
+
+
+async def try_layers(
+    model: SteerModel,
+    directions: DirectionSet | LayerVectors,
+    prompts: Sequence[Any],
+    *,
+    name: str | None = None,
+    layers: Sequence[int] | None = None,
+    scale: float = 2.0,
+    max_tokens: int = 24,
+) -> TriedLayers:
+    """Steer replies to prompts at a few layers, both ways, all in one batch, and measure them.
+
+    Replies are greedy, and steered at the tokens they generate. A few prompts show which layers are worth a sweep; they
+    prove nothing, as no random vector is beside them: see `steercap.lab.studies.sweeps`.
+
+    Args:
+        model: an open model.
+        directions: a direction, or a set of them, made by `extract` or read from a file.
+        prompts: str, or conversations of {"role", "content"} dicts.
+        name: name of the direction in the set; may be left out if there is only one.
+        layers: layers to try; by default some from the middle, and the one that `suggested_layer` gives.
+        scale: multiple of the vector to add, and to subtract.
+        max_tokens: maximum tokens of a reply.
+
+    Raises:
+        InvalidSpec: no prompts, a prompt that is none, a scale that is not a number above 0, or a direction of zeros.
+        UnknownName: no such direction, or several and no name.
+        LayerOutOfRange: the direction has no vector at a layer.
+        The errors of `SteerModel.generate`.
+    """
+    vectors, suggested = _direction(directions, name)
+    asked, dose = _asked(prompts, scale)
+    tried = _layers(vectors, layers, suggested)
+    read_at = tried[len(tried) // 2] if suggested is None else suggested
+    if not vectors.norms()[read_at] > 0:
+        raise InvalidSpec(f"try_layers: {vectors.name!r} is zero at layer {read_at}, and has no direction to read by")
+    ways = [(None, 0.0), *((layer, sign * dose) for layer in tried for sign in (1, -1))]
+    cases = [_Case(number, layer, by) for number in range(len(asked)) for layer, by in ways]
+
+    async def answer(case: _Case) -> Answered:
+        got = await ask(model, asked[case.prompt], {"max_tokens": max_tokens, "temperature": 0.0}, case.spec(vectors))
+        return Answered(prompt=shown(asked[case.prompt]), **{field: got[field] for field in got if field in _ANSWERED})
+
+    answers = await each_of(cases, answer, CONCURRENT)
+    along = await _along(model, answers, vectors, read_at)
+    perplexities = await Perplexity().measure(model, answers)
+    plain = {case.prompt: at for case, at in zip(cases, along, strict=True) if case.layer is None}
+    replies = (
+        Tried(*case, one.text, at - plain[case.prompt], perplexity)
+        for case, one, at, perplexity in zip(cases, answers, along, perplexities, strict=True)
+    )
+    return TriedLayers(vectors.name or (name or ""), asked, dose, read_at, tuple(replies))
+
+
+class _Case(NamedTuple):
+    """Reply to ask for; fields as for `Tried`."""
+
+    prompt: int
+    layer: int | None
+    scale: float
+
+    def spec(self, vectors: LayerVectors) -> SteeringSpec | None:
+        """Return its steering."""
+        if self.layer is None:
+            return None
+        vector = vectors[self.layer]
+        return SteeringSpec([Add(vector, self.scale, layer=self.layer, site=vectors.site, tokens="generated")])
+
+
+def _asked(prompts: Any, scale: Any) -> tuple[tuple[Any, ...], float]:
+    """Return the prompts and the scale, checked."""
+    dose = number_of(scale)
+    if dose is None or not 0 < dose < math.inf:
+        raise InvalidSpec(
+            f"try_layers: scale={shown(scale)}; give a number above 0: the vector is added and subtracted"
+        )
+    asked = () if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence) else tuple(prompts)
+    if not asked or any(not one or isinstance(one, Mapping) for one in asked):
+        raise InvalidSpec(f"try_layers: prompts={shown(prompts)}; give a list of texts or conversations, none empty")
+    return asked, dose
+
+
+async def _along(model: SteerModel, answers: Sequence[Answered], vectors: LayerVectors, layer: int) -> list[float]:
+    """Return where each answer's mean row lies along a vector, in its lengths; NaN of an answer without tokens."""
+    room = model.max_model_len - 1
+    texts = {
+        number: Exchange(list(one.prompt_token_ids), list(one.output_token_ids[: room - len(one.prompt_token_ids)]))
+        for number, one in enumerate(answers)
+        if one.output_token_ids and len(one.prompt_token_ids) < room
+    }
+    found = [math.nan] * len(answers)
+    if texts:
+        rows = await mean_rows(model, list(texts.values()), layers=[layer], site=vectors.site)
+        vector = vectors[layer].double().flatten()
+        for number, value in zip(texts, rows.values[:, 0].double() @ vector / vector.square().sum(), strict=True):
+            found[number] = float(value)
+    return found
+
+
+def _direction(directions: DirectionSet | LayerVectors, name: str | None) -> tuple[LayerVectors, int | None]:
+    """Return one direction, and the layer that its AUC suggests, None if it has none."""
+    if isinstance(directions, LayerVectors):
+        return directions, None
+    if not isinstance(directions, DirectionSet):
+        raise InvalidSpec(f"try_layers: directions={shown(directions)}; give a DirectionSet or LayerVectors")
+    named = next(iter(directions)) if name is None and len(directions) == 1 else name
+    if named not in directions:
+        raise UnknownName(f"try_layers: name={shown(name)}; {choices(name, directions)}")
+    suggestion = suggested_layer(directions, str(named))
+    return directions[str(named)], None if suggestion is None else suggestion.layer
+
+
+def _layers(vectors: LayerVectors, given: Sequence[int] | None, suggested: int | None) -> list[int]:
+    """Return the layers to try, ascending."""
+    if given is None:
+        return candidates(list(vectors), suggested)
+    found = [index_of(layer) for layer in parts_of(given, "try_layers: layers") or [None]]
+    known = [layer for layer in found if layer is not None]
+    if len(known) < len(found):
+        raise InvalidSpec(f"try_layers: layers={shown(given)}; give a list of layers, such as [12, 18]")
+    if missing := [layer for layer in known if layer not in vectors]:
+        raise LayerOutOfRange(f"try_layers: layer {missing[0]}; {vectors.name!r} has layers {span(list(vectors))}")
+    return sorted(set(known))

@@ -1,0 +1,166 @@
+"""SAEs trained in plain torch: against a formula written out in NumPy, folded back to the model's rows, and read again."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from steercap import SAE
+from steercap.core.spec import Point
+from steercap.errors import InvalidFile, InvalidSpec, TrainingDiverged
+from steercap.lab.datasets.rows import Normalisation
+from steercap.lab.training import SAETraining, save_sae, score_sae, train_sae
+from steercap.testing.saes import RandomSAE
+
+WIDTH, FEATURES, K = 12, 40, 3
+POINT = Point(2, "resid_post")
+
+
+def sparse_rows(count: int = 2048, seed: int = 0, *, scale: float = 1.0) -> torch.Tensor:
+    """Rows made of two of twenty directions each, which a dictionary explains and a mean does not."""
+    drawn = np.random.default_rng(seed)
+    words = np.random.default_rng(99).standard_normal((20, WIDTH))
+    codes = np.zeros((count, 20))
+    for row in codes:
+        row[drawn.choice(20, 2, replace=False)] = drawn.uniform(0.5, 2, 2)
+    return torch.from_numpy(codes @ words * scale + 0.01 * drawn.standard_normal((count, WIDTH))).float()
+
+
+def batches(rows: torch.Tensor, epochs: int, size: int = 128):
+    for epoch in range(epochs):
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch))
+        yield from (rows[at] for at in order.split(size))
+
+
+def test_training_explains_rows_it_has_not_seen() -> None:
+    """More than the random dictionary that it began as, on rows held out; the same seed gives the same SAE."""
+    held = sparse_rows(seed=5)
+    start = score_sae(SAETraining(POINT, WIDTH, features=FEATURES, k=K).sae(), held)
+    how = {"features": FEATURES, "k": K, "lr": 0.01, "rows": 12 * 2048}
+    made = [train_sae(batches(sparse_rows(), 12), POINT, **how) for _ in range(2)]
+    end = score_sae(made[0].sae(), held)
+    assert start.explained < 0.6
+    assert 0.85 < end.explained <= 1
+    assert end.active <= K
+    assert end.rows == len(held)
+    assert torch.equal(made[0].sae().decoder, made[1].sae().decoder)
+    assert made[0].curve[-1][0] == made[0].seen == 12 * 2048
+    assert made[0].curve[-1][1] > made[0].curve[0][1]
+
+
+def test_a_score_is_the_formula() -> None:
+    """Explained variance, L0 and the share of features in use, written out in float64."""
+    rows = sparse_rows(300)
+    sae = train_sae(batches(rows, 1), POINT, features=FEATURES, k=K).sae()
+    inputs, shift = rows.double().numpy(), sae.decoder_bias.double().numpy()
+    before = (inputs - shift) @ sae.encoder.weight.double().numpy() + sae.encoder.bias.double().numpy()
+    least = np.sort(before, axis=1)[:, -K, None]
+    codes = np.where((before >= least) & (before > 0), before, 0)
+    found = codes @ sae.decoder.double().numpy() + shift
+    score = score_sae(sae, rows)
+    wanted = 1 - np.square(inputs - found).sum() / np.square(inputs - inputs.mean(0)).sum()
+    assert score.explained == pytest.approx(wanted, abs=1e-4)  # float32 against float64
+    assert score.active == pytest.approx((codes > 0).sum(1).mean(), abs=0.02)
+    assert score.used == pytest.approx((codes > 0).any(0).mean(), abs=2 / FEATURES)
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_a_normalisation_is_folded_in(one) -> None:
+    """The SAE finds in the model's rows the features that the training found in the normalised ones."""
+    rows = sparse_rows(scale=30) + torch.linspace(-50, 50, WIDTH)
+    scale = torch.tensor([0.25]) if one else 1 / rows.std(0)
+    normalisation = Normalisation(rows.mean(0), scale)
+    given = (rows - normalisation.mean) * scale
+    how = {"features": FEATURES, "k": K}
+    plain = train_sae(batches(given, 2), POINT, **how).sae()
+    training = train_sae(batches(given, 2), POINT, **how, normalisation=normalisation)
+    folded = training.sae()
+    assert torch.equal(training.sae(folded=False).decoder, plain.decoder)
+    ours, theirs = plain.encode(given), folded.encode(rows)
+    both = (ours > 0) & (theirs > 0)
+    assert both.sum() >= 0.995 * (ours > 0).sum()  # a feature at the k-th place may change with rounding
+    torch.testing.assert_close(theirs[both], ours[both], rtol=1e-3, atol=1e-3)
+    assert score_sae(folded, rows).explained > 0.5
+
+
+@pytest.mark.parametrize("point", [Point(15, "resid_post"), Point(0, "z"), Point(3, "attn_in"), Point(4, "neurons")])
+def test_what_is_saved_is_read(point, tmp_path) -> None:
+    """`SAE.load` finds the same numbers, point and labels, whatever the site is called elsewhere."""
+    sae = train_sae(batches(sparse_rows(), 1), point, features=FEATURES, k=K).sae(name="n", model="gpt2")
+    read = SAE.load(save_sae(sae, tmp_path / "deep" / "sae"))
+    assert (read.input, read.output, read.architecture, read.encoder.k) == (point, point, "topk", K)
+    assert (read.name, read.model) == ("n", "gpt2")
+    rows = sparse_rows(50)
+    torch.testing.assert_close(read.encode(rows), sae.encode(rows))
+    torch.testing.assert_close(read.decode(read.encode(rows)), sae.decode(sae.encode(rows)))
+
+
+def test_a_kill_between_the_files_leaves_no_mixture(tmp_path, monkeypatch) -> None:
+    """An earlier configuration does not stay beside later weights."""
+    small, large = (train_sae(batches(sparse_rows(), 1), POINT, features=FEATURES, k=k).sae() for k in (K, 2 * K))
+    save_sae(small, tmp_path)
+    monkeypatch.setattr("steercap.lab.training.sae.json.dumps", lambda *_args, **_options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_sae(large, tmp_path)
+    with pytest.raises(InvalidFile):
+        SAE.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"features": 0}, "features=0"),
+        ({"features": 2.5}, "features=2.5"),
+        ({"k": FEATURES + 1}, "k=41 of 40"),
+        ({"k": True}, "k=True"),
+        ({"lr": math.nan}, "lr=nan"),
+        ({"lr": "fast"}, "lr='fast'"),
+        ({"rows": -1}, "rows=-1"),
+        ({"point": "resid_post"}, "point='resid_post'"),
+        ({"normalisation": Normalisation(torch.zeros(5), torch.ones(5))}, "5 elements for rows of 12"),
+        ({"normalisation": Normalisation(torch.zeros(WIDTH), torch.zeros(WIDTH))}, "cannot be undone"),
+    ],
+)
+def test_a_wrong_argument_is_told(changes, said) -> None:
+    """Its name, its value, and what is accepted."""
+    with pytest.raises(InvalidSpec, match=said.replace("(", r"\(")):
+        SAETraining(**{"point": POINT, "width": WIDTH, "features": FEATURES, "k": K, **changes})
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (torch.zeros(4, WIDTH + 1), r"batch \[4, 13\]"),
+        (torch.zeros(WIDTH), r"batch \[12\]"),
+        (torch.ones(1, WIDTH), "two at least"),
+        ([[1.0] * WIDTH], "give rows"),
+        (torch.full((4, WIDTH), math.nan), "NaN or infinity"),
+        (torch.ones(4, WIDTH), "4 equal rows"),
+    ],
+)
+def test_a_wrong_batch_changes_nothing(batch, said) -> None:
+    """It is refused, and the training goes on as if it had not come."""
+    training = SAETraining(POINT, WIDTH, features=FEATURES, k=K)
+    before = training.sae().decoder
+    with pytest.raises(InvalidSpec, match=said):
+        training.step(batch)
+    assert torch.equal(training.sae().decoder, before)
+    assert training.seen == 0
+
+
+def test_no_batches_and_huge_rows_are_told(tmp_path) -> None:
+    """An iterator that is spent; rows whose squares overflow; an SAE of another kind."""
+    with pytest.raises(InvalidSpec, match="no batches"):
+        train_sae(iter(()), POINT, features=FEATURES)
+    with pytest.raises(TrainingDiverged, match="smaller lr"):
+        train_sae([torch.randn(8, WIDTH) * 1e30], POINT, features=FEATURES, k=K)
+    other = SAE.load(RandomSAE("standard", WIDTH, FEATURES).write(tmp_path))
+    with pytest.raises(InvalidSpec, match="top-k"):
+        save_sae(other, tmp_path / "b")
+    with pytest.raises(InvalidSpec, match="variance"):
+        score_sae(other, torch.ones(4, WIDTH))
+    with pytest.raises(InvalidSpec, match="rows that it reads"):
+        score_sae(other, torch.ones(4, WIDTH + 1))
