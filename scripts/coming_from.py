@@ -50,9 +50,10 @@ def block_of(page: Path) -> re.Match[str]:
     Raises:
         SystemExit: there is none.
     """
-    found = BLOCK.search(page.read_text())
+    found = BLOCK.search(page.read_text()) if page.exists() else None
     if found is None:
-        raise SystemExit(f"{page}: no block under a comment as scripts/coming_from.py -h shows")
+        known = ", ".join(sorted(other.stem for other in PAGES.glob("*.md") if BLOCK.search(other.read_text())))
+        raise SystemExit(f"{page.stem}: docs/from has no such page with a block to run; known: {known}")
     return found
 
 
@@ -71,7 +72,7 @@ def run(page: Path) -> dict[str, Any]:
         script, out = Path(scratch) / "theirs.py", Path(scratch) / "numbers.json"
         RandomSAE("jumprelu", 576, 4096).write(Path(scratch) / "out" / "sae")
         script.write_text(block_of(page)["text"])
-        command = [python, __file__, "--block", script, "--checkpoint", smollm2(), "--out", out]
+        command = [str(part) for part in (python, __file__, "--block", script, "--checkpoint", smollm2(), "--out", out)]
         subprocess.run(command, check=True, cwd=scratch, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         return {"with": needs_of(page), **json.loads(out.read_text())}
 

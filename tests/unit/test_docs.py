@@ -158,6 +158,21 @@ def test_the_site_can_be_searched_from_a_file(site) -> None:
     assert "views.html" in found
 
 
+#: Openings that leave a reader guessing what a page is for.
+RIDDLES = ("What ", "Whose ", "Which ", "Where ", "Who ", "How ", "Whether ", "There ", "It ", "This ")
+
+
+@pytest.mark.parametrize("page", pages()[2:], ids=lambda page: page.name)
+def test_a_guide_begins_with_what_a_reader_can_do(page: Path) -> None:
+    """A sentence follows its title, no heading or code, and it is neither a question nor a riddle."""
+    text = re.sub(r"\A(?:---\n.*?^---\n)?(?:<!--.*?-->\n)*", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    title, opening, *_ = text.split("\n\n")
+    assert re.fullmatch(r"# .+", title)
+    assert re.match(r"[A-Za-z`]", opening), opening
+    assert not opening.startswith(("```", *RIDDLES)), opening
+    assert not re.match(r"[^.:]*\?", opening), opening
+
+
 def test_no_block_is_passed_over() -> None:
     """Every fence is of a language that tests know, and what is not run says why and is counted."""
     fences = sum(page.read_text().count("\n```") for page in pages())
