@@ -1,6 +1,6 @@
-"""What stands in the pages of README.md, CONTRIBUTING.md and docs/*.md: their fenced blocks, and which of them are run.
+"""What stands in the pages of README.md, CONTRIBUTING.md, docs/*.md and docs/from/*.md: their fenced blocks, and which of them are run.
 
-The rule. A page begins with `<!-- model: smol -->` (or `tiny`, `heads`, `seeing` or `encoder`): the open model its blocks call `model`.
+The rule. A page begins, after its front matter, with `<!-- model: smol -->` (or `tiny`, `heads`, `seeing` or `encoder`): the open model its blocks call `model`.
 ```python   runs, after the blocks before it, in one namespace; one with a main guard is a script and runs as one.
 ```sh       a command a line; ```console the same after "$ ", with what it prints between. `steercap` commands are parsed,
             and run where they start no engine.
@@ -78,12 +78,13 @@ class Block:
 
 def pages() -> list[Path]:
     """README.md, CONTRIBUTING.md, and every page of the documentation that is written by hand."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    docs = ROOT / "docs"
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(docs.glob("*.md")), *sorted(docs.glob("from/*.md"))]
 
 
 def model_of(page: Path) -> str | None:
     """Name of the fixture that a page's blocks call `model`."""
-    found = re.match(r"<!-- model: (\w+) -->\n", page.read_text())
+    found = re.match(r"(?:---\n.*?^---\n)?<!-- model: (\w+) -->\n", page.read_text(), re.MULTILINE | re.DOTALL)
     return found[1] if found else None
 
 

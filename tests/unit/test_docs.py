@@ -41,10 +41,17 @@ NOT_RUN = {
     "collecting.md": 1,
     "command-line.md": 1,
     "install.md": 2,
+    "nnsight.md": 1,
     "parallelism.md": 2,
+    "pyvene.md": 1,
     "recording.md": 1,
+    "repeng.md": 1,
+    "sae-lens.md": 1,
     "serve.md": 3,
+    "transformer-lens.md": 1,
+    "transformers.md": 1,
     "versions.md": 1,
+    "vllm-lens.md": 1,
 }
 ALL = [block for page in pages() for block in blocks(page)]
 SHELL = [block for block in ALL if block.language in {"sh", "console"}]
@@ -142,11 +149,28 @@ def test_the_site_can_be_searched_from_a_file(site) -> None:
     if browser is None:
         pytest.skip("no browser to search with; Debian: apt-get install chromium")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    for name in ("index.html", "api/model.html"):
-        place = f"{(site / name).as_uri()}?q=logit+lens"
+    for name, words in (("index.html", "logit+lens"), ("api/model.html", "run_with_cache")):
+        place = f"{(site / name).as_uri()}?q={words}"
         found = subprocess.run([*command, place], capture_output=True, text=True, timeout=500, check=False).stdout
         assert re.search(r"md-search-result__meta[^>]*>\s*\d+ matching document", found), name
-        assert "api/views.html" in found or "views.html" in found
+        results = re.findall(r'href="([^"]+)" class="md-search-result__link"', found)
+        assert results[0].startswith((site / "from" / "transformer-lens.html").as_uri()), words
+    assert "views.html" in found
+
+
+#: Openings that leave a reader guessing what a page is for.
+RIDDLES = ("What ", "Whose ", "Which ", "Where ", "Who ", "How ", "Whether ", "There ", "It ", "This ")
+
+
+@pytest.mark.parametrize("page", pages()[2:], ids=lambda page: page.name)
+def test_a_guide_begins_with_what_a_reader_can_do(page: Path) -> None:
+    """A sentence follows its title, no heading or code, and it is neither a question nor a riddle."""
+    text = re.sub(r"\A(?:---\n.*?^---\n)?(?:<!--.*?-->\n)*", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    title, opening, *_ = text.split("\n\n")
+    assert re.fullmatch(r"# .+", title)
+    assert re.match(r"[A-Za-z`]", opening), opening
+    assert not opening.startswith(("```", *RIDDLES)), opening
+    assert not re.match(r"[^.:]*\?", opening), opening
 
 
 def test_no_block_is_passed_over() -> None:
