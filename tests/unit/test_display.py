@@ -260,7 +260,9 @@ def test_a_model_says_its_state(kind: Any) -> None:
     assert repr(model) == "SteerModel('some/model', open: 3 layers × 8, float32; taps at resid_post: 0 to 2)"
     serving.engine = _Engine(str(EngineDied("worker killed")))
     assert "dead: worker killed" in repr(model)
-    serving.engine, serving._closed = None, True
+    serving._closed = True  # its engine is on its way out
+    assert repr(model) == "SteerModel('some/model', closed; sites: resid_post, z, layers: (0, 2))"
+    serving.engine = None
     assert "closed" in repr(model)
     del model
     gc.collect()
