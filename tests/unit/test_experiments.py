@@ -385,6 +385,20 @@ def test_an_effect_stands_beside_its_controls() -> None:
         results().effects("score")
 
 
+def test_a_notebook_shows_both_signs_of_each_effect() -> None:
+    """A line for each measure, layer and scale, with the numbers of `effects`; the repr counts the answers."""
+    one = results()
+    shown = re.findall(r"<tr>(.*?)</tr>", one._repr_html_())[1:]
+    lines = [re.findall(r"<td>(.*?)</td>", row) for row in shown]
+    effects = [effect for measure in one.values for effect in one.effects(measure)]
+    assert len(lines) == len(effects) == 8
+    for line, effect in zip(lines, effects, strict=True):
+        numbers = [effect.condition.scale, effect.plain.value, effect.steered.value, effect.turned.value]
+        assert [float(cell) for cell in line[4:8]] == pytest.approx(numbers, rel=1e-3)
+    assert f"records=<{len(one.records)} × Record>" in repr(one)
+    assert len(repr(one)) < 1000
+
+
 def test_the_table_has_a_row_an_answer(tmp_path) -> None:
     """With the condition and the numbers in columns, as Parquet too."""
     from pyarrow import parquet
