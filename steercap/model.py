@@ -211,10 +211,11 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     def __repr__(self) -> str:
         state, engine = self.serving.state, self.serving.engine
-        if engine is None:
+        if engine is None or state == "closed":
             sites = ", ".join(self.settings.sites)
             return f"SteerModel({self.model!r}, {state}; sites: {sites}, layers: {described(self.settings.layers)})"
-        size = f"{engine.vllm.num_layers} layers × {engine.vllm.hidden_size}, {self.origin['dtype']}"
+        dtype = str(engine.vllm.llm.model_config.dtype).removeprefix("torch.")
+        size = f"{engine.vllm.num_layers} layers × {engine.vllm.hidden_size}, {dtype}"
         return f"SteerModel({self.model!r}, {state}: {size}; taps at {layers_by_site(engine.schemas)})"
 
     async def __aenter__(self) -> SteerModel:

@@ -112,8 +112,8 @@ def tried_layers(tried: TriedLayers) -> Table:
     """Return a table of the layers that were tried, with the effects of both signs."""
     table = titled(
         "layers tried, means over the prompts",
-        ("layer", f"+{tried.scale:g}", f"-{tried.scale:g}", "apart", "perplexity", ""),
-        words=("",),
+        ("layer", f"+{tried.scale:g}", f"-{tried.scale:g}", "apart", "perplexity", "note"),
+        words=("note",),
         caption=f"effect: how far the reply lies along the direction from the unsteered one, in lengths of it, read at "
         f"layer {tried.read_at} without steering; perplexity: without steering",
     )

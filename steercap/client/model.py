@@ -13,13 +13,14 @@ from steercap.client.answers import RemoteAnswers
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import BY_SOCKET, Connection
 from steercap.client.uploads import VECTORS, Uploads, encoded
+from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
 from steercap.core.ownership import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokenizing import given_ids, is_conversation
 from steercap.core.values import shown
-from steercap.errors import InvalidSpec
+from steercap.errors import InvalidSpec, ModelClosed
 from steercap.requests.calls import Calls
 from steercap.requests.context import steered
 from steercap.requests.stats import Stats
@@ -288,4 +289,9 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        return f"RemoteModel({self.url})"
+        try:
+            known = self.connection.opened()
+        except ModelClosed as error:
+            return f"RemoteModel({self.url}, {'closed' if 'closed' in str(error) else 'not started'})"
+        size = f"{known.num_layers} layers × {known.hidden_size}, {known.origin.get('dtype', '')}"
+        return f"RemoteModel({self.url}, {known.name!r}, open: {size}; taps at {layers_by_site(known.points)})"

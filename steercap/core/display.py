@@ -55,20 +55,25 @@ def _fields_of(kind: Any) -> dict[str, Any]:
     return {name: kind._field_defaults.get(name, _LACKING) for name in kind._fields}
 
 
-def described(value: Any) -> str:
-    """Return a short text of a value: dtype and shape of a tensor or an array, the number of many items."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if isinstance(shape, tuple) and dtype is not None and not isinstance(value, np.generic):
-        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+def described(value: Any, depth: int = 2) -> str:
+    """Return a short text of a value: dtype and shape of a tensor or an array, the number of many items.
+
+    Args:
+        value: any value.
+        depth: number of nested lists that are described item by item.
+    """
+    arrays = type(value).__module__.partition(".")[0] in {"numpy", "torch"}
+    if arrays and {"shape", "dtype"} <= set(dir(type(value))) and not isinstance(value, np.generic):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if type(value) in _MAPPINGS:
         keys = ", ".join(map(shown, islice(value, FEW)))
         return f"<{len(value):,} by name: {keys}{', ...' if len(value) > FEW else ''}>" if value else "{}"
-    if type(value) not in {list, tuple}:
+    if type(value) not in {list, tuple} or not depth:
         return shown(value)
     if len(value) > FEW:
         kinds = {type(part).__name__ for part in islice(value, FEW)}
         return f"<{len(value):,} × {kinds.pop()}>" if len(kinds) == 1 else f"<{len(value):,} items>"
-    inner = ", ".join(map(described, value))
+    inner = ", ".join(described(part, depth - 1) for part in value)
     return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
 
 

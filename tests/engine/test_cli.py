@@ -31,6 +31,7 @@ from steercap.cli.vectors import extract_from, texts_between
 from steercap.errors import InvalidFile, InvalidSelection, InvalidSpec
 from steercap.lab.demo import smollm2
 from steercap.lab.directions import extract
+from steercap.lab.studies.trying import try_layers
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.testing import tiny_checkpoint
 
@@ -210,6 +211,30 @@ async def test_extracting_from_files_is_extracting_from_texts(smol, terminal, tm
     negative.write_text(json.dumps({"text": "a", "group": "g"}))
     with pytest.raises(InvalidFile, match="says groups"):
         texts_between(positive, negative.rename(tmp_path / "c.jsonl"))
+
+
+async def test_layers_are_tried_by_the_replies_of_their_edits(smol) -> None:
+    """Replies are those of `generate` with the edit; effects are read from all rows of the reply, without steering."""
+    found, asked = await extract(smol, PRAISE, COMPLAINT, name="praise", layers=[10, 18]), "My day at work was"
+    tried = await try_layers(smol, found, [asked], layers=[10, 18], max_tokens=8)
+    vector = found["praise"][tried.read_at].double()
+    places = []
+    for one in tried.replies:
+        edit = None
+        if one.layer is not None:
+            edit = Add(found["praise"][one.layer], one.scale, layer=one.layer, tokens="generated")
+        own = (await smol.run(asked, {"max_tokens": 8, "temperature": 0}, steering=edit)).output
+        assert own.outputs[0].text == one.text
+        ids = [*own.prompt_token_ids, *own.outputs[0].token_ids]
+        handle = await smol.read(ids, capture_layers=[tried.read_at])
+        assert "not fetched, resid_post: " in repr(handle)
+        async with handle:
+            rows = handle.captures[tried.read_at][len(own.prompt_token_ids) :].double()
+            assert f"{handle.captures.as_kept(tried.read_at).nbytes:,} bytes" in repr(handle)
+        assert "released" in repr(handle)
+        places.append(float(rows.mean(0) @ vector / vector.square().sum()))
+    assert [one.effect for one in tried.replies] == pytest.approx([at - places[0] for at in places], abs=1e-3)
+    assert "open: 30 layers × 576, float32; taps at " in repr(smol)
 
 
 async def test_a_sweep_is_run_shown_and_drawn(smol, terminal, tmp_path) -> None:

@@ -98,6 +98,8 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("vectors extract a.txt b.txt -m model --out wide.safetensors", 2, "there already"),
         ("vectors extract a.txt b.txt -m model --out x.safetensors --layers 7", 1, "outside this model of 4 layers"),
         ("vectors extract a.txt b.txt -m model --out x.safetensors --method guess", 1, "unknown method 'guess'"),
+        ("vectors extract a.txt b.txt -m model --out x.safetensors --try x --try-scale nan", 2, "a multiplier above 0"),
+        ("vectors extract a.txt b.txt -m model --out x.safetensors --try=", 2, "prompts that are not empty"),
         ("vectors extract single.txt b.txt -m model --out x.safetensors", 1, "to hold some out, at least 2"),
         ("vectors convert traits.safetensors wide.safetensors", 2, "there already"),
         ("persona run poetic -m model --out a.txt", 2, "is a file"),

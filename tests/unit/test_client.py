@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -296,7 +297,9 @@ async def test_a_connection_says_what_the_server_has() -> None:
     async with model_of(model="m+calm") as model:
         assert (model.url, model.served_name, model.model) == ("http://there", "m+calm", "there/m")
         assert [str(point) for point in model.points] == ["resid_post[1]"]
-        assert repr(model) == "RemoteModel(http://there)"
+        assert re.fullmatch(
+            r"RemoteModel\(http://there, 'm\+calm', open: \d+ layers × \d+, \w*; taps at resid_post: 1\)", repr(model)
+        )
         for name in LACKING:
             with pytest.raises(AttributeError, match=f"a RemoteModel has no '{name}': "):
                 getattr(model, name)

@@ -93,7 +93,27 @@ def test_a_record_shows_shapes_counts_and_what_was_set() -> None:
     assert repr(Told(True, True)) == "Told(first=True, second=True)", "True is not the default 1 or 2"
 
 
-@pytest.mark.parametrize("value", [Raises(), [Raises()], {"a": Raises()}, (Raises(),) * 20, float("nan"), "x" * 10**6])
+class Lazy:
+    """Value like a tensor whose data are gone."""
+
+    @property
+    def shape(self) -> Any:
+        raise RuntimeError("released")
+
+    dtype = shape
+
+
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(Raises(), [Raises()], {"a": Raises()}, (Raises(),) * 20, Lazy(), ITSELF, float("nan"), "x" * 10**6),
+        *(torch.zeros(2, device="meta"), np.float32(3), torch.Size([3]), Point(3, "z"), {1, 2}, range(10**9)),
+    ],
+)
 def test_no_value_makes_a_repr_raise_or_grow(value: Any) -> None:
     """A value whose own repr fails, or is long, is shown all the same."""
     for one in (Measured(value, None), Pair(value), Told(value)):
@@ -260,7 +280,9 @@ def test_a_model_says_its_state(kind: Any) -> None:
     assert repr(model) == "SteerModel('some/model', open: 3 layers × 8, float32; taps at resid_post: 0 to 2)"
     serving.engine = _Engine(str(EngineDied("worker killed")))
     assert "dead: worker killed" in repr(model)
-    serving.engine, serving._closed = None, True
+    serving._closed = True  # its engine is on its way out
+    assert repr(model) == "SteerModel('some/model', closed; sites: resid_post, z, layers: (0, 2))"
+    serving.engine = None
     assert "closed" in repr(model)
     del model
     gc.collect()

@@ -563,6 +563,17 @@ def results(**scores) -> EvaluationResults:
     )
 
 
+def test_a_notebook_shows_each_method_with_its_intervals() -> None:
+    """A line for each method and dose; the repr counts the answers."""
+    one = results()
+    text = one._repr_html_()
+    assert text.count("<tr>") == 1 + len(one.summary())
+    mean = one.summary()[-1].means["score"]
+    assert f"<td>{mean.value:.4g} ({mean.low:.4g} to {mean.high:.4g})</td>" in text
+    assert f"answers=<{len(one.answers)} × Answer>" in repr(one)
+    assert len(repr(one)) < 1000
+
+
 def test_a_summary_has_a_line_for_each_method_and_dose() -> None:
     """Means over questions; factors geometric; random vectors pooled, question by question."""
     lines = {(line.method, line.dose): line for line in results().summary()}

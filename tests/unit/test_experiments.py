@@ -385,6 +385,20 @@ def test_an_effect_stands_beside_its_controls() -> None:
         results().effects("score")
 
 
+def test_a_notebook_shows_both_signs_of_each_effect() -> None:
+    """A line for each measure, layer and scale, with the numbers of `effects`; the repr counts the answers."""
+    one = results()
+    shown = re.findall(r"<tr>(.*?)</tr>", one._repr_html_())[1:]
+    lines = [re.findall(r"<td>(.*?)</td>", row) for row in shown]
+    effects = [effect for measure in one.values for effect in one.effects(measure)]
+    assert len(lines) == len(effects) == 8
+    for line, effect in zip(lines, effects, strict=True):
+        numbers = [effect.condition.scale, effect.plain.value, effect.steered.value, effect.turned.value]
+        assert [float(cell) for cell in line[4:8]] == pytest.approx(numbers, rel=1e-3)
+    assert f"records=<{len(one.records)} × Record>" in repr(one)
+    assert len(repr(one)) < 1000
+
+
 def test_the_table_has_a_row_an_answer(tmp_path) -> None:
     """With the condition and the numbers in columns, as Parquet too."""
     from pyarrow import parquet
@@ -561,9 +575,9 @@ def test_a_heat_map_of_a_handle_projects_rows_or_takes_projections() -> None:
     assert np.array_equal(turned.values[:, ::-1], projected[1].double().numpy())
     for handle in (full, done):
         layers = heatmap_of_layers(handle, own["cold"], Words())
-        assert layers.names == ("0", "1")
+        assert layers.names == ("1", "0"), "layer 0 is at the bottom"
         # a product with one vector and with two at once may round otherwise
-        assert np.allclose(layers.values, torch.stack([projected[at][:, 1] for at in (0, 1)], 1).numpy(), atol=1e-5)
+        assert np.allclose(layers.values, torch.stack([projected[at][:, 1] for at in (1, 0)], 1).numpy(), atol=1e-5)
 
 
 def test_a_heat_map_is_told_in_few_words() -> None:
@@ -619,7 +633,7 @@ def test_projections_on_other_directions_of_the_same_names_are_refused(tmp_path)
             other.select("warm"),
         ):
             assert heatmap_of(handle, same, 1, Words()).names == tuple(same)
-        assert heatmap_of_layers(handle, (own["cold"] * 3.7).named("cold"), Words()).names == ("0", "1")
+        assert heatmap_of_layers(handle, (own["cold"] * 3.7).named("cold"), Words()).names == ("1", "0")
     nameless = handle_of(projected, ("warm", "cold"))  # as older files are
     assert heatmap_of(nameless, other, 1, Words()).names == ("warm", "cold")
 

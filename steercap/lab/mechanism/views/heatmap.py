@@ -285,7 +285,7 @@ def heatmap_of_layers(
     centre: float = 0.0,
     limit: float | None = None,
 ) -> TokenHeatmap:
-    """Show projections of each captured row on one unit direction, token by token and layer by layer.
+    """Show projections of each captured row on one unit direction, token by token; the last layer on top.
 
     Args:
         handle: fetched handle with rows or projections at some of the layers of the vectors.
@@ -306,6 +306,7 @@ def heatmap_of_layers(
         raise InvalidRequest(f"heatmap_of_layers: {captures!r} and {vectors!r} have no layer in common")
     # A direction without a name is called so where rows are projected in the workers, too.
     own = DirectionSet({vectors.name or "projection": vectors}).at_layers(layers)
+    layers.reverse()
     values = torch.cat([_projected(handle, own, layer) for layer in layers], dim=1)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on {vectors.name or 'the unit direction'}, by layer"
