@@ -23,7 +23,7 @@ from steercap.adapters.observing import TOKENS, attends, run_pass
 from steercap.architectures.decoder import Decoder
 from steercap.architectures.derivation import Layer
 from steercap.architectures.families.base import Family, located
-from steercap.architectures.families.derived import Call, Traced, joined, reading_more
+from steercap.architectures.families.derived import Traced, TracedCall, joined, reading_more
 from steercap.architectures.sites.base import first_terms, of_input, read_by
 from steercap.architectures.sites.residual import taken_by
 
@@ -43,7 +43,7 @@ def derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tup
     Returns:
         The family, and by site the reason why layers lack it.
     """
-    passes = [_Pass(decoder, family, seed, scale) for seed, scale in enumerate(_SCALES)]
+    passes = [_TracedPass(decoder, family, seed, scale) for seed, scale in enumerate(_SCALES)]
     for one in passes:
         one.run(runner)
     solved = {}
@@ -51,7 +51,7 @@ def derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tup
         solved[index] = Layer(_traced([one.layers.pop(index) for one in passes]), head_dim)
         solved[index].solve()
     found, refused = joined(decoder.layers, solved, family)
-    passes = [_Pass(decoder, found, seed, 1.0, blocks=True) for seed in range(len(_SCALES), len(_SCALES) + 2)]
+    passes = [_TracedPass(decoder, found, seed, 1.0, blocks=True) for seed in range(len(_SCALES), len(_SCALES) + 2)]
     for one in passes:
         one.run(runner)
     for index, layer in decoder.layers.items():
@@ -72,7 +72,7 @@ class _Seen:
         self.attended: list[list[Any]] = []
 
 
-class _Pass:
+class _TracedPass:
     """A traced pass.
 
     Args:
@@ -216,9 +216,9 @@ def _traced(seen: list[_Seen]) -> Traced:
     )
 
 
-def _call(each: list[list[Any]]) -> Call:
+def _call(each: list[list[Any]]) -> TracedCall:
     path, module, begin, end = each[0][:4]
-    return Call(path, module, begin, end, *(_every([one[place] for one in each]) for place in (4, 5, 6)))
+    return TracedCall(path, module, begin, end, *(_every([one[place] for one in each]) for place in (4, 5, 6)))
 
 
 def _every(rows: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:

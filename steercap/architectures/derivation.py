@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from steercap.architectures.families.derived import FIELDS, NEEDS, Call, Rows, Traced
+from steercap.architectures.families.derived import FIELDS, NEEDS, Rows, Traced, TracedCall
 
 #: Roundings to the rows' dtype in a sum, and least part of a term in it that can be told from them.
 _SUM: Final = 4.0
@@ -99,9 +99,9 @@ class Layer:
     refused: dict[str, str] = field(default_factory=dict)
 
     @cached_property
-    def groups(self) -> list[list[Call]]:
+    def groups(self) -> list[list[TracedCall]]:
         """Calls whose outputs are rows of the stream's width, those with equal outputs together, in order."""
-        groups: list[list[Call]] = []
+        groups: list[list[TracedCall]] = []
         for call in sorted(self.traced.calls, key=lambda call: call.end):
             if not call.given or call.given[0].shape != self.traced.before[0].shape:
                 continue
@@ -153,7 +153,7 @@ class Layer:
     def _in_turn(self) -> dict[str, Any] | None:
         """Return the groups of both blocks of a layer whose second block reads what the first has added to."""
         before, after = self.traced.before, self.traced.after
-        readers: list[tuple[Call, int, Fit]] = []
+        readers: list[tuple[TracedCall, int, Fit]] = []
         for call in sorted(self.traced.calls, key=lambda call: call.begin):
             if not call.stream or call.stream[0].shape != before[0].shape or close(call.stream, before):
                 continue
@@ -198,17 +198,17 @@ class Layer:
             "mlp_out": (both[1 - first], apart, fit.factors[1 - first], before),
         }
 
-    def _sources(self, group: Sequence[Call]) -> Iterator[Call]:
+    def _sources(self, group: Sequence[TracedCall]) -> Iterator[TracedCall]:
         """Yield the calls of a group, and those whose output a norm of the group reads."""
         yield from group
         for norm in group:
             if not norm.linear and not any(norm.module.children()):
                 yield from (call for call in self.traced.calls if call not in group and same(call.given, norm.taken))
 
-    def _attends(self, group: Sequence[Call]) -> bool:
+    def _attends(self, group: Sequence[TracedCall]) -> bool:
         return any(call.holds(one) for call in self._sources(group) for one in self.traced.attended)
 
-    def _block(self, site: str, group: Sequence[Call], stream: Rows, wrong: str) -> None:
+    def _block(self, site: str, group: Sequence[TracedCall], stream: Rows, wrong: str) -> None:
         """Derive one block's sites, given the calls of its output and the stream that it reads."""
         attends = site == "attn_out"
         if wrong:
@@ -227,7 +227,7 @@ class Layer:
         if attends and not wrong:
             self._attention()
 
-    def _entry(self, outer: Call, stream: Rows) -> Call | None:
+    def _entry(self, outer: TracedCall, stream: Rows) -> TracedCall | None:
         """Return the call of a block that reads the block's input; None if that cannot be told."""
         outside = [call for call in self.traced.calls if not outer.holds(call)]
         norms = [c for c in outside if not c.linear and close(c.stream, stream) and c is not outer]
@@ -243,7 +243,9 @@ class Layer:
         normed = any(not c.linear and same(c.taken, outer.taken) and not any(c.module.children()) for c in within)
         return outer if close(outer.taken, stream) and not normed and not norms else None
 
-    def _projection(self, group: Sequence[Call], outer: Call | None, entry: Call | None, *, attends: bool) -> None:
+    def _projection(
+        self, group: Sequence[TracedCall], outer: TracedCall | None, entry: TracedCall | None, *, attends: bool
+    ) -> None:
         """Derive what the block's last projection reads."""
         site = "z" if attends else "neurons"
         linear = [call for call in self._sources(group) if call.linear and call.taken]
@@ -276,5 +278,5 @@ class Layer:
             self.found["attention"] = inside[0].path
 
 
-def _has_experts(call: Call) -> bool:
+def _has_experts(call: TracedCall) -> bool:
     return hasattr(call.module, "w13_weight") or "FusedMoE" in type(call.module).__name__

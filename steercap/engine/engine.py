@@ -97,8 +97,7 @@ class Engine:
         known = {index: schema for rank in self._all_ranks for index, schema in rank.schemas.items()}
         #: Points to arm that the model turned out to have.
         self.armed: Final = {point: index for index, point in enumerate(vllm.points) if index in known}
-        self._schemas = {point: known[index] for point, index in self.armed.items()}
-        self.schemas: Final[Mapping[Point, PointSchema]] = self._schemas
+        self.schemas: Final[dict[Point, PointSchema]] = {point: known[index] for point, index in self.armed.items()}
         self.loaded: Final = loaded_of(ranks)
         self.refused: Final = dict(self.loaded.refused)
         self.verified: Final = verified(self.loaded.code)
@@ -540,7 +539,7 @@ class Engine:
         """
         for point in [point for point in self.armed if point.site in sites]:
             self.refused[point.site] = reason
-            del self.armed[point], self._schemas[point]
+            del self.armed[point], self.schemas[point]
         self._require_sites()
 
     def _require_sites(self) -> None:

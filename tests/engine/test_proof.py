@@ -18,6 +18,7 @@ from steercap.testing import Reference, tiny_checkpoint
 
 WRONG = Path(__file__).parent.parent / "wrong_families"
 STREAM = ("resid_pre", "resid_post")
+EVERY = ("attn_in", "attn_out", "k", "mlp_in", "mlp_out", "neurons", "q", "v", "z")
 ADDED = (*STREAM, "attn_out", "mlp_out")
 
 #: What is wrong, of which model, where it is read, and what must see it.
@@ -116,17 +117,21 @@ async def test_layers_that_are_read_wrongly_are_refused(mistake, spoiled) -> Non
 
 async def test_unknown_layers_are_derived_and_the_rule_that_closes_is_taken(spoiled, record_property) -> None:
     """Cohere's layer takes a residual and returns it unchanged beside the whole stream: hidden + residual does not close,
-    hidden alone does. Only the stream can be had of layers that nobody knows.
+    hidden alone does. Its other sites are derived, and are transformers' rows; no module reads a stream between blocks.
     """
-    spoiled("cohere")
     path = tiny_checkpoint("cohere")
+    reference = Reference(path)  # by the family, as long as it is there
+    spoiled("cohere")
     async with opened(path, sites="all", **TINY_ENGINE) as model:
-        assert {point.site for point in model.points} == {"embed", "resid_pre", "resid_post", "final_norm"}
-        assert model.serving.opened().family is None
-        for name, same in (await rows_agree(model, Reference(path))).items():
+        assert {point.site for point in model.points} == {*EVERY, "embed", "resid_pre", "resid_post", "final_norm"}
+        assert model.serving.opened().family.derived
+        assert set(model.refused) == {"resid_mid"}
+        for name, same in (await rows_agree(model, reference)).items():
             record_property(f"derived {name}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
-    with pytest.raises(errors.UnsupportedModel, match=r"no attn_out in layers of commandr\.CohereDecoderLayer"):
-        async with opened(path, sites=("resid_post", "attn_out"), **TINY_ENGINE):
+    with pytest.raises(
+        errors.UnsupportedModel, match=r"no resid_mid in layers of commandr\.CohereDecoderLayer; resid_mid: "
+    ):
+        async with opened(path, sites=("resid_post", "resid_mid"), **TINY_ENGINE):
             pass
 
 

@@ -277,7 +277,7 @@ SPOILT = {
 def _engine(sites: Any, asked: tuple[str, ...] = ()) -> Any:
     armed = {Point(1, site): number for number, site in enumerate(sites)}
     settings = SimpleNamespace(every_site=not asked, sites=asked)
-    found = SimpleNamespace(family=Family(derived=True), armed=armed, _schemas=dict(armed), refused={})
+    found = SimpleNamespace(family=Family(derived=True), armed=armed, schemas=dict(armed), refused={})
     found.settings, found.loaded = settings, SimpleNamespace(code={"a.Layer": ""})
     found.drop, found._require_sites = MethodType(Engine.drop, found), MethodType(Engine._require_sites, found)
     return found

@@ -58,7 +58,7 @@ DERIVED: Final = Family(derived=True)
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """A call of one of a layer's modules in the traced passes.
 
     Args:
@@ -83,7 +83,7 @@ class Call:
         """True for a linear module of vLLM's."""
         return hasattr(getattr(self.module, "base_layer", self.module), "input_size")
 
-    def holds(self, other: Call) -> bool:
+    def holds(self, other: TracedCall) -> bool:
         """Check if another call was made within this one."""
         return self.begin < other.begin and other.end < self.end
 
@@ -100,8 +100,8 @@ class Traced:
 
     before: Rows
     after: Rows
-    calls: tuple[Call, ...]
-    attended: tuple[Call, ...]
+    calls: tuple[TracedCall, ...]
+    attended: tuple[TracedCall, ...]
 
 
 def proving(site: str) -> tuple[str, ...]:
