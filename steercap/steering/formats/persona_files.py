@@ -119,13 +119,11 @@ def load_personas(
     if len(vectors) != 1:
         there = ", ".join(f"{name} ({count} files)" for name, count in sorted(found.items())) or "no level at all"
         near = f"; {choices(level, found)}" if level is not None else "; give level="
-        raise UnknownName(
-            f"{folder} has {there}: {'no' if not vectors else 'more than one'} {' or '.join(wanted)}{near}"
-        )
+        raise UnknownName(f"{folder} has {there}: {'more than one' if vectors else 'no'} {' or '.join(wanted)}{near}")
     ((name, chosen),) = vectors.items()
     if not raw and not name.startswith(_DIFFERENCES):
-        holder = folder.absolute().parent if folder.is_dir() else folder.absolute().parents[1]
-        beside = holder / "default_vectors.pt" if default is None else Path(default)
+        above = folder.absolute().parents[folder.is_file()]
+        beside = above / "default_vectors.pt" if default is None else Path(default)
         if not beside.exists():
             raise InvalidFile(f"there is no {beside}; give default=, the file of default levels, or raw=True")
         levels = load_levels(beside, model=model, layers=kept)
@@ -275,12 +273,11 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Return a folder's `.pt` files, or one file, and the others with the reason why they are left out."""
-    if folder.suffix == ".pt" and folder.is_file():
-        return [folder], {}
-    entries = sorted(one for one in folder.iterdir() if not one.name.startswith(".")) if folder.is_dir() else []
+    held = folder.iterdir() if folder.is_dir() else [folder] * folder.is_file()
+    entries = sorted(one for one in held if not one.name.startswith("."))
     paths = [one for one in entries if one.suffix == ".pt" and one.is_file()]
     if not paths:
-        raise InvalidFile(f"{folder} is no folder of NAME.pt of each persona; it holds {shown([*map(str, entries)])}")
+        raise InvalidFile(f"{folder} is no folder of NAME.pt, nor such a file; there is {shown([*map(str, entries)])}")
     return paths, {one.name: "no .pt file" for one in entries if one not in paths}
 
 
