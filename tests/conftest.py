@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gc
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +18,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+# Commands that tests call look for warm engines: not for those of whoever runs the tests.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="steercap-tests-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -53,6 +58,7 @@ from steercap.adapters.reaper import mapped
 from steercap.lab.demo import smollm2
 from steercap.testing import Reference, tiny_checkpoint
 
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 if os.environ.get("TRITON_INTERPRET") == "1":
     patch_once()
 

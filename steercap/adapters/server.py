@@ -67,6 +67,8 @@ def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
         found: argparse.Namespace = parser.parse_args([model, *flags])
         found.model = model
         validate_parsed_serve_args(found)
+    except InvalidSetting:
+        raise
     except (argparse.ArgumentError, TypeError, ValueError) as error:
         raise InvalidSetting(f"vLLM's server: {error}; `vllm serve --help=all` lists its flags") from error
     return found

@@ -106,12 +106,9 @@ async def _turn(path: Path, terminal: Terminal) -> AsyncIterator[None]:
     """Wait until no other `steercap up` starts the same model."""
     lock = os.open(path.with_suffix(".up"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        with terminal.status("another steercap up starts it"):
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
+        if not warm.locked(lock, fcntl.LOCK_EX):
+            with terminal.status("another steercap up starts it"):
+                while not warm.locked(lock, fcntl.LOCK_EX):  # noqa: ASYNC110 -- the kernel tells nobody when
                     await asyncio.sleep(warm.PAUSE)
         yield
     finally:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -96,6 +96,14 @@ def digest_of(words: Sequence[str]) -> str:
     return hashlib.sha256(msgspec.json.encode(words)).hexdigest()
 
 
+def _folder() -> Path:
+    """Return the path of `runtime_folder`, there or not."""
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    if given and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid():  # noqa: PTH112, PTH116 -- as above
+        return Path(given).absolute() / "steercap"
+    return Path(tempfile.gettempdir()).absolute() / f"steercap-{os.geteuid()}"
+
+
 def runtime_folder() -> Path:
     """Return the folder of this user's warm engines, created if needed.
 
@@ -105,11 +113,7 @@ def runtime_folder() -> Path:
         InvalidSetting: it belongs to another user, others can enter it, or it is no folder.
         OSError: it cannot be created.
     """
-    given = os.environ.get("XDG_RUNTIME_DIR", "")
-    if given and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid():  # noqa: PTH112, PTH116 -- text from outside
-        folder = Path(given).absolute() / "steercap"
-    else:
-        folder = Path(tempfile.gettempdir()).absolute() / f"steercap-{os.geteuid()}"
+    folder = _folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -155,16 +159,12 @@ def announced(engine: WarmEngine) -> Iterator[None]:
 
     path = Path(engine.socket)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    held = [lock]
-
-    def let_go() -> None:
-        for one in held:
-            os.close(one)
-
-    os.register_at_fork(after_in_child=let_go)
+    held = ExitStack()
+    held.callback(os.close, lock)
+    os.register_at_fork(after_in_child=held.close)
     try:
         until = time.monotonic() + LOCK_SECONDS
-        while not _locked(lock, fcntl.LOCK_EX):
+        while not locked(lock, fcntl.LOCK_EX):
             if time.monotonic() > until:
                 raise InvalidRequest(f"{engine.model} is up already, or starting; `steercap status` shows it")
             time.sleep(LOCK_SECONDS / 40)
@@ -176,8 +176,7 @@ def announced(engine: WarmEngine) -> Iterator[None]:
         finally:
             _remove(path)
     finally:
-        held.clear()
-        os.close(lock)
+        held.close()
 
 
 def engines() -> list[WarmEngine]:
@@ -187,6 +186,8 @@ def engines() -> list[WarmEngine]:
         InvalidFile: the record of a living server cannot be read.
         InvalidSetting, OSError: as for `runtime_folder`.
     """
+    if not os.path.lexists(_folder()):
+        return []
     found = [_living(path.with_suffix(".sock")) for path in sorted(runtime_folder().glob("*.lock"))]
     return sorted((one for one in found if one is not None), key=lambda one: one.model)
 
@@ -269,7 +270,7 @@ def _living(socket: Path) -> WarmEngine | None:
     """Return the engine of a server that holds its lock; None, with its files removed, if none does."""
     lock = os.open(socket.with_suffix(".lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if _locked(lock, fcntl.LOCK_SH):  # shared: of two who look at once, neither takes the other for the server
+        if locked(lock, fcntl.LOCK_SH):  # shared: of two who look at once, neither takes the other for the server
             _remove(socket)
             return None
         return msgspec.json.decode(socket.with_suffix(".json").read_bytes(), type=WarmEngine)
@@ -281,7 +282,7 @@ def _living(socket: Path) -> WarmEngine | None:
         os.close(lock)
 
 
-def _locked(lock: int, kind: int) -> bool:
+def locked(lock: int, kind: int) -> bool:
     """Take a lock, exclusive or shared, and return whether it was free."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)

@@ -452,7 +452,12 @@ async def test_over_a_unix_socket(tiny: SteerModel, tmp_path) -> None:
     app.router.middleware_stack = clock
     prompts, sampling = [random_prompt(7, seed) for seed in range(2)], {"temperature": 0.0, "max_tokens": 4}
     sweep = Sweep(
-        {"calm": CALM}, [(1,)], scales=(4.0,), random=1, prompts=["red dog", "two"], sampling={**sampling, "seed": 1}
+        vectors={"calm": CALM},
+        layers=[(1,)],
+        scales=(4.0,),
+        random=1,
+        prompts=["red dog", "two"],
+        sampling={**sampling, "seed": 1},
     )
     measures = ["length", "perplexity"]
     with tempfile.TemporaryDirectory(prefix="up") as folder:

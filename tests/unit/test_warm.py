@@ -20,7 +20,7 @@ from cli_calls import call
 import steercap
 from steercap import SteerModel
 from steercap.cli import preflight
-from steercap.cli.engines import ReachOptions
+from steercap.cli.engines import ModelOptions, ReachOptions, unopened
 from steercap.cli.explore import HOST, _forward, answers, free_port
 from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
@@ -488,3 +488,30 @@ async def test_a_server_ends_when_it_is_idle_and_not_while_it_works(monkeypatch)
     assert ends == [(os.getpid(), signal.SIGTERM)]
     await IdleClock(app, None).end()
     assert len(ends) == 1
+
+
+def test_a_command_that_needs_its_own_engine_says_so(model, folder, capsys) -> None:
+    terminal = Terminal(Output())
+
+    def said(**given) -> str:
+        asyncio.run(unopened(ModelOptions(model), terminal, **given))
+        return capsys.readouterr().err
+
+    assert said() == ""
+    with warm.announced(engine_of(model)):
+        assert "starting an engine: this command needs the model in its own process" in said()
+        assert "starting an engine: it differs" in said(reason="it differs")
+        assert said(reason="") == ""
+    folder.chmod(0o755)
+    assert said() == ""
+    found, reason = preflight.fitting(ReachOptions(model), {})
+    assert found is None
+    assert "mode 0700" in reason
+    folder.chmod(0o700)
+
+
+def test_looking_makes_no_folder(folder) -> None:
+    assert call("status").exit_code == 0
+    assert call("down").exit_code == 0
+    assert warm.engines() == []
+    assert not folder.exists()
