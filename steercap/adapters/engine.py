@@ -99,6 +99,8 @@ class VllmEngine:
         self.config: Final = config.hf_text_config
         self.max_logprobs: int = config.max_logprobs
         self._verifies_on_v2 = llm.vllm_config.use_v2_model_runner and llm.vllm_config.speculative_config is not None
+        #: Number of requests that were aborted, or never ran: their first pass may still be on its way to a worker.
+        self.aborted = 0
         #: True for a pooling model, which generates no tokens.
         self.pools: bool = config.runner_type == "pooling"
         #: Number of tokens that may be computed past a request's end, before the scheduler learns of it.
@@ -284,11 +286,13 @@ class VllmEngine:
         payload = prompt.payload
         if salt:
             payload = {**payload, "cache_salt": f"{payload.get('cache_salt') or ''}|steercap {salt}"}
+        whole = False
         try:
             with self._connection.watch.over():
                 async with aclosing(run(payload, params, request_id, **options)) as outputs:
                     async for output in outputs:
                         _require_whole(output)
+                        whole = output.finished
                         yield output
         except SteercapError:
             raise
@@ -300,6 +304,8 @@ class VllmEngine:
             raise InvalidRequest(f"vLLM could not run request {request_id}: {error.__cause__!r}") from error
         except VLLMError as error:  # the request is fine: vLLM's queue is full, or the engine pauses
             raise EngineFailure(f"vLLM did not run request {request_id}: {error}") from error
+        finally:
+            self.aborted += not whole
 
     @property
     def engines(self) -> int:

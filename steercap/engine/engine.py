@@ -224,6 +224,7 @@ class Engine:
             if self.spilling is not None:
                 self.spilling.end()
             self._fetcher.close()
+            self._workers.end()
             for rank in self._all_ranks:
                 rank.reader.close()
         finally:

@@ -119,6 +119,7 @@ class Workers:
         self._given_back: dict[Owner, _GivenBack] = {}
         self._flush: asyncio.Task[None] | None = None
         self._channels: list[list[Channel]] = []  # to each worker, engine by engine; none where one has none
+        self._passed = 0  # aborted requests whose passes have begun, if they ever will
         self._settling: Batcher[_Settling, list[Records]] = Batcher(self._settle)
         self._growing: Batcher[Sequence[Wanted], list[list[list[CapturedRows | Unknown]]]] = Batcher(self._locate)
 
@@ -140,8 +141,12 @@ class Workers:
         if self._flush:
             self._flush.cancel()
             await asyncio.wait([self._flush])
+        self._close_channels()
+
+    def end(self) -> None:
+        """Close the sockets of the channels, from any thread, after the event loop has closed them or has ended."""
         for channel in chain(*self._channels):
-            channel.close()
+            channel.end()
 
     # Questions, each of which raises EngineFailure if the engine has died, or a worker cannot answer
 
@@ -172,7 +177,7 @@ class Workers:
             for answers in await self.ask(Listen(), Listening):
                 found.append([])
                 for answer in answers:
-                    found[-1].append(await Channel.open(answer.address))
+                    found[-1].append(Channel.open(answer.address))
         except OSError:
             for channel in chain(*found):
                 channel.close()
@@ -311,15 +316,17 @@ class Workers:
         """
         self.require_open()
         given_back, self._given_back = self._given_back, {}
-        direct = bool(self._channels) and not by_rpc and isinstance(question, DIRECT)
-        send = self._send if direct else self._vllm.rpc
+        # The first pass of an aborted request may not have begun: only what comes by RPC is known to come after it.
+        aborted = self._vllm.aborted
+        direct = self._channels and not by_rpc and isinstance(question, DIRECT) and aborted == self._passed
         try:
-            frames = await send(encode(Call(tuple(given_back), question)))
+            frames = await (self._send if direct else self._vllm.rpc)(encode(Call(tuple(given_back), question)))
         except BaseException:
             self._given_back = given_back | self._given_back
             if self._given_back and not self.closed:
                 self._schedule_flush()
             raise
+        self._passed = max(self._passed, aborted)
         for item in given_back.values():
             if item.freed is not None:
                 item.freed()
@@ -328,18 +335,35 @@ class Workers:
         return _answers(frames, kind)
 
     async def _send(self, frame: bytes) -> list[list[bytes]]:
-        """Send a frame through the channels of all workers; see `VllmEngine.rpc`."""
-        asked = asyncio.gather(*(channel.ask(frame) for channel in chain(*self._channels)))
+        """Send a frame through the channels of all workers; see `VllmEngine.rpc`.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker closed its channel.
+        """
+        if any(channel.is_closed for channel in chain(*self._channels)):
+            self._close_channels()
+            return await self._vllm.rpc(frame)
+        channels = self._channels
+        asked = asyncio.gather(*(channel.ask(frame) for channel in chain(*channels)))
         try:
             while not (await asyncio.wait({asked}, timeout=LIVENESS_SECONDS))[0]:
                 if self._vllm.died:
-                    return await self._vllm.rpc(frame)
+                    raise ConnectionAbortedError("the engine has died")
             answers = iter(asked.result())
-        except ConnectionError:  # an RPC says which process has ended, and how
-            return await self._vllm.rpc(frame)
+        except ConnectionError as error:
+            self._close_channels()
+            await self._vllm.rpc(encode(Call((), GetStats())))  # which says what has died
+            # Not asked again: a worker that has answered may have forgotten what it was asked for.
+            raise WorkerFailure(f"a worker closed the channel on which it was asked: {error}") from error
         finally:
             asked.cancel()
-        return [[next(answers) for _ in channels] for channels in self._channels]
+        return [[next(answers) for _ in engine] for engine in channels]
+
+    def _close_channels(self) -> None:
+        """Close all channels: from now on everything goes by RPC."""
+        channels, self._channels = self._channels, []
+        for channel in chain(*channels):
+            channel.close()
 
     # Releases
 

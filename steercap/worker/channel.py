@@ -8,30 +8,36 @@ abstract name, which the kernel frees with the process, and only processes of th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 import torch
 
+from steercap.core.framing import MOST_BYTES
+
 _LOG: Final = logging.getLogger(__name__)
 #: Length of a frame, in front of it.
 _LENGTH: Final = struct.Struct("<Q")
+#: Seconds until a client is accepted again, where none can be.
+ACCEPT_SECONDS: Final = 0.1
+#: Maximum bytes received in one call.
+RECEIVED_BYTES: Final = 1 << 20
 #: Process, user and group of a socket's peer.
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class Listener:
-    """The worker's end: answers one client after the other, on a thread that ends with the process.
+    """The worker's end: answers each client on a thread, which ends with the process.
 
-    The thread queues its work on the stream of the thread that makes the listener.
+    The threads queue their work on the stream of the thread that makes the listener.
 
     Args:
         answer: function that answers a frame.
@@ -51,28 +57,38 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen()
-        threading.Thread(target=self._serve, name="steercap answers", daemon=True).start()
+        threading.Thread(target=self._serve, name="steercap channel", daemon=True).start()
 
     def _serve(self) -> None:
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
         while True:
-            client, _ = self._socket.accept()
-            with client:
-                try:
-                    _require_same_user(client)
-                    self._hear(client)
-                except OSError:
-                    _LOG.debug("a client has left", exc_info=True)
+            try:
+                client, _ = self._socket.accept()
+            except OSError:  # too many files are open
+                time.sleep(ACCEPT_SECONDS)
+            else:
+                threading.Thread(target=self._hear, args=(client,), name="steercap answers", daemon=True).start()
 
     def _hear(self, client: socket.socket) -> None:
-        while (head := _received(client, _LENGTH.size)) and (frame := _received(client, *_LENGTH.unpack(head))):
-            answer = self._answer(bytes(frame))
-            client.sendall(_LENGTH.pack(len(answer)) + answer)
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+        with client:
+            try:
+                _require_same_user(client)
+                while (head := _received(client, _LENGTH.size)) and (frame := _received(client, *_LENGTH.unpack(head))):
+                    answer = self._answer(bytes(frame))
+                    client.sendall(_LENGTH.pack(len(answer)) + answer)
+            except OSError:
+                _LOG.debug("a client has left", exc_info=True)
 
 
 def _received(client: socket.socket, size: int) -> bytearray | None:
-    """Receive `size` bytes; None if the client has left."""
+    """Receive `size` bytes; None if the client has left.
+
+    Raises:
+        OSError: the connection broke, or no frame is as long.
+    """
+    if size > MOST_BYTES:
+        raise OSError(f"a frame of {size:,} bytes")
     found = bytearray(size)
     view = memoryview(found)
     while view:
@@ -93,16 +109,25 @@ def _require_same_user(peer: socket.socket) -> None:
         raise PermissionError(f"the other end of a socket belongs to user {user}")
 
 
-class Channel(asyncio.Protocol):
-    """The client's end: any number of questions at once, answered in their order."""
+class Channel:
+    """The client's end: any number of questions at once, answered in their order.
 
-    def __init__(self) -> None:
+    It belongs to the event loop that it is opened in. A plain socket, since a transport can be closed by its loop
+    alone, which may have ended.
+
+    Args:
+        connected: the socket, which does not block.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._loop = asyncio.get_running_loop()
         self._waiting: deque[asyncio.Future[bytes]] = deque()
-        self._received = bytearray()
-        self._transport: asyncio.Transport | None = None
+        self._received, self._unsent = bytearray(), bytearray()
+        self._loop.add_reader(connected, self._read)
 
     @classmethod
-    async def open(cls, address: str) -> Channel:
+    def open(cls, address: str) -> Channel:
         """Connect to a worker of this machine.
 
         Raises:
@@ -113,35 +138,57 @@ class Channel(asyncio.Protocol):
             connected.connect(f"\0{address}")
             _require_same_user(connected)
             connected.setblocking(False)
-            _, channel = await asyncio.get_running_loop().create_unix_connection(cls, sock=connected)
+            return cls(connected)
         except BaseException:
             connected.close()
             raise
-        return channel
+
+    @property
+    def is_closed(self) -> bool:
+        """True if it was closed, at either end."""
+        return self._socket.fileno() < 0
 
     def ask(self, frame: bytes) -> asyncio.Future[bytes]:
         """Send a frame; return its answer, or a ConnectionError if the worker has ended."""
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        if self._transport is None or self._transport.is_closing():
-            answer.set_exception(ConnectionError("the channel is closed"))
-        else:
-            self._waiting.append(answer)
-            self._transport.writelines((_LENGTH.pack(len(frame)), frame))
+        answer: asyncio.Future[bytes] = self._loop.create_future()
+        self._waiting.append(answer)
+        self._unsent += _LENGTH.pack(len(frame)) + frame
+        self._write()
         return answer
 
     def close(self) -> None:
-        """Close the channel. Idempotent, from any thread once its event loop has ended."""
-        if self._transport is not None:
-            with contextlib.suppress(RuntimeError):  # its loop has ended, and the socket with it
-                self._transport.abort()
+        """Close the channel, and fail all that wait for an answer. Idempotent."""
+        if not self.is_closed:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+        while self._waiting:
+            if not (answer := self._waiting.popleft()).done():
+                answer.set_exception(ConnectionError("the channel to a worker is closed"))
 
-    # What the event loop calls
+    def end(self) -> None:
+        """Close the socket alone, from any thread, when nobody waits any more. Idempotent."""
+        self._socket.close()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+    def _write(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+            self._loop.remove_writer(self._socket)
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._write)
+        except (OSError, ValueError):  # ValueError: it is closed
+            self.close()
 
-    def data_received(self, data: bytes) -> None:
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(RECEIVED_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
         self._received += data
         while len(self._received) >= _LENGTH.size:
             stop = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
@@ -151,10 +198,3 @@ class Channel(asyncio.Protocol):
             if not answer.done():  # its caller may have left
                 answer.set_result(bytes(self._received[_LENGTH.size : stop]))
             del self._received[:stop]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        while self._waiting:
-            if not (answer := self._waiting.popleft()).done():
-                answer.set_exception(
-                    exc if isinstance(exc, ConnectionError) else ConnectionError("the worker has left")
-                )

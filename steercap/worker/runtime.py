@@ -341,6 +341,8 @@ class Runtime:
                     self.taps, {found.capture_buffer: total for found, total in boxes if found and found.capture_buffer}
                 )
                 if not self._summarised(wanted):
+                    for item in wanted:  # a pass that is on its way may still have its tokens
+                        self._look_again(self._kept.get(item.owner))
                     return Collected((), unfinished=True)
                 return Collected(tuple(map(self._seal, wanted)))
             case PrepareSketch(joining):
@@ -418,9 +420,13 @@ class Runtime:
         if tracked is None or tracked.capture_buffer is None:
             return Unknown(item.owner)
         captured_rows = tracked.capture_buffer.seal(item.total, item.first)
-        if tracked.capture_buffer.layout == NONE:  # its reduction has ended
-            self._request_table.look_again(tracked)
+        self._look_again(tracked)
         return captured_rows
+
+    def _look_again(self, tracked: Tracked | None) -> None:
+        """Discard the prediction of a request's next tokens if its reduction or summary has ended."""
+        if tracked is not None and tracked.capture_buffer is not None and tracked.capture_buffer.layout == NONE:
+            self._request_table.look_again(tracked)
 
     def _weigh(self, joining: Joining) -> CapturedRows | Unknown:
         captured_rows = self._seal(joining.wanted)

@@ -321,6 +321,48 @@ def passes_of(runtime: Runtime, kind: str, rows: dict[int, torch.Tensor], passes
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", ["r", "n"])
+def test_a_token_behind_the_end_writes_to_no_page_that_the_summary_freed(kind, first, monkeypatch) -> None:
+    """The summary is asked for while a pass with one more token of its request is on its way, and is not finished: the
+    page behind the request's last is another's by then.
+    """
+    rules = {1: AttentionRule(0.3), 4: AttentionRule(0.2)}
+    runtime = runtime_of(kind, rules, 0, 1)
+    capture = CapturePlan((0, 1, 3, 4), (Range(0, None),), None, RAW)
+    asked = msgspec.structs.replace(capture, attention=AttentionPlan(3, ((1, 0, 1), (4, 3, 4))))
+    runtime.register("r", Plan("r", 40, 4000, capture=asked).encode(), 0)
+    kept = runtime._kept[Owner("r", 0)].capture_buffer
+    assert kept is not None
+    total = runtime._shape.lines // kept._record  # its rows end with a page
+
+    def run(*parts: tuple[str, int, int, float]) -> None:
+        names, starts, counts, _ = zip(*parts, strict=True)
+        positions = np.concatenate([np.arange(start, start + count) for _, start, count, _ in parts])
+        runtime.begin_step(batch(kind, list(names), list(starts), list(counts), positions + 7, positions))
+        for point in runtime.taps.points:
+            width = runtime.taps.schemas[point].width
+            rows = [torch.full((count, width), value, dtype=torch.bfloat16) for _, _, count, value in parts]
+            tap(runtime, torch.cat(rows).to(device_of(kind)), None, point)
+        runtime.end_step()
+
+    run(("r", 0, total - 2, 1.0))
+    for at in (total - 2, total - 1):
+        run(("r", at, 1, 1.0))
+    monkeypatch.setattr(attention_buffer, "SLICE", 1000)
+    monkeypatch.setattr(attention_buffer, "DEVICE_SLICE", 1000)
+    question = encode(Call((), Collect((Wanted(Owner("r", 0), total),))))
+    assert decode_answer(runtime.answer(question)).unfinished
+    runtime.register("n", Plan("n", 3, 3, capture=capture).encode(), 0)
+    run(*sorted([("r", total, 1, 99.0), ("n", 0, 3, 2.0)], key=lambda part: part[0] != first))
+    (share,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("n", 0), 3),)))))).shares
+    assert share.failure is None
+    assert all(bool((rows == 2).all()) for rows in kept_of(runtime, share))
+    while (answer := decode_answer(runtime.answer(question))).unfinished:
+        pass
+    assert answer.shares[0].failure is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks", "total", "prompt"), [(1, 70, 40), (2, 33, 33)])
 def test_workers_make_the_summary_of_rows_that_came_in_chunks(kind, ranks, total, prompt, monkeypatch) -> None:
     """Chunks of a prompt, one that is computed twice, and single tokens, on each rank of a group: what the client sees

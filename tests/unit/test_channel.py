@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
+import uvloop
 from workers import batch, some_runtime
 
 from steercap.core.messages import Call, GetStats, decode_answer, encode
@@ -36,7 +38,7 @@ def listener() -> Iterator[Listener]:
 
 async def test_answers_come_in_the_order_of_their_questions(listener) -> None:
     """Short ones behind one of 8 MB, from many tasks at once; a caller that has left takes nobody else's answer."""
-    channel = await Channel.open(listener.address)
+    channel = Channel.open(listener.address)
     frames = [os.urandom(1 << 23), *(os.urandom(1 + number) for number in range(300))]
     asked = [channel.ask(frame) for frame in frames]
     for number in range(0, 300, 7):
@@ -53,24 +55,45 @@ async def test_answers_come_in_the_order_of_their_questions(listener) -> None:
         await channel.ask(b"too late")
 
 
-async def test_one_client_after_the_other_is_heard(listener) -> None:
-    """Also after one that left in the middle of a frame."""
-    with socket.socket(socket.AF_UNIX) as rude:
-        rude.connect(f"\0{listener.address}")
-        rude.sendall(struct.pack("<Q", 100) + b"half")
-    for _ in range(3):
-        channel = await Channel.open(listener.address)
+async def test_every_client_is_heard(listener) -> None:
+    """Beside others, and after some that left in the middle of a frame or announced one that nothing could hold."""
+    first = Channel.open(listener.address)
+    for size in (100, 1 << 31, 1 << 60):
+        with socket.socket(socket.AF_UNIX) as rude:
+            rude.connect(f"\0{listener.address}")
+            rude.sendall(struct.pack("<Q", size) + b"half")
+            rude.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionResetError):
+                assert not rude.recv(1)
+    channels = [first, *[Channel.open(listener.address) for _ in range(3)]]
+    for channel in channels:
         assert await channel.ask(b"abc") == b"cba"
+        assert not channel.is_closed
+    for channel in channels:
         channel.close()
+
+
+def test_a_channel_of_uvloop_answers(listener) -> None:
+    """The loop of vLLM's server, whose transports are of no class of asyncio's."""
+
+    async def asked() -> list[bytes]:
+        channel = Channel.open(listener.address)
+        found = await asyncio.gather(*(channel.ask(b"ab" * size) for size in (1, 1 << 20, 3)))
+        channel.close()
+        assert channel.is_closed
+        return list(found)
+
+    assert uvloop.run(asked()) == [b"ba" * size for size in (1, 1 << 20, 3)]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_processes_of_another_user_are_not_answered(listener) -> None:
     """The worker hangs up on them, and the client on a worker of theirs."""
     code = (
-        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.settimeout(20);"
-        "s.connect('\\0' + sys.argv[1]); s.sendall(b'\\3' + bytes(7) + b'abc');"
-        "\ntry: print(s.recv(99))\nexcept ConnectionError: print(b'')"
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.settimeout(20)\n"
+        "s.connect('\\0' + sys.argv[1])\n"
+        "try:\n    s.sendall(b'\\3' + bytes(7) + b'abc')\n    print(s.recv(99))\n"
+        "except ConnectionError:\n    print(b'')"
     )
     said = subprocess.run([sys.executable, "-c", code, listener.address], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "b''"
@@ -81,7 +104,7 @@ def test_processes_of_another_user_are_not_answered(listener) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as other:
         other.stdout.readline()
         with pytest.raises(PermissionError, match="65534"):
-            asyncio.run(Channel.open("steercap-test-other"))
+            Channel.open("steercap-test-other")
         other.kill()
 
 
@@ -92,7 +115,7 @@ async def test_a_worker_that_ends_fails_its_questions() -> None:
         "print(Listener(lambda frame: time.sleep(60), torch.device('cpu')).address, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=-1) as worker:  # noqa: ASYNC220 -- it is short
-        channel = await Channel.open(worker.stdout.readline().decode().strip())
+        channel = Channel.open(worker.stdout.readline().decode().strip())
         asked = channel.ask(b"abc")
         await asyncio.sleep(0.1)
         worker.kill()
@@ -101,13 +124,13 @@ async def test_a_worker_that_ends_fails_its_questions() -> None:
         with pytest.raises(ConnectionError):
             await channel.ask(b"abc")
     with pytest.raises(ConnectionRefusedError):
-        await Channel.open("steercap-nobody")
+        Channel.open("steercap-nobody")
 
 
 async def test_an_answer_waits_for_the_step_of_the_runner() -> None:
     """Nothing is answered, nor freed, between the beginning and the end of a step, which hold the turn."""
     runtime = some_runtime()
-    channel = await Channel.open(runtime._listen())
+    channel = Channel.open(runtime._listen())
     assert runtime._listen() == runtime._listen()
     frame = encode(Call((), GetStats()))
     plan = Plan("steercap-1-0", 3, 5, capture=None)

@@ -45,6 +45,7 @@ class Cluster:
     """
 
     hidden_size, num_layers, vocabulary, model_name, overshoot = WIDTH, POINTS, 1000, "none", 0
+    aborted = 0
     names = (model_name,)
     points = tuple(Point(layer, "resid_post") for layer in range(POINTS))
 
@@ -112,6 +113,13 @@ class Cluster:
             for point in range(len(worker.taps.points)):
                 tap(worker, torch.full((count, WIDTH), 100.0 * engine + 10 * stage + point), None, point)
             worker.end_step()
+
+
+def steered(engine: Engine, grant: Any, lowered: Any) -> Plan:
+    """Plan of a request of three tokens and two more, with all its tokens steered."""
+    scopes, replaced = scopes_of(lowered, 3, 5)
+    name = identity(grant.digest, scopes, replaced, engine.configurations.epoch)
+    return Plan(engine.new_key(), 3, 5, steering=SteeringPlan(grant.slot, grant.digest, name, scopes, replaced))
 
 
 @asynccontextmanager
@@ -276,11 +284,12 @@ async def test_questions_and_passes_at_once() -> None:
     cluster = Cluster(channels=True)
     async with engine_of(cluster, capture_bytes=1 << 22) as engine:
         plans = [Plan(engine.new_key(), 3, 5, capture=ALL) for _ in range(200)]
-        ran, errors = [], []
+        ran, errors, room = [], [], threading.Semaphore(8)  # requests that the arena holds
 
         def passes() -> None:
             try:
                 for number, plan in enumerate(plans):
+                    room.acquire()
                     with cluster.workers[number % 2][0].turn, cluster.workers[number % 2][1].turn:
                         cluster.run(plan, number % 2)
                     ran.append(number)
@@ -295,18 +304,43 @@ async def test_questions_and_passes_at_once() -> None:
             (delivery,) = await engine.collect([Wanted(Owner(plan.key, 0), 5)])
             assert values(delivery) == ([100, 101, 110, 111] if number % 2 else [0, 1, 10, 11])
             engine.give_back(Owner(plan.key, 0), None)
+            room.release()
         thread.join()
         assert not errors
         assert {one.requests for workers in await engine.get_stats() for one in workers} == {0}
 
 
-async def test_a_channel_that_breaks_is_an_error_of_the_worker() -> None:
-    """The question is asked by RPC, which knows what has ended; the others are not left waiting."""
+@pytest.mark.parametrize("asked", [False, True])
+async def test_a_channel_that_breaks(asked, monkeypatch) -> None:
+    """All goes by RPC then. What was being asked is not asked again: a worker may have answered, and forgotten it."""
     cluster = Cluster(channels=True)
     async with engine_of(cluster) as engine:
-        engine._workers._channels[1][0].close()
-        await asyncio.sleep(0)
-        assert len(await engine.get_stats()) == 2
-        cluster.workers.append([])
-        with pytest.raises(WorkerFailure, match="3 engines answered where 2 were started"):
-            await engine.get_stats()
+        lowered = engine.lowered(SPEC)
+        async with engine.configurations.holding(lowered) as (grant,):
+            plans = [steered(engine, grant, lowered) for _ in range(2)]
+            for plan in plans:
+                cluster.run(plan, 0)
+            broken = engine._workers._channels[1][0]
+            if asked:
+                ask = broken.ask
+                monkeypatch.setattr(broken, "ask", lambda frame: (ask(frame), broken.close())[0])
+                with pytest.raises(WorkerFailure, match="a worker closed the channel on which it was asked"):
+                    await engine.settle([Wanted(Owner(plans[0].key, 0), 5)], ended=True, biased=False)
+            else:
+                broken.close()
+            (found,) = await engine.settle([Wanted(Owner(plans[1].key, 0), 5)], ended=True, biased=False)
+            check_edits("r", plans[1], lowered.configuration, 5, found)
+
+
+async def test_a_request_that_was_aborted_is_not_overtaken() -> None:
+    """Its first pass may come later: until an RPC has gone behind the abort, nothing is asked on channels."""
+    cluster = Cluster(channels=True)
+    async with engine_of(cluster) as engine:
+        cluster.asked.clear()
+        plan = Plan(engine.new_key(), 3, 5, capture=ALL)
+        cluster.aborted += 1
+        engine.give_back(Owner(plan.key, 0), None)
+        await engine.get_stats()
+        assert len(cluster.asked) == 1
+        await engine.get_stats()
+        assert len(cluster.asked) == 1
