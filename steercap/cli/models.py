@@ -26,6 +26,8 @@ GENERATING: Final = ("text_generation", "multimodal", "transformers_supported")
 
 #: Beginning of the reason in records of models that are served, though their rows differ from transformers'.
 DIFFERS: Final = "not proved, not refused"
+#: Meaning of "derived".
+DERIVES: Final = "a start derives its sites, and serves those that its proof shows, the stream at least"
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -88,8 +90,10 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
     proved = [one for one in records() if one.architecture in names]
     where = registered().get(architecture, "")
     if served := [one for one in proved if not one.refused]:
-        tried = sorted({f"{one.vllm} on {one.device}" for one in served})
-        return Standing(architecture, "proved", f"compared with transformers, vLLM {', '.join(tried)}", family)
+        tried = ", ".join(sorted({f"{one.vllm} on {one.device}" for one in served}))
+        if family:
+            return Standing(architecture, "proved", f"compared with transformers, vLLM {tried}", family)
+        return Standing(architecture, "derived", f"its stream was compared with transformers, vLLM {tried}; {DERIVES}")
     if proved and not all(one.refused.startswith(DIFFERS) for one in proved):
         return Standing(architecture, "refused", proved[0].refused, family)
     if not where:
@@ -101,11 +105,7 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
         return Standing(
             architecture, "known", "not compared with transformers here; the proof at start decides", family
         )
-    return Standing(
-        architecture,
-        "derived",
-        "no family knows it: a start derives its sites, and serves those that its proof shows; the stream at least",
-    )
+    return Standing(architecture, "derived", f"no family knows it: {DERIVES}")
 
 
 def facts_of(name: str) -> ModelFacts:
