@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -19,6 +19,7 @@ from steercap.errors import ModelNotLoaded, UnsupportedModel
 
 if TYPE_CHECKING:
     from steercap.architectures.families.base import Family
+    from steercap.architectures.families.proved import ProvedModel
     from steercap.engine.checkpoint import Checkpoint
 
 #: Tables of vLLM's registry with models that generate text.
@@ -88,24 +89,30 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
     except UnsupportedModel:
         family = ""
     proved = [one for one in records() if one.architecture in names]
-    where = registered().get(architecture, "")
-    if served := [one for one in proved if not one.refused]:
-        tried = ", ".join(sorted({f"{one.vllm} on {one.device}" for one in served}))
-        if family:
-            return Standing(architecture, "proved", f"compared with transformers, vLLM {tried}", family)
-        return Standing(architecture, "derived", f"its stream was compared with transformers, vLLM {tried}; {DERIVES}")
-    if proved and not all(one.refused.startswith(DIFFERS) for one in proved):
-        return Standing(architecture, "refused", proved[0].refused, family)
-    if not where:
-        why = "the installed vLLM does not register it; it runs, if at all, by transformers' modules"
-        return Standing(architecture, "unknown", why, family)
-    if where == "previously_supported":
-        return Standing(architecture, "refused", "the installed vLLM no longer has it", family)
+    return Standing(architecture, *_state(family, proved, registered().get(architecture, "")), family)
+
+
+def _state(family: str, proved: Sequence[ProvedModel], table: str) -> tuple[str, str]:
+    """Return the state of an architecture and its reason.
+
+    Args:
+        family: name of the family that knows it, "" for none.
+        proved: its records.
+        table: name of its table in vLLM's registry, "" for none.
+    """
+    tried = ", ".join(sorted({f"{one.vllm} on {one.device}" for one in proved if not one.refused}))
+    if tried and family:
+        return "proved", f"compared with transformers, vLLM {tried}"
+    if proved and not tried and not all(one.refused.startswith(DIFFERS) for one in proved):
+        return "refused", proved[0].refused
+    if not table and not tried:
+        return "unknown", "the installed vLLM does not register it; it runs, if at all, by transformers' modules"
+    if table == "previously_supported":
+        return "refused", "the installed vLLM no longer has it"
     if family:
-        return Standing(
-            architecture, "known", "not compared with transformers here; the proof at start decides", family
-        )
-    return Standing(architecture, "derived", f"no family knows it: {DERIVES}")
+        return "known", "not compared with transformers here; the proof at start decides"
+    stream = f"its stream was compared with transformers, vLLM {tried}" if tried else "no family knows it"
+    return "derived", f"{stream}: {DERIVES}"
 
 
 def facts_of(name: str) -> ModelFacts:
