@@ -54,9 +54,7 @@ class HalfFed(Invented):
 class Stack(llama.LlamaModel):
     """The layers, whose stream is whole."""
 
-    def forward(
-        self, input_ids: Any, positions: Any, intermediate_tensors: Any = None, inputs_embeds: Any = None
-    ) -> Any:
+    def forward(self, input_ids: Any, positions: Any, *_: Any, inputs_embeds: Any = None, **__: Any) -> Any:
         x = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         for layer in self.layers:
             x, _ = layer(positions, x, None)
@@ -74,7 +72,7 @@ class Served(llama.LlamaForCausalLM):
         ".post_attention_layernorm.": ".beta.",
     }
 
-    def _init_model(self, vllm_config: Any, prefix: str = "", layer_type: Any = None) -> Any:
+    def _init_model(self, vllm_config: Any, prefix: str = "", **_: Any) -> Any:
         return Stack(vllm_config=vllm_config, prefix=prefix, layer_type=self.layer)
 
     def load_weights(self, weights: Any) -> set[str]:
