@@ -215,7 +215,7 @@ def _weights(checkpoint: Checkpoint, config: Any) -> int | None:
             made = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
         return None
-    return sum(one.numel() for one in made.parameters()) * DTYPE_BYTES["bfloat16"]
+    return sum(int(one.numel()) for one in made.parameters()) * DTYPE_BYTES["bfloat16"]
 
 
 def _is_model(part: str) -> bool:
