@@ -55,14 +55,15 @@ def _derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tu
         one.run(runner)
     solved = {}
     for index in decoder.layers:
-        solved[index] = Layer(_traced([one.layers.pop(index) for one in passes]), head_dim)
-        solved[index].solve()
+        layer = Layer(_traced([one.layers.pop(index) for one in passes]), head_dim)
+        layer.solve()
+        solved[index] = layer.found, layer.refused
     found, refused = joined(decoder.layers, solved, family)
     passes = [_TracedPass(decoder, found, seed, 1.0, blocks=True) for seed in range(len(_SCALES), len(_SCALES) + 2)]
     for one in passes:
         one.run(runner)
-    for index, layer in decoder.layers.items():
-        wrong = reading_more(_traced([one.layers.pop(index) for one in passes]), layer, found)
+    for index, module in decoder.layers.items():
+        wrong = reading_more(_traced([one.layers.pop(index) for one in passes]), module, found)
         refused |= {site: f"at layer {index}: {reason}" for site, reason in wrong.items() if getattr(found, site)}
         gone: dict[str, Any] = dict.fromkeys(wrong, "")
         found = replace(found, **gone)
