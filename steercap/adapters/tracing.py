@@ -23,7 +23,7 @@ from steercap.adapters.observing import TOKENS, attends, run_pass
 from steercap.architectures.decoder import Decoder
 from steercap.architectures.derivation import Layer
 from steercap.architectures.families.base import Family, located
-from steercap.architectures.families.derived import Traced, TracedCall, joined, reading_more
+from steercap.architectures.families.derived import FIELDS, Traced, TracedCall, joined, reading_more
 from steercap.architectures.sites.base import first_terms, of_input, read_by
 from steercap.architectures.sites.residual import taken_by
 
@@ -41,21 +41,29 @@ def derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tup
         head_dim: elements of an attention head's output, by the configuration.
 
     Returns:
-        The family, and by site the reason why layers lack it.
+        The family, and by site the reason why layers lack it: all of them, if a pass fails.
     """
+    try:
+        return _derived(runner, decoder, family, head_dim)
+    except Exception as error:  # noqa: BLE001 -- such layers still have their stream, which needs no pass
+        return family, dict.fromkeys(FIELDS, f"a traced pass failed: {type(error).__name__}: {str(error)[:500]}")
+
+
+def _derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tuple[Family, dict[str, str]]:
     passes = [_TracedPass(decoder, family, seed, scale) for seed, scale in enumerate(_SCALES)]
     for one in passes:
         one.run(runner)
     solved = {}
     for index in decoder.layers:
-        solved[index] = Layer(_traced([one.layers.pop(index) for one in passes]), head_dim)
-        solved[index].solve()
+        layer = Layer(_traced([one.layers.pop(index) for one in passes]), head_dim)
+        layer.solve()
+        solved[index] = layer.found, layer.refused
     found, refused = joined(decoder.layers, solved, family)
     passes = [_TracedPass(decoder, found, seed, 1.0, blocks=True) for seed in range(len(_SCALES), len(_SCALES) + 2)]
     for one in passes:
         one.run(runner)
-    for index, layer in decoder.layers.items():
-        wrong = reading_more(_traced([one.layers.pop(index) for one in passes]), layer, found)
+    for index, module in decoder.layers.items():
+        wrong = reading_more(_traced([one.layers.pop(index) for one in passes]), module, found)
         refused |= {site: f"at layer {index}: {reason}" for site, reason in wrong.items() if getattr(found, site)}
         gone: dict[str, Any] = dict.fromkeys(wrong, "")
         found = replace(found, **gone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -19,6 +19,7 @@ from steercap.errors import ModelNotLoaded, UnsupportedModel
 
 if TYPE_CHECKING:
     from steercap.architectures.families.base import Family
+    from steercap.architectures.families.proved import ProvedModel
     from steercap.engine.checkpoint import Checkpoint
 
 #: Tables of vLLM's registry with models that generate text.
@@ -26,6 +27,8 @@ GENERATING: Final = ("text_generation", "multimodal", "transformers_supported")
 
 #: Beginning of the reason in records of models that are served, though their rows differ from transformers'.
 DIFFERS: Final = "not proved, not refused"
+#: Meaning of "derived".
+DERIVES: Final = "a start derives its sites, and serves those that its proof shows, the stream at least"
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -86,26 +89,30 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
     except UnsupportedModel:
         family = ""
     proved = [one for one in records() if one.architecture in names]
-    where = registered().get(architecture, "")
-    if served := [one for one in proved if not one.refused]:
-        tried = sorted({f"{one.vllm} on {one.device}" for one in served})
-        return Standing(architecture, "proved", f"compared with transformers, vLLM {', '.join(tried)}", family)
-    if proved and not all(one.refused.startswith(DIFFERS) for one in proved):
-        return Standing(architecture, "refused", proved[0].refused, family)
-    if not where:
-        why = "the installed vLLM does not register it; it runs, if at all, by transformers' modules"
-        return Standing(architecture, "unknown", why, family)
-    if where == "previously_supported":
-        return Standing(architecture, "refused", "the installed vLLM no longer has it", family)
+    return Standing(architecture, *_state(family, proved, registered().get(architecture, "")), family)
+
+
+def _state(family: str, proved: Sequence[ProvedModel], table: str) -> tuple[str, str]:
+    """Return the state of an architecture and its reason.
+
+    Args:
+        family: name of the family that knows it, "" for none.
+        proved: its records.
+        table: name of its table in vLLM's registry, "" for none.
+    """
+    tried = ", ".join(sorted({f"{one.vllm} on {one.device}" for one in proved if not one.refused}))
+    if tried and family:
+        return "proved", f"compared with transformers, vLLM {tried}"
+    if proved and not tried and not all(one.refused.startswith(DIFFERS) for one in proved):
+        return "refused", proved[0].refused
+    if not table and not tried:
+        return "unknown", "the installed vLLM does not register it; it runs, if at all, by transformers' modules"
+    if table == "previously_supported":
+        return "refused", "the installed vLLM no longer has it"
     if family:
-        return Standing(
-            architecture, "known", "not compared with transformers here; the proof at start decides", family
-        )
-    return Standing(
-        architecture,
-        "derived",
-        "no family knows it: a start derives its sites, and serves those that its proof shows; the stream at least",
-    )
+        return "known", "not compared with transformers here; the proof at start decides"
+    stream = f"its stream was compared with transformers, vLLM {tried}" if tried else "no family knows it"
+    return "derived", f"{stream}: {DERIVES}"
 
 
 def facts_of(name: str) -> ModelFacts:
@@ -208,7 +215,7 @@ def _weights(checkpoint: Checkpoint, config: Any) -> int | None:
             made = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
         return None
-    return sum(one.numel() for one in made.parameters()) * DTYPE_BYTES["bfloat16"]
+    return sum(int(one.numel()) for one in made.parameters()) * DTYPE_BYTES["bfloat16"]
 
 
 def _is_model(part: str) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from conftest import opened
 from support.agreement import adds_up, edits_agree, places_of, rows_agree, sites_of
 from support.attention import attention_agrees
+from support.deriving import built, derivations, named, paths_of
 from support.rows import GREEDY, MAX_ERROR, TINY_ENGINE, hold, random_prompt
 from support.specs import OPERATIONS, VARIANTS, spec
 from transformers import AutoConfig
@@ -103,6 +104,21 @@ async def test_norms_behind_blocks_are_no_part_of_what_blocks_add(record_propert
         hold(steered, reference, specs)
         assert not any("resid_pre +" in claim.name for claim in model.proof)
         assert {"z[3]", "neurons[3]"} <= {claim.name.rpartition(" ")[2] for claim in model.proof}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.extended) for name in FAMILY_CONFIGS]
+)
+def test_derived_sites_are_those_of_the_family(name) -> None:
+    """With the family hidden, traced passes find the same modules, or none: of routers, and of what is summed of experts."""
+    with built(tiny_checkpoint(name)) as (runner, decoder):
+        _, family = named(decoder)
+        (found, refused), *_ = [
+            one for one in derivations(runner, decoder) if one[0].residual_output == family.residual_output
+        ]
+        for layer in decoder.layers.values():
+            ours, theirs = paths_of(layer, found), paths_of(layer, family)
+            assert {site for site, path in theirs.items() if path != ours[site]} <= {"router"}, refused
 
 
 def test_a_router_and_neurons_are_where_the_model_has_them() -> None:

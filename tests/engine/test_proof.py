@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from steercap import errors
 from steercap.architectures.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
 
+INVENTED = Path(__file__).parent.parent / "invented"
 WRONG = Path(__file__).parent.parent / "wrong_families"
 STREAM = ("resid_pre", "resid_post")
 EVERY = ("attn_in", "attn_out", "k", "mlp_in", "mlp_out", "neurons", "q", "v", "z")
@@ -133,6 +136,26 @@ async def test_unknown_layers_are_derived_and_the_rule_that_closes_is_taken(spoi
     ):
         async with opened(path, sites=("resid_post", "resid_mid"), **TINY_ENGINE):
             pass
+
+
+#: Sites that layers of `tests/invented` lack.
+LACKING = {"OneNorm": {"resid_mid"}, "Sandwiched": set(), "HalfFed": {"mlp_out", "mlp_in", "neurons"}}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", LACKING)
+async def test_layers_of_others_are_served_or_refused_without_a_line_of_code(name, tmp_path, monkeypatch) -> None:
+    """Models that a plug-in registers: blocks side by side, norms around blocks, half of a block added."""
+    folder = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / name))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [f"{name}ForCausalLM"]}))
+    monkeypatch.syspath_prepend(str(INVENTED))
+    monkeypatch.setenv("PYTHONPATH", str(INVENTED), prepend=os.pathsep)
+    async with opened(folder, sites="all", **TINY_ENGINE) as model:
+        sites = {*EVERY, "resid_mid", "embed", "resid_pre", "resid_post", "final_norm"}
+        assert {point.site for point in model.points} == sites - LACKING[name]
+        assert set(model.refused) == LACKING[name]
+        assert not model.verified
 
 
 @pytest.mark.usefixtures("two_workers")

@@ -254,6 +254,17 @@ def test_sites_are_derived_or_refused_by_name(kind, seed, derive) -> None:
     assert not refused or any(reason in one for one in reasons.values()), reasons
 
 
+def test_a_traced_pass_that_fails_leaves_the_stream(derive, monkeypatch) -> None:
+    def failing(_runner: Any, _model: Any) -> None:
+        raise ValueError("no metadata")
+
+    monkeypatch.setattr(tracing, "run_pass", failing)
+    family, reasons = derive(Invented, torch.float32, 0)
+    assert not any(getattr(family, field) for field in FIELDS.values())
+    assert set(reasons.values()) == {"a traced pass failed: ValueError: no metadata"}
+    assert set(reasons) == set(FIELDS)
+
+
 def test_a_stream_in_sixteen_bits_is_derived_too(derive) -> None:
     family, _ = derive(Invented, torch.bfloat16, 0)
     assert {site: getattr(family, field) for site, field in FIELDS.items() if site != "router"} == EVERY

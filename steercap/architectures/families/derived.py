@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from steercap.architectures.derivation import Layer
-
 #: Argument names of the stream that layers take, or of its part that is not deferred.
 _HIDDEN: Final = ("hidden_states", "x", "hidden")
 _RESIDUAL: Final = "residual"
@@ -151,13 +149,13 @@ def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Fami
 
 
 def joined(
-    layers: Mapping[int, nn.Module], solved: Mapping[int, Layer], family: Family
+    layers: Mapping[int, nn.Module], solved: Mapping[int, tuple[Mapping[str, str], Mapping[str, str]]], family: Family
 ) -> tuple[Family, dict[str, str]]:
     """Join the sites of all layers to one family.
 
     Args:
         layers: the loaded layers, by their indices.
-        solved: what was derived of each.
+        solved: what was derived of each: paths by field, and reasons by site.
         family: the stream that they were derived with.
 
     Returns:
@@ -166,12 +164,12 @@ def joined(
     paths: dict[str, Any] = {}
     refused: dict[str, str] = {}
     for site, name in FIELDS.items():
-        each = {index: layer.found.get(name, "") for index, layer in solved.items()}
+        each = {index: found.get(name, "") for index, (found, _) in solved.items()}
         path = "|".join(dict.fromkeys(filter(None, each.values())))
         lacking = [index for index, one in each.items() if not one]
         wrong = [index for index, one in each.items() if path and _located(layers[index], path) != one]
         for index in (*wrong, *lacking)[:1]:
-            reason = solved[index].refused.get(site, f"only other layers have it, in {path}" if path else "")
+            reason = solved[index][1].get(site, f"only other layers have it, in {path}" if path else "")
             if not reason:  # as a router, where there are no experts
                 continue
             refused[site] = f"at layer{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking or wrong))}: {reason}"
