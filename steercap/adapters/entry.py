@@ -66,6 +66,9 @@ def quieten(*, log: bool) -> None:
     os.environ.setdefault(STREAM, "ext://sys.stderr")
     # vLLM inspects every attribute of torch.distributed, one of which is deprecated.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op.*", category=FutureWarning)
+    # In notebooks, libraries that vLLM imports want widgets that nobody needs.
+    warnings.filterwarnings("ignore", message="IProgress not found", category=Warning)
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     if log:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if "VLLM_LOGGING_CONFIG_PATH" not in os.environ and os.environ.get("VLLM_CONFIGURE_LOGGING") != "0":
@@ -128,7 +131,7 @@ class ProcessEntry:
 
 def _prepared(target: tuple[str, str, str], log: bool) -> ProcessEntry:
     quieten(log=log)
-    if log:
+    if log or os.environ.get("VLLM_LOGGING_LEVEL", "").upper() in {"ERROR", "CRITICAL"}:
         os.environ.setdefault(CPP_LEVEL, "ERROR")  # before torch is imported, and in processes of the engine alone
     return ProcessEntry(target, log=log)
 
