@@ -103,6 +103,7 @@ async def test_the_readme_runs_at_a_server(served: str, tmp_path, monkeypatch, c
         await read(page, model, tmp_path, monkeypatch)
     (script,) = [block for block in blocks(page) if block.is_script]
     assert opening in script.text
+    assert sum(map(bool, script.text.splitlines())) == 10, "the README promises ten lines"
     text = script.text.replace(opening, f"SteerModel.connect({served!r})")
     await asyncio.to_thread(exec, compile(text, script.where, "exec"), {"__name__": "__main__"})
     check_told(capsys.readouterr().out)
