@@ -548,9 +548,9 @@ async def test_a_server_announces_itself_while_it_lives(model, monkeypatch) -> N
         await server.serve(model, flags, settings, **own)
     assert warm.engines() == []
     (engine,) = seen
-    assert not os.path.exists(engine.socket)
+    assert not await asyncio.to_thread(os.path.exists, engine.socket)
     assert (engine.asked, engine.keyed, engine.pid, engine.code) == ("digest", True, os.getpid(), warm.code())
-    assert (engine.path, engine.weights) == (os.path.realpath(model), weights_of(model))
+    assert (engine.path, engine.weights) == (warm.identified(model), weights_of(model))
     given = {name: value for name, value in engine.arguments.items() if value}
     assert given == {"dtype": "float32", "max_model_len": 9}
     assert engine.settings == {**vars_of(Settings()), "sites": ["z"], "capture_bytes": 5}
