@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
