@@ -99,7 +99,7 @@ def digest_of(words: Sequence[str]) -> str:
 def _folder() -> Path:
     """Return the path of `runtime_folder`, there or not."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
-    if given and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid():  # noqa: PTH112, PTH116 -- as above
+    if given and os.path.isdir(given) and os.stat(given).st_uid == os.geteuid():  # noqa: PTH112, PTH116 -- it may be no path
         return Path(given).absolute() / "steercap"
     return Path(tempfile.gettempdir()).absolute() / f"steercap-{os.geteuid()}"
 

@@ -214,6 +214,8 @@ async def serve(
         if settings.warm is not None:
             held.enter_context(announced(_warm_engine(unopened, read, settings.warm)))
         sock = held.enter_context(closing(server.listening(read)))  # before the engine: a port in use fails at once
+        if settings.warm is not None:
+            await asyncio.to_thread(os.chmod, read.uds, 0o600)  # nobody can connect yet: it does not listen
         folder = held.enter_context(opened_folder(model, settings))
         recorder = None if settings.record is None else Recorder.of(settings.record, model)
         async with unopened as opened, recorder or nullcontext():

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
 from steercap.lab.measures import Measure
-from steercap.lab.measures.perplexity import Perplexity, _perplexity
+from steercap.lab.measures.perplexity import Perplexity, _logprobs_of, _perplexity
 from steercap.lab.measures.texts import Length, Repetition
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
@@ -260,9 +261,19 @@ class Logprob(msgspec.Struct):
     logprob: float
 
 
-def test_perplexity_counts_the_answer_alone_and_the_token_itself() -> None:
-    """exp of the mean over the answer; a likelier token in the entry, or an unlikely prompt, changes nothing."""
-    entries = [None, {8: Logprob(-50.0)}, {1: Logprob(-1.0), 4: Logprob(-0.1)}, {2: Logprob(-3.0)}]
+@pytest.mark.parametrize("served", [False, True])
+def test_perplexity_counts_the_answer_alone_and_the_token_itself(served) -> None:
+    """exp of the mean over the answer; a likelier token in the entry, or an unlikely prompt, changes nothing. As vLLM gives
+    log probabilities here, and as its server does.
+    """
+    given = [None, {8: Logprob(-50.0)}, {1: Logprob(-1.0), 4: Logprob(-0.1)}, {2: Logprob(-3.0)}]
+    output = SimpleNamespace(prompt_logprobs=given)
+    if served:
+        said = [
+            one and {str(token): {"logprob": word.logprob, "rank": 1} for token, word in one.items()} for one in given
+        ]
+        output = SimpleNamespace(choices=[SimpleNamespace(prompt_logprobs=said)])
+    entries = _logprobs_of(output)
     assert _perplexity([7, 8, 1, 2], 2, entries) == pytest.approx(math.exp(2.0))
     assert math.isnan(_perplexity([7, 8], 2, entries[:2]))
     with pytest.raises(WorkerFailure, match="3 log probabilities for a prompt of 4"):

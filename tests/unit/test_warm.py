@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -26,8 +27,11 @@ from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
 from steercap.files import warm
+from steercap.files.fingerprint import weights_of
 from steercap.files.warm import WarmEngine
+from steercap.server import server
 from steercap.server.metrics import IDLE, LOOKING, IdleClock
+from steercap.server.server import ServerSettings
 
 PYTHON = sys.executable
 #: Stands for Python in `steercap up`: announces itself as `serve --warm` does, and answers as a server does. What it
@@ -515,3 +519,46 @@ def test_looking_makes_no_folder(folder) -> None:
     assert call("down").exit_code == 0
     assert warm.engines() == []
     assert not folder.exists()
+
+
+async def test_a_server_announces_itself_while_it_lives(model, monkeypatch) -> None:
+    """With the settings that commands compare; its socket is the user's alone, and an interrupted start leaves nothing."""
+    seen: list[WarmEngine] = []
+
+    async def started(opened: SteerModel) -> SteerModel:
+        (engine,) = warm.engines()
+        assert (await asyncio.to_thread(os.stat, engine.socket)).st_mode & 0o777 == 0o600
+        assert not warm.listening(Path(engine.socket))
+        return opened
+
+    async def application(*_words, **_named) -> SimpleNamespace:
+        return SimpleNamespace(router=SimpleNamespace(middleware_stack=None))
+
+    async def serve(app, _sock, _flags) -> None:
+        assert isinstance(app.router.middleware_stack, IdleClock)
+        seen.extend(warm.engines())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SteerModel, "start", started)
+    monkeypatch.setattr("steercap.server.server.application", application)
+    monkeypatch.setattr("steercap.adapters.server.serve", serve)
+    settings, flags = ServerSettings(warm="digest", idle_seconds=9.0), ["--dtype", "float32", "--api-key", "secret"]
+    own = {"sites": ["z"], "max_model_len": 9, "capture_bytes": 5}
+    with pytest.raises(KeyboardInterrupt):
+        await server.serve(model, flags, settings, **own)
+    assert warm.engines() == []
+    (engine,) = seen
+    assert not await asyncio.to_thread(os.path.exists, engine.socket)
+    assert (engine.asked, engine.keyed, engine.pid, engine.code) == ("digest", True, os.getpid(), warm.code())
+    assert (engine.path, engine.weights) == (warm.identified(model), weights_of(model))
+    given = {name: value for name, value in engine.arguments.items() if value}
+    assert given == {"dtype": "float32", "max_model_len": 9}
+    assert engine.settings == {**vars_of(Settings()), "sites": ["z"], "capture_bytes": 5}
+    for options, differs in (({}, ""), ({"dtype": "float16"}, "dtype"), ({"max_model_len": 8}, "max_model_len")):
+        found = preflight._mismatch(engine, ReachOptions(model, api_key="secret", **options), {"sites": "z"})
+        assert found.partition(":")[0] == differs
+    with pytest.raises(InvalidSetting, match="a warm engine has a socket of its own"):
+        await server.serve(model, [*flags, "--uds", "/tmp/x"], settings)
+    with pytest.raises(InvalidSetting, match="restart=True"):
+        await server.serve(model, flags, settings, restart=True)
+    assert warm.engines() == []
