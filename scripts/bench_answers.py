@@ -164,11 +164,11 @@ def kill(client: psutil.Process) -> float:
 
 
 def killed(folder: Path, kills: int, total: int, lock: Path | None) -> list[dict[str, Any]]:
-    """Read into `killed`, killed after random numbers of answers; what `result.json` has of it is gone on with."""
+    """Read into `killed`, killed after random numbers of answers; a call that was cut off leaves out those before."""
     out, moments = folder / "killed", sorted(random.Random(kills).sample(range(1, total - 1), kills))
     runs = []
     for at in [*moments, None]:
-        if at is not None and done(out) >= at:
+        if done(out) >= (total if at is None else at):
             continue
         runs.append(read(folder, out, at, lock))
         print(f"killed: { ({**runs[-1], 'samples': len(runs[-1]['samples'])}) }", flush=True)

@@ -21,6 +21,7 @@ from steercap.core.schema import PointSchema
 from steercap.errors import (
     InvalidRequest,
     InvalidSelection,
+    InvalidSetting,
     InvalidSpec,
     LayerOutOfRange,
     UnsupportedModel,
@@ -160,8 +161,12 @@ async def test_a_data_set_keeps_targets_of_each_window(gemma: SteerModel, tmp_pa
     assert torch.equal(data.attention(7, 0).targets, data.attention(slice(7, 8), 0).targets)
     assert found.totals.rows == len(data) == 84
     assert data.folder.definition.row_bytes == 2 * gemma.points[Point(0, "q")].shape[0] * (3 * 5 + 4)
-    with pytest.raises(InvalidRequest, match=r"attention\(layer=1\).*layers with targets: 0, 3"):
+    with pytest.raises(InvalidRequest, match=r"attention\(layer=1\); give a layer with targets, 0, 3$"):
         data.attention(0, 1)
+    with pytest.raises(InvalidRequest, match="give a layer with targets, 0, 3, and a join= other than 'mix'"):
+        ActivationDataset(tmp_path, join="mix").attention(0, 0)
+    with pytest.raises(InvalidSetting, match=r"give torch\.float32"):
+        ActivationDataset(tmp_path, dtype=torch.bfloat16)
     for asked in ({"codec": "rp8"}, {"attention": 128}, {"sites": "v"}):  # 128 take more bytes than queries and keys
         with pytest.raises(InvalidSpec):
             await collect(gemma, documents, tmp_path / "no", **{"attention": 5, **asked})

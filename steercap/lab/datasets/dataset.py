@@ -166,9 +166,8 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
             index += self.folder.definition.num_layers
         if index not in places or self._join == "mix" or (layer is None and len(places) > 1):
             known = ", ".join(map(str, places)) or "none, and collect(attention=8) keeps some"
-            raise InvalidRequest(
-                f"attention(layer={shown(layer)}) of join={self._join!r}; layers with targets: {known}"
-            )
+            other = ", and a join= other than 'mix'" if self._join == "mix" else ""
+            raise InvalidRequest(f"attention(layer={shown(layer)}); give a layer with targets, {known}{other}")
         numbers = self._numbers(which)
         groups = groups_of(numbers, self._edges)
         rows = self._rows(places[index], groups, len(numbers))
