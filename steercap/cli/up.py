@@ -237,7 +237,7 @@ async def _described(engine: WarmEngine, api_key: str | None) -> dict[str, Any]:
         "model": engine.model,
         **said,
         "sites": ", ".join(engine.settings["sites"]),
-        "up_seconds": round(time.time() - engine.started),
+        "up_seconds": round(time.monotonic() - engine.started),
         "steercap": engine.code,
         "pid": engine.pid,
         "url": engine.url,

@@ -49,7 +49,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
         socket: path of its socket.
         code: version of steercap, and the folder of its code.
         weights: digest of the model's files when the server started; "" for a name on the hub.
-        started: time of the start, in seconds since 1970.
+        started: time of the start, in seconds since the machine's.
         keyed: True if it wants an API key.
         asked: digest of the options that `steercap up` was given, which may hold keys.
         settings: steercap's settings, by name.

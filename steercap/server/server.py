@@ -256,7 +256,7 @@ def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str) -> Wa
         socket=flags.uds,
         code=code(),
         weights=weights_of(model.model) if Path(model.model).exists() else "",
-        started=time.time(),
+        started=time.monotonic(),
         keyed=bool(flags.api_key or os.environ.get("VLLM_API_KEY")),
         asked=asked,
         settings=ours,

@@ -394,7 +394,9 @@ def armed(*points: Point, exists: Callable[[Point], bool] = lambda _: True) -> A
     """A model of 4 layers, as far as it says where rows can be read."""
     indices = {point: index for index, point in enumerate(points)}
     settings = Settings(edits_per_point=1)
-    compiler = Compiler(indices, {}, [], num_layers=4, settings=settings, exists=exists, vocabulary=10, names=())
+    compiler = Compiler(
+        indices, {}, [], num_layers=4, settings=settings, exists=exists, refused={}, vocabulary=10, names=()
+    )
     return types.SimpleNamespace(check_capture=lambda spec: compiler.captured(spec)[0])
 
 

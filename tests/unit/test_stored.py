@@ -168,7 +168,7 @@ ANSWERS = {
             "file",
             "file_lines",
         ),
-        "22d80f8c4b1b625b",
+        "1332c05182d0048e",
     ),
     "Collected": (("parcels", "unfinished"), "d459b84951b38eb1"),
     "Lines": (("data",), "753932962079fa55"),
@@ -278,7 +278,7 @@ IN_ORDER: list[tuple[msgspec.Struct, list[Any]]] = [
     (LineRange(start=1, count=2), [1, 2]),
     (Vectors(digest=b"d", bank_rows=(1,), data=b"x"), [b"d", [1], b"x"]),
     (TableBytes(ring=1, ring_in_use=2, bank=3, accumulators=4, pinned=5), [1, 2, 3, 4, 5]),
-    (Loaded(family="f", code={"c": "d"}, candidates=2), ["f", {"c": "d"}, 2]),
+    (Loaded(family="f", code={"c": "d"}, candidates=2), ["f", {"c": "d"}, 2, {}]),
     (
         EncoderShape(d_in=1, d_sae=2, k=3, normalisation="n", centred=True, thresholds=False, shifts=True),
         [1, 2, 3, "n", True, False, True],
