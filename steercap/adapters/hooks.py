@@ -31,6 +31,7 @@ from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
 from steercap.adapters.tracing import derived
 from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import FAMILIES, families_of
+from steercap.architectures.families.derived import FIELDS
 from steercap.architectures.sites.base import Sizes
 from steercap.core.messages import Loaded
 from steercap.core.names import is_module
@@ -136,7 +137,9 @@ def attach(runner: Any) -> None:
     family = families[min(candidate_of(config.additional_config), len(families) - 1)]
     # Of values where keys are of another size, or, with latent attention, are never made.
     head_dim = getattr(model_config.hf_text_config, "v_head_dim", None) or model_config.get_head_size()
-    family, refused = derived(runner, decoder, family, head_dim) if family.derived else (family, {})
+    refused: dict[str, str] = {}
+    if family.derived and any(point.site in FIELDS for point in armed):  # the stream alone needs no pass
+        family, refused = derived(runner, decoder, family, head_dim)
     installed = install_taps(
         decoder,
         family,

@@ -1,8 +1,8 @@
 """Traced passes of layers that no family knows, from which `architectures.derivation` derives their sites.
 
-A pass runs before taps are installed, as those of `observing` do. In each, every layer gets a random stream, the same
-on all ranks, and attention returns random rows, other ones on each. Two further passes give the blocks' inputs that
-were found the same rows beside other streams: queries, keys, values and `mlp_out` must then be the same too.
+A pass runs before taps are installed, as those of `observing` do. In each, every layer gets a random stream, and
+attention returns random rows. Two further passes give the blocks' inputs that were found the same rows beside other
+streams: queries, keys, values and `mlp_out` must then be the same too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from steercap.architectures.families.derived import FIELDS, Traced, TracedCall, 
 from steercap.architectures.sites.base import first_terms, of_input, read_by
 from steercap.architectures.sites.residual import taken_by
 
-#: Sizes of the stream's elements in the passes: a block's output that drowns in the one is seen in the other.
-_SCALES: Final = (1.0, 0.05)
+#: Sizes of the elements of the stream and of attention's rows in the passes: a block's output that drowns in the one is
+#: seen in another, and so is what else is added.
+_SCALES: Final = ((1.0, 1.0), (0.05, 1.0), (0.05, 0.05))
 
 
 def derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tuple[Family, dict[str, str]]:
@@ -50,7 +51,11 @@ def derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tup
 
 
 def _derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tuple[Family, dict[str, str]]:
-    passes = [_TracedPass(decoder, family, seed, scale) for seed, scale in enumerate(_SCALES)]
+    parallel = runner.vllm_config.parallel_config
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        reason = "derived on one rank alone: tensor_parallel_size=1, pipeline_parallel_size=1"  # ranks could differ
+        return family, dict.fromkeys(FIELDS, reason)
+    passes = [_TracedPass(decoder, family, seed, scales) for seed, scales in enumerate(_SCALES)]
     for one in passes:
         one.run(runner)
     solved = {}
@@ -59,7 +64,8 @@ def _derived(runner: Any, decoder: Decoder, family: Family, head_dim: int) -> tu
         layer.solve()
         solved[index] = layer.found, layer.refused
     found, refused = joined(decoder.layers, solved, family)
-    passes = [_TracedPass(decoder, found, seed, 1.0, blocks=True) for seed in range(len(_SCALES), len(_SCALES) + 2)]
+    seeds = range(len(_SCALES), len(_SCALES) + 2)
+    passes = [_TracedPass(decoder, found, seed, _SCALES[0], blocks=True) for seed in seeds]
     for one in passes:
         one.run(runner)
     for index, module in decoder.layers.items():
@@ -87,16 +93,19 @@ class _TracedPass:
         decoder: decoder of the model.
         family: the layers' stream.
         seed: seed of the random rows.
-        scale: size of the stream's elements.
+        scales: sizes of the elements of the stream, and of attention's rows.
         blocks: True to give the family's blocks the same input in every such pass.
 
     Attributes:
         layers: what was seen, by layer.
     """
 
-    def __init__(self, decoder: Decoder, family: Family, seed: int, scale: float, *, blocks: bool = False) -> None:
+    def __init__(
+        self, decoder: Decoder, family: Family, seed: int, scales: tuple[float, float], *, blocks: bool = False
+    ) -> None:
         self._blocks = blocks
-        self._decoder, self._family, self._scale = decoder, family, scale
+        self._decoder, self._family = decoder, family
+        self._scale, self._attended_scale = scales
         self._stream = torch.Generator().manual_seed(seed)
         self._heads = torch.Generator().manual_seed(1 + seed + 1000 * get_tp_group().rank_in_group)
         self._clock = count()
@@ -120,7 +129,7 @@ class _TracedPass:
         def forward(*args: Any, **kwargs: Any) -> Any:
             begin = next(self._clock)
             made = plain(*args, **kwargs)
-            drawn = torch.randn(made.shape, generator=self._heads).to(made)
+            drawn = (torch.randn(made.shape, generator=self._heads) * self._attended_scale).to(made)
             if self._now is not None:
                 read = [rows for one in (*args, *kwargs.values()) if (rows := _rows(one)) is not None]
                 taken = torch.cat(read, dim=1) if read else None

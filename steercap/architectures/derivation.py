@@ -208,9 +208,19 @@ class Layer:
     def _attends(self, group: Sequence[TracedCall]) -> bool:
         return any(call.holds(one) for call in self._sources(group) for one in self.traced.attended)
 
+    def _stateful(self, group: Sequence[TracedCall]) -> str:
+        """Return the class of a module in a block that keeps a state besides attention's, "" if there is none."""
+        attended = {id(one.module) for one in self.traced.attended}
+        held = (c for call in self._sources(group) for c in self.traced.calls if c is call or call.holds(c))
+        kinds = (type(c.module).__name__ for c in held if _keeps_state(c) and id(c.module) not in attended)
+        return next(kinds, "")
+
     def _block(self, site: str, group: Sequence[TracedCall], stream: Rows, wrong: str) -> None:
         """Derive one block's sites, given the calls of its output and the stream that it reads."""
         attends = site == "attn_out"
+        if kind := self._stateful(group):
+            inside = ("attn_in", "z", "q", "k", "v") if attends else ("mlp_in", "neurons")
+            return self._refuse((site, *inside), f"its block holds a {kind}, which mixes tokens beside attention")
         if wrong:
             self._refuse((site,), wrong)
         else:
@@ -226,6 +236,7 @@ class Layer:
         self._projection(group, outer, entry, attends=attends)
         if attends and not wrong:
             self._attention()
+        return None
 
     def _entry(self, outer: TracedCall, stream: Rows) -> TracedCall | None:
         """Return the call of a block that reads the block's input; None if that cannot be told."""
@@ -239,9 +250,10 @@ class Layer:
                 return outer
             if outer.linear and len(outermost) == 1:
                 return outermost[0]
-        within = [call for call in self.traced.calls if outer.holds(call)]
+        within = [outer, *(call for call in self.traced.calls if outer.holds(call))]
         normed = any(not c.linear and same(c.taken, outer.taken) and not any(c.module.children()) for c in within)
-        return outer if close(outer.taken, stream) and not normed and not norms else None
+        projected = any(c.linear and same(c.taken, outer.taken) for c in within)  # or a norm in code comes between
+        return outer if close(outer.taken, stream) and projected and not normed and not norms else None
 
     def _projection(
         self, group: Sequence[TracedCall], outer: TracedCall | None, entry: TracedCall | None, *, attends: bool
@@ -279,4 +291,10 @@ class Layer:
 
 
 def _has_experts(call: TracedCall) -> bool:
-    return hasattr(call.module, "w13_weight") or "FusedMoE" in type(call.module).__name__
+    """Check if a module is, or holds, vLLM's experts, which may be called past hooks."""
+    kinds = (type(module).__name__ for module in call.module.modules())
+    return hasattr(call.module, "w13_weight") or any("FusedMoE" in kind or "MoERunner" in kind for kind in kinds)
+
+
+def _keeps_state(call: TracedCall) -> bool:
+    return hasattr(call.module, "get_kv_cache_spec")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
-from steercap.architectures.families.derived import FIELDS, PROVED, dropped
+from steercap.architectures.families.derived import FIELDS, NEEDS, PROVED, dropped
 from steercap.architectures.sites import SITES
 from steercap.captures.fetching import fetch_all
 from steercap.captures.pooled import Encoded, probing
@@ -99,6 +99,8 @@ def _proved(engine: Engine, claims: Sequence[Claim]) -> list[Claim]:
     if engine.family.derived:
         held = {site for claim in found for site in claim.sites}
         bare = PROVED & {point.site for point in engine.armed} - held
+        if any(point.site in NEEDS["z"] and point.layer not in engine.attention for point in engine.armed):
+            bare |= set(NEEDS["z"])  # claims of other layers say nothing of one whose rule is unknown
         engine.drop(dropped(bare), "no equation of the proof at start holds it")
     return [claim for claim in found if _armed(engine, claim)]
 

@@ -174,6 +174,57 @@ class Alike(Invented):
         return middle + made
 
 
+class State(nn.Module):
+    """With the method of vLLM's modules that keep a state for each request, in place of the feed-forward block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.narrow = Linear(WIDTH, NEURONS), Linear(NEURONS, WIDTH)
+
+    def get_kv_cache_spec(self) -> None:
+        """What vLLM asks for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.widen(x).cumsum(0).tanh())
+
+
+class Recurrent(Invented):
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeding = State()
+
+
+class NormedInside(Invented):
+    """Blocks that norm the stream in code of their own."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        middle = hidden_states + self.mixing(self.alpha(hidden_states))
+        self.feeding.forward = lambda x: Feeding.forward(self.feeding, torch.nn.functional.layer_norm(x, [WIDTH]))
+        return middle + self.feeding(middle)
+
+
+class SmallExtra(Invented):
+    """Beside the feed-forward block, a fifth of it in its directions is added by code."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        middle = hidden_states + self.mixing(self.alpha(hidden_states))
+        x = self.beta(middle)
+        made = self.feeding(x)
+        return middle + made + 0.2 * made.norm(dim=-1, keepdim=True) * torch.nn.functional.normalize(x.flip(-1), dim=-1)
+
+
+class SmallValues(Invented):
+    """Values, much smaller than queries and keys, that are made of another tensor than these."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        mixing, x = self.mixing, self.alpha(hidden_states)
+        mixing.forward = lambda x: mixing.back(
+            mixing.core(*mixing.qkv(x).chunk(3, -1)[:2], 0.001 * hidden_states * x.abs())
+        )
+        middle = hidden_states + mixing(x)
+        return middle + self.feeding(self.beta(middle))
+
+
 EVERY = {
     "attn_out": "mixing",
     "mlp_out": "feeding",
@@ -202,6 +253,10 @@ LAYERS: dict[type[Invented], tuple[dict[str, str], tuple[str, ...], str]] = {
     Shrinking: ({}, ALL, "no outputs of its modules make its stream's sums"),
     ReadingMore: ({}, ("mlp_in", "neurons"), "its block reads more than it"),
     Alike: ({}, ALL, "no outputs of its modules make its stream's sums"),
+    Recurrent: ({}, ("mlp_out", "mlp_in", "neurons"), "its block holds a State, which mixes tokens beside attention"),
+    NormedInside: ({"resid_mid": "feeding"}, ("mlp_in",), "no one module of the block reads what the norm"),
+    SmallExtra: ({}, ALL, "no outputs of its modules make its stream's sums"),
+    SmallValues: ({}, ("attn_in",), "its block reads more than it"),
 }
 
 
@@ -224,14 +279,17 @@ def derive(monkeypatch) -> Any:
     monkeypatch.setattr(tracing, "run_pass", lambda _runner, model: model())
     monkeypatch.setattr(tracing, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
 
-    def derive(kind: type[Invented], dtype: torch.dtype, seed: int) -> tuple[Family, dict[str, str]]:
+    def derive(kind: type[Invented], dtype: torch.dtype, seed: int, ranks: int = 1) -> tuple[Family, dict[str, str]]:
         torch.manual_seed(seed)
         model = Model(kind).to(dtype)
         with torch.no_grad():
             monkeypatch.setattr(torch, "randn", _in(dtype, torch.randn)) if dtype != torch.float32 else None
             decoder = Decoder(model, "layers", model, dict(enumerate(model.layers)))
             attending = {str(index): layer.mixing.core for index, layer in enumerate(model.layers)}
-            config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=attending))
+            config = SimpleNamespace(
+                compilation_config=SimpleNamespace(static_forward_context=attending),
+                parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1),
+            )
             family = candidates([model.layers[0]], transformers=False)[0]
             return tracing.derived(SimpleNamespace(vllm_config=config), decoder, family, WIDTH // HEADS)
 
@@ -265,12 +323,21 @@ def test_a_traced_pass_that_fails_leaves_the_stream(derive, monkeypatch) -> None
     assert set(reasons) == set(FIELDS)
 
 
+def test_ranks_that_could_differ_have_the_stream(derive) -> None:
+    family, reasons = derive(Invented, torch.float32, 0, ranks=2)
+    assert not any(getattr(family, field) for field in FIELDS.values())
+    assert set(reasons.values()) == {"derived on one rank alone: tensor_parallel_size=1, pipeline_parallel_size=1"}
+
+
 def test_a_stream_in_sixteen_bits_is_derived_too(derive) -> None:
     family, _ = derive(Invented, torch.bfloat16, 0)
     assert {site: getattr(family, field) for site, field in FIELDS.items() if site != "router"} == EVERY
     family, reasons = derive(HalfFed, torch.bfloat16, 0)
     assert not family.mlp_out
     assert "it adds 0." in reasons["mlp_out"]
+    family, reasons = derive(SmallExtra, torch.bfloat16, 0)
+    assert not family.mlp_out
+    assert "no outputs of its modules make its stream's sums" in reasons["mlp_out"]
 
 
 #: What is wrong with rows of a derived site, and what is then left out.
@@ -289,7 +356,7 @@ def _engine(sites: Any, asked: tuple[str, ...] = ()) -> Any:
     armed = {Point(1, site): number for number, site in enumerate(sites)}
     settings = SimpleNamespace(every_site=not asked, sites=asked)
     found = SimpleNamespace(family=Family(derived=True), armed=armed, schemas=dict(armed), refused={})
-    found.settings, found.loaded = settings, SimpleNamespace(code={"a.Layer": ""})
+    found.settings, found.loaded, found.attention = settings, SimpleNamespace(code={"a.Layer": ""}), {1: None}
     found.drop, found._require_sites = MethodType(Engine.drop, found), MethodType(Engine._require_sites, found)
     return found
 
@@ -334,4 +401,5 @@ def test_a_derived_site_without_an_equation_is_refused() -> None:
 def test_the_proof_of_a_derived_site_has_its_terms() -> None:
     assert set(proving("q")) == {"q", "k", "v", "z", *BLOCKS}
     assert set(proving("neurons")) == set(BLOCKS)
-    assert proving("attn_in") == proving("resid_post") == ()
+    assert set(proving("mlp_in")) == set(proving("attn_in")) == set(BLOCKS)
+    assert proving("resid_post") == ()

@@ -47,7 +47,7 @@ _BLOCKS: Final = ("attn_out", "resid_mid", "mlp_out")
 _HEADS: Final = ("q", "k", "v", "z")
 #: Derived sites that are served only if an equation of the proof holds them.
 PROVED: Final = frozenset({*_BLOCKS, *_HEADS, "neurons"})
-#: Relative difference of rows that do not depend on the stream, between passes.
+#: Relative difference of columns that do not depend on the stream, between passes.
 _ALIKE: Final = 0.05
 #: A tensor of each pass, [n, width].
 Rows: TypeAlias = "tuple[torch.Tensor, ...]"
@@ -104,7 +104,7 @@ class Traced:
 
 def proving(site: str) -> tuple[str, ...]:
     """Return the sites of a layer that the proof of a derived one needs."""
-    if site not in PROVED:
+    if site not in PROVED | {"attn_in", "mlp_in"}:
         return ()
     return _BLOCKS + _HEADS if site in {"q", "k", "v"} else _BLOCKS
 
@@ -210,8 +210,8 @@ def reading_more(traced: Traced, layer: nn.Module, family: Family) -> dict[str, 
 
 
 def _alike(rows: Rows) -> bool:
-    """Check if rows are the same in all passes; what depends on another random stream is not nearly so."""
+    """Check if every column is the same in all passes; one that depends on another random stream is not nearly so."""
     first = rows[0].double() if rows else None
     return first is not None and all(
-        bool(((one - first).norm(dim=1) <= _ALIKE * first.norm(dim=1)).all()) for one in rows
+        bool(((one - first).norm(dim=0) <= _ALIKE * first.norm(dim=0)).all()) for one in rows
     )
