@@ -178,7 +178,7 @@ def test_an_sae_without_a_point_is_not_saved(point, tmp_path) -> None:
     with pytest.raises(InvalidSpec, match=r"save_sae: sae\.input=.*; give a layer from 0 up and a site: \(12"):
         save_sae(replace(sae, input=point, output=point), tmp_path / "none")
     assert not (tmp_path / "none").exists()
-    with pytest.raises(InvalidSpec, match=r"sae\.output=.*resid_mid.*output is their input, resid_post"):
+    with pytest.raises(InvalidSpec, match=r"sae\.output=.*resid_mid.*output is its input, resid_post"):
         save_sae(replace(sae, output=Point(2, "resid_mid")), tmp_path / "none")
     pair = save_sae(replace(sae, input=(2, "resid_post"), output=(2, "resid_post")), tmp_path)
     assert SAE.load(pair).input == POINT

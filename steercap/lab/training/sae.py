@@ -90,7 +90,7 @@ class SAETraining:
     ) -> None:
         self.point = point_of("SAETraining: point", point)
         self.width, features, self.k = (
-            _whole(name, one) for name, one in zip(_SIZES, (width, features, k), strict=True)
+            _whole(name, one) for name, one in zip(("width", "features", "k"), (width, features, k), strict=True)
         )
         if self.k > features:
             raise InvalidSpec(f"SAETraining: k={k} of {features} features; give at most as many")
@@ -170,10 +170,6 @@ class SAETraining:
         return rows
 
 
-#: Arguments that are counts.
-_SIZES: Final = ("width", "features", "k")
-
-
 def _check_normalisation(given: Normalisation | None, width: int) -> None:
     if given is None:
         return
@@ -251,16 +247,13 @@ def save_sae(sae: SAE, folder: str | Path) -> Path:
         folder: folder to write to, created if needed; files of an earlier SAE in it are replaced.
 
     Raises:
-        InvalidSpec: an SAE of another architecture, one that normalises rows or writes elsewhere or has no point, or
-            something else.
+        InvalidSpec: no SAE, or one of another architecture, without a point, normalising rows, or writing elsewhere.
         OSError: it cannot be written.
     """
     _check_sae("save_sae", sae)
     encoder, point = sae.encoder, point_of("save_sae: sae.input", sae.input)
     if sae.output != point:
-        raise InvalidSpec(
-            f"save_sae: sae.output={shown(sae.output)}; this writes SAEs whose output is their input, {point}"
-        )
+        raise InvalidSpec(f"save_sae: sae.output={shown(sae.output)}; give an SAE whose output is its input, {point}")
     if sae.architecture != "topk" or sae.transcodes or encoder.normalisation != "none" or encoder.centred:
         raise InvalidSpec(f"save_sae: {sae!r}; this writes top-k SAEs that read rows as they are")
     shift = torch.zeros(sae.d_in) if encoder.shift is None else encoder.shift
