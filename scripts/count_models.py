@@ -31,7 +31,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 SAID = {
     "proved": "all sites that they have, compared with transformers",
     "known": "all sites that they have by a family; the proof at start decides",
-    "derived": "the stream, and the sites that a start derives and proves",
+    "derived": "the sites that a start derives and proves",
     "refused": "refused",
     "unknown": "not known",
 }
@@ -39,7 +39,7 @@ SAID = {
 
 def standings() -> list[Standing]:
     """Each text-generation architecture of the installed vLLM."""
-    return [standing_of(name) for name, table in sorted(registered().items()) if table == "text_generation"]
+    return [standing_of(name) for name, tables in sorted(registered().items()) if "text_generation" in tables]
 
 
 def markdown(found: list[Standing]) -> str:

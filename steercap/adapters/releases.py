@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -273,8 +274,9 @@ def _takes(function: Any, arguments: list[str]) -> bool:
 _ABSENT: Final = object()
 
 
-def registered() -> dict[str, str]:
-    """Return the architectures that the installed vLLM registers, each with the name of its table there.
+@cache
+def registered() -> Mapping[str, tuple[str, ...]]:
+    """Return the architectures that the installed vLLM registers, each with the names of its tables there.
 
     They are read from its source, without an import that takes long; empty without vLLM.
     """
@@ -282,11 +284,11 @@ def registered() -> dict[str, str]:
     if spec is None or spec.origin is None:
         return {}
     source = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for node in ast.parse(source.read_text()).body:
         named = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
         table = str(getattr(named, "id", ""))
         if table.endswith("_MODELS") and isinstance(value := getattr(node, "value", None), ast.Dict):
-            names = [str(key.value) for key in value.keys if isinstance(key, ast.Constant)]
-            found = {**dict.fromkeys(names, table.strip("_").removesuffix("_MODELS").lower()), **found}
+            for name in {str(key.value) for key in value.keys if isinstance(key, ast.Constant)}:
+                found[name] = (*found.get(name, ()), table.strip("_").removesuffix("_MODELS").lower())
     return found

@@ -23,12 +23,30 @@ if TYPE_CHECKING:
     from steercap.engine.checkpoint import Checkpoint
 
 #: Tables of vLLM's registry with models that generate text.
-GENERATING: Final = ("text_generation", "multimodal", "transformers_supported")
+GENERATING: Final = frozenset({"text_generation", "multimodal", "transformers_supported"})
+#: Tables with models that pool.
+POOLING: Final = frozenset(
+    {"embedding", "late_interaction", "reward", "sequence_classification", "token_classification"}
+)
+#: State and reason of architectures in vLLM's other tables, whatever their layers are.
+OTHERS: Final[Mapping[str, tuple[str, str]]] = {
+    "speculative_decoding": ("refused", "a draft model; open what it drafts for, with this in speculative_config"),
+    "oot_supported": ("unknown", "vLLM has it in a plug-in alone; with that installed, the proof at start decides"),
+    "transformers_backend": ("unknown", "vLLM's name for whatever runs by transformers' modules; give the model's own"),
+    "previously_supported": ("refused", "the installed vLLM no longer has it"),
+}
+#: The same of architectures in none.
+UNREGISTERED: Final = (
+    "unknown",
+    "the installed vLLM does not register it; it runs, if at all, by transformers' modules",
+)
+#: Architectures whose layers run several times in a pass.
+LOOPED: Final = frozenset({"HrmTextForCausalLM", "IQuestLoopCoderForCausalLM"})
 
 #: Beginning of the reason in records of models that are served, though their rows differ from transformers'.
 DIFFERS: Final = "not proved, not refused"
 #: Meaning of "derived".
-DERIVES: Final = "a start derives its sites, and serves those that its proof shows, the stream at least"
+DERIVES: Final = "a start derives its sites, and serves those that its proof shows, or refuses the model"
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -39,12 +57,14 @@ class Standing(msgspec.Struct, frozen=True):
         state: "proved", "known", "derived", "refused" or "unknown".
         reason: what that means for it.
         family: family that knows it, "" for none.
+        pools: True if it pools, and generates nothing.
     """
 
     architecture: str
     state: str
     reason: str
     family: str = ""
+    pools: bool = False
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -54,10 +74,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
         model: name or folder, as given.
         standing: support of its architecture.
         layers, width: number of decoder layers, and elements of a row of the stream; 0 if unknown.
-        sites: layers that have each site, by site; `resid_pre` and `resid_post` alone where a start derives the rest.
+        sites: layers that have each site, by site; `resid_pre` and `resid_post` alone where a start derives the rest;
+            none of a model that is refused or unknown.
         weights: bytes of its weights in 16 bits, or as they are quantised; None if unknown.
         memory: bytes of steercap's own buffers with default settings, by setting.
-        command: command that serves it.
+        command: command that serves it, or captures with it if it pools.
     """
 
     model: str
@@ -88,27 +109,52 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
         family = next(name for name, one in FAMILIES.items() if one is found)
     except UnsupportedModel:
         family = ""
-    proved = [one for one in records() if one.architecture in names]
-    return Standing(architecture, *_state(family, proved, registered().get(architecture, "")), family)
+    tables = registered()
+    own, base = ({*tables.get(name, ())} for name in (architecture, generating(architecture)))
+    if own == {"previously_supported"} and by_transformers(architecture):
+        own = set()
+    pools = not own & GENERATING and bool(own & POOLING or (not own and base & GENERATING))
+    runs = pools or bool(own & GENERATING) or by_transformers(architecture)
+    proved = [one for one in records() if one.architecture in (names if runs else (architecture,))]
+    state, reason = _state(architecture, family, proved, {*own, *(base if pools else ())})
+    said = f"it pools, and is served by `encode` alone: {reason}" if pools and state != "refused" else reason
+    return Standing(architecture, state, said, family, pools)
 
 
-def _state(family: str, proved: Sequence[ProvedModel], table: str) -> tuple[str, str]:
+def by_transformers(architecture: str) -> bool:
+    """Check if vLLM can run an architecture by transformers' modules; vLLM's own condition."""
+    with extra("cuda", "cpu"):
+        import transformers
+    try:
+        kind = getattr(transformers, architecture)
+        return bool(kind.is_backend_compatible() or kind._can_set_attn_implementation())  # noqa: SLF001 -- as vLLM
+    except (AttributeError, ImportError, RuntimeError):  # there is none, or its own requirements are not met
+        return False
+
+
+def _state(architecture: str, family: str, proved: Sequence[ProvedModel], tables: set[str]) -> tuple[str, str]:
     """Return the state of an architecture and its reason.
 
     Args:
+        architecture: its name.
         family: name of the family that knows it, "" for none.
         proved: its records.
-        table: name of its table in vLLM's registry, "" for none.
+        tables: names of its tables in vLLM's registry.
     """
-    tried = ", ".join(sorted({f"{one.vllm} on {one.device}" for one in proved if not one.refused}))
+    compared = [one for one in proved if one.against_transformers and not one.refused]
+    tried = ", ".join(sorted({f"{one.vllm} on {one.device}" for one in compared}))
     if tried and family:
         return "proved", f"compared with transformers, vLLM {tried}"
-    if proved and not tried and not all(one.refused.startswith(DIFFERS) for one in proved):
-        return "refused", proved[0].refused
-    if not table and not tried:
-        return "unknown", "the installed vLLM does not register it; it runs, if at all, by transformers' modules"
-    if table == "previously_supported":
-        return "refused", "the installed vLLM no longer has it"
+    reasons = [one.refused for one in proved if one.refused and not one.refused.startswith(DIFFERS)]
+    if reasons and not tried:
+        return "refused", reasons[0]
+    other = None
+    if architecture in LOOPED:
+        other = "refused", "its layers run several times in a pass, and a tap must fire once"
+    elif not tables & (GENERATING | POOLING):
+        other = next((OTHERS[table] for table in sorted(tables) if table in OTHERS), None if tried else UNREGISTERED)
+    if other is not None:
+        return other
     if family:
         return "known", "not compared with transformers here; the proof at start decides"
     stream = f"its stream was compared with transformers, vLLM {tried}" if tried else "no family knows it"
@@ -145,8 +191,15 @@ def facts_of(name: str) -> ModelFacts:
         _sites(standing, config, checkpoint.layers),
         _weights(checkpoint, config),
         {one: int(getattr(settings, one)) for one in buffers},
-        "" if standing.state == "refused" else f"steercap serve {name} --sites all",
+        _command(name, standing),
     )
+
+
+def _command(name: str, standing: Standing) -> str:
+    """Return a command that runs a model, "" if it is refused."""
+    if standing.pools and standing.state != "refused":
+        return f"steercap capture TEXT --model {name} --engine-arg runner=pooling --out FOLDER"
+    return "" if standing.state == "refused" else f"steercap serve {name} --sites all"
 
 
 def _config_of(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
@@ -171,7 +224,7 @@ def _sites(standing: Standing, config: Any, layers: int) -> dict[str, str]:
     from steercap.architectures.families.derived import SITES as STREAM
     from steercap.architectures.sites import SITES
 
-    if standing.state == "refused":
+    if standing.state in {"refused", "unknown"}:
         return {}
     every = _spans(range(layers)) if layers else "all"
     if not standing.family or config is None or not layers:
@@ -235,7 +288,7 @@ def _answered(found: ModelFacts) -> Table:
             "weights": size or "unknown",
             "buffers": ", ".join(f"{name} {size / (1 << 30):g} GiB" for name, size in found.memory.items()),
             **{site: f"layer{'s' * (not layers.isdigit())} {layers}" for site, layers in found.sites.items()},
-            "serve": found.command,
+            ("capture" if found.standing.pools else "serve"): found.command,
         },
     )
 

@@ -119,8 +119,11 @@ def tried_layers(tried: TriedLayers) -> Table:
     )
     for one in tried.effects():
         numbers = (_number(value, "+.2f") for value in (one.up, one.down, one.apart))
-        note = "best" if one.layer == tried.best else "broken text" if one.broken else ""
-        table.add_row(str(one.layer), *numbers, _number(one.perplexity, ".3g"), note)
+        broken = "perplexity unknown" if math.isnan(one.perplexity) else "broken text"
+        note = "best" if one.layer == tried.best else broken if one.broken else ""
+        counted = f"{one.prompts} of {len(tried.prompts)} prompts" if one.prompts < len(tried.prompts) else ""
+        said = ", ".join(filter(None, (note, counted)))
+        table.add_row(str(one.layer), *numbers, _number(one.perplexity, ".3g"), said)
     return table
 
 
@@ -133,10 +136,10 @@ def best_tried(tried: TriedLayers) -> str:
 
 
 def tried_document(tried: TriedLayers) -> dict[str, Any]:
-    """Return replies and effects for JSON, with NaN as null."""
+    """Return replies and effects for JSON, with NaN as null, and infinity as "inf"."""
 
     def plain(row: NamedTuple) -> dict[str, Any]:
-        return {name: None if value != value else value for name, value in row._asdict().items()}  # noqa: PLR0124 -- NaN
+        return {name: _plain(value) for name, value in row._asdict().items()}
 
     return {
         "scale": tried.scale,
@@ -146,6 +149,11 @@ def tried_document(tried: TriedLayers) -> dict[str, Any]:
         "layers": list(map(plain, tried.effects())),
         "replies": list(map(plain, tried.replies)),
     }
+
+
+def _plain(value: Any) -> Any:
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return value if finite else None if math.isnan(value) else str(value)
 
 
 def _number(value: float, form: str) -> str:

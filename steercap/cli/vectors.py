@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import json
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -229,8 +231,8 @@ def _register_extract(app: typer.Typer) -> None:
             found = await extract_from(
                 open_model, texts, terminal, name=said, site=site, add_special_tokens=special_tokens, **split, **where
             )
-            tried = await tried_at(open_model, found, prompts, scale, terminal) if prompts else None
-            report(found, said, out, terminal, tried)
+            trial = partial(tried_at, open_model, found, prompts, scale, terminal) if prompts else None
+            await report(found, said, out, terminal, trial)
 
 
 async def tried_at(
@@ -247,19 +249,36 @@ async def tried_at(
         return await try_layers(model, found, prompts, scale=scale)
 
 
-def report(found: DirectionSet, name: str, out: Path, terminal: Terminal, tried: TriedLayers | None = None) -> None:
-    """Write a direction to a file, and show it.
+async def report(
+    found: DirectionSet,
+    name: str,
+    out: Path,
+    terminal: Terminal,
+    trial: Callable[[], Awaitable[TriedLayers]] | None = None,
+) -> None:
+    """Write a direction to a file, try it, and show it; a trial that fails leaves the file, and it is shown without.
 
     Args:
         found, name: set with this direction alone, and its name.
         out: path of the file.
         terminal: terminal to show it on.
-        tried: replies to show too.
+        trial: function that steers replies to show too.
 
     Raises:
         OSError: the file cannot be written; another one is named on stderr, or all numbers are on stdout.
+        The errors of the trial.
     """
     file, failed = saved(out, found.save, terminal)
+    tried = None
+    try:
+        tried = await trial() if trial is not None else None
+    finally:
+        _show(found, name, file, terminal, tried)
+    if failed is not None:
+        raise failed
+
+
+def _show(found: DirectionSet, name: str, file: Path | None, terminal: Terminal, tried: TriedLayers | None) -> None:
     document: dict[str, Any] = {"file": file, **document_of(found)}
     if file is None:
         document["vectors"] = {layer: vector.tolist() for layer, vector in found[name].items()}
@@ -271,8 +290,6 @@ def report(found: DirectionSet, name: str, out: Path, terminal: Terminal, tried:
     terminal.show(document, by_layer(found, name), *tables, facts("", about))
     if file is None and not terminal.json:
         terminal.write(json.dumps({name: document["vectors"]}))
-    if failed is not None:
-        raise failed
 
 
 def _register_show(app: typer.Typer) -> None:

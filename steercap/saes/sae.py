@@ -90,8 +90,8 @@ class SAE:
             raise InvalidSpec(f"centred={shown(centred)}; give True, False, or None for what the file says")
         found = find(source, folder, revision)
         recipe, parts = _read(found, os.fspath(source), activation_scale, centred)
-        reads = _point("input", input, recipe.input)
-        writes = _point("output", output, recipe.output if recipe.transcodes else reads)
+        reads = recipe.input if input is None else point_of("input", input)
+        writes = (recipe.output if recipe.transcodes else reads) if output is None else point_of("output", output)
         for point, name, hook in zip((reads, writes), ("input", "output"), recipe.hooks, strict=True):
             if point is None:
                 raise InvalidFile(
@@ -284,14 +284,12 @@ def _read(found: SAEFiles, source: str, scale: float | None, centred: bool | Non
     return recipe, parts_of(tensors, recipe)
 
 
-def _point(name: str, given: Any, known: Point | None) -> Point | None:
-    """Return the point that the user named, or else that of the file.
+def point_of(name: str, given: Any) -> Point:
+    """Return a point that the user named as (layer, site).
 
     Raises:
-        InvalidSpec: it is none.
+        InvalidSpec: it is none; the message begins with the name of the argument.
     """
-    if given is None:
-        return known
     layer, site = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
     index = index_of(layer)
     if index is None or index < 0 or not isinstance(site, str):

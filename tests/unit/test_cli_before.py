@@ -11,6 +11,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
 from steercap.concurrency.heartbeat import heartbeat, line_of
 from steercap.engine.checkpoint import is_path, require_reachable, require_there
-from steercap.errors import InvalidFile, ModelNotLoaded
+from steercap.errors import InvalidFile, ModelNotLoaded, WorkerFailure
 from steercap.files.base import write_whole
 from steercap.lab.personas import PersonaResult, PersonaSettings, traits
 from steercap.lab.personas.folder import open_folder
@@ -276,25 +277,25 @@ def test_answers_that_cannot_be_written_are_printed(how, capfd) -> None:
 
 
 @pytest.mark.parametrize("how", [False, True])
-def test_vectors_that_cannot_be_written_are_elsewhere_or_printed(here, how, monkeypatch, capfd) -> None:
+async def test_vectors_that_cannot_be_written_are_elsewhere_or_printed(here, how, monkeypatch, capfd) -> None:
     """Beneath the temporary folder, which is named; where that fails too, every number is on stdout."""
     known, terminal = DirectionSet.load("traits.safetensors").select("kind"), Terminal(Output(json=how))
     spare = here / "spare"
     spare.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(spare))
     with pytest.raises(OSError, match=r"a\.txt"):
-        extracted(known, "kind", Path("a.txt/x.safetensors"), terminal)
+        await extracted(known, "kind", Path("a.txt/x.safetensors"), terminal)
     (rescued,) = spare.rglob("*.safetensors")
     assert DirectionSet.load(rescued) == known
     assert str(rescued) in capfd.readouterr().err.replace("\n", "")
     with monkeypatch.context() as patch:  # pytest needs the folder when the test ends
         patch.setattr("tempfile.tempdir", str(here / "a.txt"))
         with pytest.raises(OSError, match=r"a\.txt"):
-            extracted(known, "kind", Path("a.txt/x.safetensors"), terminal)
+            await extracted(known, "kind", Path("a.txt/x.safetensors"), terminal)
     out = capfd.readouterr().out
     numbers = json.loads(out)["vectors"] if how else json.loads(out.splitlines()[-1])["kind"]
     assert torch.tensor(numbers["2"]).equal(known["kind"][2])
-    extracted(known, "kind", here / "fine.safetensors", terminal)
+    await extracted(known, "kind", here / "fine.safetensors", terminal)
     assert DirectionSet.load(here / "fine.safetensors") == known
 
 
@@ -592,3 +593,35 @@ def test_help_is_short_and_shows_no_type_of_a_flag(command, monkeypatch) -> None
     assert short.exit_code == 0
     assert short.stdout == long.stdout
     assert "bool" not in short.stdout
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_trial_that_fails_leaves_the_direction(here, how, writable, monkeypatch) -> None:
+    """It is in its file before a layer is tried, or in another; the report names it, and the trial's error is told."""
+    known, there = DirectionSet.load("traits.safetensors").select("kind"), here / "kept" / "x.safetensors"
+
+    @asynccontextmanager
+    async def reached(*_arguments: Any, **_options: Any):
+        yield None
+
+    async def extract_from(*_arguments: Any, **_options: Any) -> DirectionSet:
+        if not writable:
+            there.parent.write_text("a file")
+        return known
+
+    async def try_layers(*_arguments: Any, **_options: Any) -> None:
+        assert there.exists() == writable
+        raise WorkerFailure("out of luck")
+
+    monkeypatch.setattr("steercap.cli.vectors.reached", reached)
+    monkeypatch.setattr("steercap.cli.vectors.extract_from", extract_from)
+    monkeypatch.setattr("steercap.lab.studies.trying.try_layers", try_layers)
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    line = "vectors extract a.txt b.txt -m model --name kind --try hi --out"
+    result = call(*line.split(), there, *how)
+    file = there if writable else next(here.glob("steercap-*/x.safetensors"))
+    assert (result.exit_code, DirectionSet.load(file)) == (1, known)
+    assert str(file) in "".join(result.stdout.split())
+    assert "WorkerFailure: out of luck" in result.stderr
+    assert writable or f"{there} cannot be written; it is {file}" in result.stderr.replace("\n", "")

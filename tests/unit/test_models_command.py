@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from steercap.adapters.releases import registered
 from steercap.cli.models import ModelFacts, facts_of, standing_of
 from steercap.errors import ModelNotLoaded
 from steercap.testing.tiny import tiny_config
@@ -46,12 +47,56 @@ def test_layers_that_no_family_knows_are_derived(tmp_path) -> None:
         ("LlamaForCausalLM", "proved", "compared with transformers"),
         ("BloomForCausalLM", "derived", "no family knows it"),
         ("MPTForCausalLM", "refused", "no longer has it"),
+        ("PersimmonForCausalLM", "unknown", "by transformers' modules"),  # vLLM had it, and transformers has
+        ("IQuestLoopCoderForCausalLM", "refused", "run several times in a pass"),
+        ("HrmTextForCausalLM", "refused", "run several times in a pass"),
+        ("Gemma3nForConditionalGeneration", "derived", "refuses the model"),
+        ("Eagle3LlamaForCausalLM", "refused", "a draft model"),
+        ("MBartForConditionalGeneration", "unknown", "plug-in"),
+        ("TransformersForCausalLM", "unknown", "give the model's own"),
+        ("Qwen2VLForConditionalGeneration", "derived", "no family knows it: a start derives"),  # in two tables
+        ("BertModel", "known", "it pools, and is served by `encode`"),
+        ("CLIPModel", "derived", "it pools, and is served by `encode`"),
+        ("Qwen3ForSequenceClassification", "known", "it pools, and is served by `encode`"),  # vLLM converts it
         ("NoSuchForCausalLM", "unknown", "does not register it"),
     ],
 )
 def test_each_standing_has_its_reason(architecture, state, reason) -> None:
     found = standing_of(architecture)
     assert (found.state, reason in found.reason) == (state, True), found
+
+
+def test_only_what_generates_or_pools_is_served() -> None:
+    """By vLLM's own tables: of every architecture that it registers."""
+    for architecture, tables in registered().items():
+        found = standing_of(architecture)
+        if {"text_generation", "multimodal", "transformers_supported"} & {*tables}:
+            assert not found.pools, found
+        elif {"speculative_decoding", "oot_supported", "transformers_backend"} & {*tables}:
+            assert found.state in {"refused", "unknown"}, found
+        elif "previously_supported" not in tables:
+            assert (found.pools, "`encode`" in found.reason, found.state in {"known", "derived"}) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "state"),
+    [
+        ("NoSuchForConditionalGeneration", "unknown"),  # neither vLLM nor transformers has it
+        ("LlavaForConditionalGeneration", "proved"),  # vLLM's own
+        ("AyaVisionForConditionalGeneration", "proved"),  # by transformers' modules
+    ],
+)
+def test_a_wrapper_is_proved_by_its_language_model_only_if_it_runs(architecture, state) -> None:
+    assert standing_of(architecture, ("LlamaForCausalLM",)).state == state
+
+
+def test_a_pooling_model_has_a_command_that_pools(tmp_path) -> None:
+    """And one that is not known has neither sites nor a proof."""
+    pooling, other = tmp_path / "pooling", tmp_path / "other"
+    found = facts_of(folder_of(pooling, "qwen3", architecture="Qwen3ForSequenceClassification"))
+    assert found.command == f"steercap capture TEXT --model {pooling} --engine-arg runner=pooling --out FOLDER"
+    assert found.sites["resid_post"] == "0-3"
+    assert facts_of(folder_of(other, "qwen3", architecture="NoSuchForCausalLM")).sites == {}
 
 
 @pytest.mark.parametrize("content", ["[]", "{", json.dumps({"model_type": "llama"})])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,6 +121,10 @@ def test_a_kill_between_the_files_leaves_no_mixture(tmp_path, monkeypatch) -> No
         ({"lr": "fast"}, "lr='fast'"),
         ({"rows": -1}, "rows=-1"),
         ({"point": "resid_post"}, "point='resid_post'"),
+        ({"point": None}, "point=None; give a layer from 0"),
+        ({"point": (None, "resid_post")}, "give a layer from 0"),
+        ({"point": (-1, "resid_post")}, "give a layer from 0"),
+        ({"point": (True, "resid_post")}, "give a layer from 0"),
         ({"normalisation": Normalisation(torch.zeros(5), torch.ones(5))}, "5 elements for rows of 12"),
         ({"normalisation": Normalisation(torch.zeros(WIDTH), torch.zeros(WIDTH))}, "cannot be undone"),
     ],
@@ -164,3 +169,26 @@ def test_no_batches_and_huge_rows_are_told(tmp_path) -> None:
         score_sae(other, torch.ones(4, WIDTH))
     with pytest.raises(InvalidSpec, match="rows that it reads"):
         score_sae(other, torch.ones(4, WIDTH + 1))
+
+
+@pytest.mark.parametrize("point", [None, "resid_post", ("2", "resid_post"), (2,), Point(-1, "z"), (2, None)])
+def test_an_sae_without_a_point_is_not_saved(point, tmp_path) -> None:
+    """The field is named, with what is accepted, before anything is written; a plain pair will do."""
+    sae = SAETraining(POINT, WIDTH, features=FEATURES, k=K).sae()
+    with pytest.raises(InvalidSpec, match=r"save_sae: sae\.input=.*; give a layer from 0 up and a site: \(12"):
+        save_sae(replace(sae, input=point, output=point), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(InvalidSpec, match=r"sae\.output=.*resid_mid.*output is its input, resid_post"):
+        save_sae(replace(sae, output=Point(2, "resid_mid")), tmp_path / "none")
+    pair = save_sae(replace(sae, input=(2, "resid_post"), output=(2, "resid_post")), tmp_path)
+    assert SAE.load(pair).input == POINT
+
+
+def test_something_that_is_no_sae_is_told(tmp_path) -> None:
+    """A training itself, a file's name, None: with the argument's name."""
+    training = SAETraining(POINT, WIDTH, features=FEATURES, k=K)
+    for given in (training, "sae", None):
+        with pytest.raises(InvalidSpec, match=r"save_sae: sae=.*give an SAE"):
+            save_sae(given, tmp_path)
+        with pytest.raises(InvalidSpec, match=r"score_sae: sae=.*give an SAE"):
+            score_sae(given, sparse_rows(50))

@@ -134,6 +134,57 @@ async def test_an_empty_reply_is_blank_and_counts_for_nothing() -> None:
     assert "none" in best_tried(silent)
 
 
+#: Perplexities of a reply that reads well, and of others.
+SOUND, UNSOUND = (2.0, 3.0, 5.0), (math.inf, math.nan, 1e200)
+
+
+def cells_of(found: TriedLayers) -> dict[int, list[str]]:
+    """Cells of the table of the layers, by layer."""
+    columns = [list(column.cells) for column in tried_layers(found).columns]
+    return {int(row[0]): list(row) for row in zip(*columns, strict=True)}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_signs_are_paired_by_prompt_and_an_infinite_perplexity_breaks_a_layer(seed) -> None:
+    """Against a loop over the prompts: replies without tokens, and with perplexities that are no number."""
+    drawn = np.random.default_rng(seed)
+    plain = drawn.choice(SOUND, 3)
+    replies, wanted = [Tried(number, None, 0.0, "", 0.0, float(cost)) for number, cost in enumerate(plain)], {}
+    for layer in (2, 7, 9):
+        moved, costs, known, infinite = list[Any](), list[float](), list[float](), False
+        for number in range(3):
+            pair = np.where(drawn.random(2) < 0.3, math.nan, drawn.normal(size=2))
+            cost = np.where(np.isnan(pair), math.nan, drawn.choice((*SOUND, *SOUND, *UNSOUND), 2))
+            for way, effect, one in zip((2.0, -2.0), pair, cost, strict=True):
+                replies.append(Tried(number, layer, way, "", float(effect), float(one)))
+            infinite |= math.inf in cost
+            if not np.isnan(pair).any():
+                moved, costs, known = [*moved, pair], [*costs, *cost], [*known, plain[number]]
+        up, down = np.mean(moved, axis=0) if moved else (math.nan, math.nan)
+        perplexity = math.inf if infinite else np.exp(np.log(costs).mean()) if costs else math.nan
+        sound = bool(known) and bool(perplexity <= BROKEN * np.exp(np.log(known).mean()))
+        wanted[layer] = (up, down, up - down, perplexity, not sound, len(moved))
+    found = TriedLayers("x", tuple("abc"), 2.0, 2, tuple(replies))
+    fit = {layer: one[2] for layer, one in wanted.items() if not one[4] and one[2] > 0}
+    assert found.best == max(fit, key=lambda layer: fit[layer], default=None)
+    for one in found.effects():
+        assert one[1:] == pytest.approx(wanted[one.layer], nan_ok=True)
+        note = cells_of(found)[one.layer][-1]
+        assert (f"{one.prompts} of 3 prompts" in note) == (one.prompts < 3)
+        assert ("broken text" in note or "perplexity unknown" in note) == one.broken
+
+
+async def test_replies_of_infinite_perplexity_are_not_the_best(monkeypatch) -> None:
+    """A token that is impossible to the unsteered model breaks the layer furthest apart, and an unsteered reply too."""
+    monkeypatch.setitem(globals(), "COSTS", np.where(np.arange(50) == 9, math.inf, COSTS))
+    replies = {(4, 2.0): (7, 7, 9), (4, -2.0): (8, 8, 8), (5, 2.0): (7, 4), (5, -2.0): (8, 4)}
+    found = await try_layers(Known(replies), direction(), ["a", "b"], layers=[4, 5])
+    assert (found.effects()[0].perplexity, found.best) == (math.inf, 5)
+    assert cells_of(found)[4][-2:] == ["inf", "broken text"]
+    unsound = await try_layers(Known(replies, plain=(3, 9)), direction(), ["a"], layers=[5])
+    assert unsound.effects()[0].broken, "nothing to compare with"
+
+
 async def test_candidates_are_few_and_hold_the_suggested_one() -> None:
     """Some of the middle of many layers; all of few."""
     assert candidates(list(range(30)), 15) == [6, 10, 14, 15, 17, 20, 23]

@@ -8,7 +8,8 @@ direction. At 1, a difference of means has moved it from the negative texts to t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -36,6 +37,8 @@ SHARES: Final = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8)
 _ANSWERED: Final = frozenset(Answered.__struct_fields__)
 #: Factor of the unsteered replies' perplexity from which a layer's replies count as broken text.
 BROKEN: Final = 3.0
+#: Number of replies to a prompt at a layer: with the vector added, and subtracted.
+WAYS: Final = 2
 
 
 class Tried(NamedTuple):
@@ -60,14 +63,15 @@ class Tried(NamedTuple):
 
 
 class LayerEffect(NamedTuple):
-    """Effects at one layer, means over the prompts whose replies could be measured.
+    """Effects at one layer, means over the prompts whose replies both ways could be measured.
 
     Args:
         layer: the layer.
-        up, down: mean effect of the vector and of its negative; NaN if no reply could be measured.
+        up, down: mean effect of the vector and of its negative; NaN if no prompt could be measured.
         apart: `up - down`.
-        perplexity: geometric mean over the replies both ways.
-        broken: True if that is over `BROKEN` times the unsteered replies', or unknown.
+        perplexity: geometric mean over the replies both ways; infinite if that of any reply at the layer is.
+        broken: True if that is infinite, over `BROKEN` times the unsteered replies' to these prompts, or unknown.
+        prompts: number of these prompts; the others have a reply without tokens.
     """
 
     layer: int
@@ -76,6 +80,7 @@ class LayerEffect(NamedTuple):
     apart: float
     perplexity: float
     broken: bool
+    prompts: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,13 +107,17 @@ class TriedLayers:
 
     def effects(self) -> list[LayerEffect]:
         """Return the effects of each layer that was tried, ascending."""
-        plain = _factor(one.perplexity for one in self.replies if one.layer is None)
+        plain = {one.prompt: one.perplexity for one in self.replies if one.layer is None}
         found = []
         for layer in sorted({one.layer for one in self.replies if one.layer is not None}):
             own = [one for one in self.replies if one.layer == layer]
-            up, down = (_mean(one.effect for one in own if one.scale * sign > 0) for sign in (1, -1))
-            perplexity = _factor(one.perplexity for one in own)
-            found.append(LayerEffect(layer, up, down, up - down, perplexity, not perplexity <= BROKEN * plain))
+            ways = Counter(one.prompt for one in own if math.isfinite(one.effect))
+            both = {prompt for prompt, number in ways.items() if number == WAYS}
+            effects = [(one.scale > 0, one.effect) for one in own if one.prompt in both]
+            up, down = (_mean(effect for way, effect in effects if way == wanted) for wanted in (True, False))
+            perplexity = _factor(one.perplexity for one in own if one.prompt in both or one.perplexity == math.inf)
+            sound = perplexity <= BROKEN * _factor(plain[prompt] for prompt in both) < math.inf
+            found.append(LayerEffect(layer, up, down, up - down, perplexity, not sound, len(both)))
         return found
 
     @property
@@ -123,14 +132,16 @@ class TriedLayers:
         return html_table(title, Tried._fields, self.replies)
 
 
-def _mean(values: Any) -> float:
-    """Return the mean of the finite numbers among some; NaN if there are none."""
-    known = [value for value in values if math.isfinite(value)]
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean of some numbers; NaN if there are none, or one is NaN."""
+    known = list(values)
     return float(np.mean(known)) if known else math.nan
 
 
-def _factor(values: Any) -> float:
-    return math.exp(_mean(math.log(value) for value in values if value > 0))
+def _factor(values: Iterable[float]) -> float:
+    """Return the geometric mean of some perplexities; infinite if one is."""
+    known = list(values)
+    return math.inf if math.inf in known else math.exp(_mean(map(math.log, known)))
 
 
 def candidates(layers: Sequence[int], suggested: int | None = None) -> list[int]:

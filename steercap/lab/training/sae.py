@@ -22,7 +22,7 @@ from steercap.errors import InvalidSpec, TrainingDiverged
 from steercap.files.base import write_whole
 from steercap.lab.datasets.rows import Labelled, Normalisation
 from steercap.saes.encoder import Encoder
-from steercap.saes.sae import SAE
+from steercap.saes.sae import SAE, point_of
 
 #: Share of the rows after which the learning rate falls to `LEAST_RATE` of itself, linearly.
 FALLS_FROM: Final = 0.5
@@ -88,11 +88,9 @@ class SAETraining:
         seed: int = 0,
         device: str | torch.device = "cpu",
     ) -> None:
-        if not (isinstance(point, tuple) and len(point) == 2 and isinstance(point[1], str)):
-            raise InvalidSpec(f"SAETraining: point={shown(point)}; give a layer and a site, such as (15, 'resid_post')")
-        self.point = Point(*point)
+        self.point = point_of("SAETraining: point", point)
         self.width, features, self.k = (
-            _whole(name, one) for name, one in zip(_SIZES, (width, features, k), strict=True)
+            _whole(name, one) for name, one in zip(("width", "features", "k"), (width, features, k), strict=True)
         )
         if self.k > features:
             raise InvalidSpec(f"SAETraining: k={k} of {features} features; give at most as many")
@@ -172,10 +170,6 @@ class SAETraining:
         return rows
 
 
-#: Arguments that are counts.
-_SIZES: Final = ("width", "features", "k")
-
-
 def _check_normalisation(given: Normalisation | None, width: int) -> None:
     if given is None:
         return
@@ -228,8 +222,9 @@ def score_sae(sae: SAE, rows: torch.Tensor) -> SAEScore:
         rows: the model's own rows, not normalised, [rows, width], two at least.
 
     Raises:
-        InvalidSpec: a transcoder, other rows, or rows that are all equal or not finite.
+        InvalidSpec: a transcoder, something else, other rows, or rows that are all equal or not finite.
     """
+    _check_sae("score_sae", sae)
     if sae.transcodes or not isinstance(rows, torch.Tensor) or rows.ndim != 2 or rows.shape[1] != sae.d_in:
         raise InvalidSpec(f"score_sae: {sae!r} on {shown(rows)}; give an SAE and the rows that it reads and writes")
     spread = float((rows.double() - rows.double().mean(0)).square().sum())
@@ -252,10 +247,13 @@ def save_sae(sae: SAE, folder: str | Path) -> Path:
         folder: folder to write to, created if needed; files of an earlier SAE in it are replaced.
 
     Raises:
-        InvalidSpec: an SAE of another architecture, or one that normalises rows or writes elsewhere.
+        InvalidSpec: no SAE, or one of another architecture, without a point, normalising rows, or writing elsewhere.
         OSError: it cannot be written.
     """
-    encoder = sae.encoder
+    _check_sae("save_sae", sae)
+    encoder, point = sae.encoder, point_of("save_sae: sae.input", sae.input)
+    if sae.output != point:
+        raise InvalidSpec(f"save_sae: sae.output={shown(sae.output)}; give an SAE whose output is its input, {point}")
     if sae.architecture != "topk" or sae.transcodes or encoder.normalisation != "none" or encoder.centred:
         raise InvalidSpec(f"save_sae: {sae!r}; this writes top-k SAEs that read rows as they are")
     shift = torch.zeros(sae.d_in) if encoder.shift is None else encoder.shift
@@ -265,7 +263,7 @@ def save_sae(sae: SAE, folder: str | Path) -> Path:
         )
     tensors = {"W_enc": encoder.weight, "b_enc": encoder.bias, "W_dec": sae.decoder, "b_dec": sae.decoder_bias}
     metadata = {
-        "hook_name": _hook_of(sae.input),
+        "hook_name": _hook_of(point),
         "model_name": sae.model,
         "neuronpedia_id": sae.name or None,
         "model_from_pretrained_kwargs": {"center_writing_weights": False},  # rows are vLLM's, which centres none
@@ -288,6 +286,11 @@ def save_sae(sae: SAE, folder: str | Path) -> Path:
     with write_whole(to / "cfg.json") as scratch:
         scratch.write_text(json.dumps(said, indent=1))
     return to
+
+
+def _check_sae(name: str, given: Any) -> None:
+    if not isinstance(given, SAE):
+        raise InvalidSpec(f"{name}: sae={shown(given)}; give an SAE, such as that of SAETraining(...).sae()")
 
 
 def _hook_of(point: Point) -> str:
