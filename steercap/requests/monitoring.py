@@ -66,31 +66,26 @@ class _Sample:
     """State of one sample while it runs.
 
     Args:
-        monitor_readers: number of monitors.
+        scored: number of rows scored, by monitor.
         tokens: tokens generated so far.
         text: their text.
         before: number of tokens and of characters that came before the newest output.
         rows: number of rows fetched so far.
-        scored: number of rows scored, by monitor.
         crossings: tokens at which monitors fired.
         stop: crossing at which the text ends.
         ended: True once vLLM or a monitor has ended it.
         steered: position at which held-back steering began; None before that.
     """
 
-    monitor_readers: int
+    scored: list[int]
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     before: tuple[int, int] = (0, 0)
     rows: int = 0
-    scored: list[int] = field(init=False)
     crossings: list[Crossing] = field(default_factory=list)
     stop: Crossing | None = None
     ended: bool = False
     steered: int | None = None
-
-    def __post_init__(self) -> None:
-        self.scored = [0] * self.monitor_readers
 
 
 #: Fetches new rows by sample index, given each sample's tokens and the number of rows fetched before.
@@ -114,7 +109,7 @@ class Watch:
         self._name, self._monitor_readers = name, tuple(monitor_readers)
         self._prompt_len, self._limit = prompt_len, limit
         self._selected = [selected(monitor_reader.ranges, limit) for monitor_reader in monitor_readers]
-        self._samples = [_Sample(len(monitor_readers)) for _ in range(samples)]
+        self._samples = [_Sample([0] * len(monitor_readers)) for _ in range(samples)]
 
     def reports(self, index: int = 0) -> tuple[MonitorReport, ...]:
         """Return the report of each monitor for a sample so far."""
