@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -95,6 +96,41 @@ def weights_of(path: str | Path) -> str:
     for part in _parts(Path(path)):
         found.update(hashlib.sha256(part).digest())  # digests are of one length, so no two lists of parts are alike
     return found.hexdigest()
+
+
+def files_of(model: str, revision: str | None = None) -> str:
+    """Return a SHA-256, in hexadecimal, of a model's files on this machine, "" if none are there.
+
+    Beside what `weights_of` reads, it covers the relative path, size and time of change of every file in the model's
+    folder, and so the tokenizer, the chat template and weights that were edited in place. Copies differ.
+
+    Args:
+        model: path of the model, or its name on the hub: that of the snapshot in the hub's cache, and its commit.
+        revision: revision or commit of a name on the hub, None for its main branch.
+    """
+    folder = Path(model) if os.path.exists(model) else _snapshot(model, revision)  # noqa: PTH110 -- it may be no path
+    if folder is None:
+        return ""
+    files = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
+    stamps = [weights_of(folder), "" if os.path.exists(model) else folder.name]  # noqa: PTH110
+    for file in sorted(files) or [folder]:
+        with suppress(FileNotFoundError):  # it was removed meanwhile, or is a link to nothing
+            found = file.stat()
+            stamps.append((str(file.relative_to(folder)), found.st_size, found.st_mtime_ns))
+    return _digest(stamps)
+
+
+def _snapshot(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a model's snapshot in the hub's cache, None if it is not there."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return None
+    repository = "--".join(name.partition(":")[0].split("/")[:2])  # of owner/name/file.gguf and owner/name:quantization
+    cache = Path(constants.HF_HUB_CACHE) / f"models--{repository}"
+    reference = cache / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    return cache / "snapshots" / commit if commit and (cache / "snapshots" / commit).is_dir() else None
 
 
 def _weights(model: str, config: Any) -> str:

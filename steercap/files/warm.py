@@ -48,7 +48,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
         pid: process id of the server.
         socket: path of its socket.
         code: version of steercap, and the folder of its code.
-        weights: digest of the model's files when the server started; "" for a name on the hub.
+        weights: `fingerprint.files_of` the model when the server started.
         started: time of the start, in seconds since the machine's.
         keyed: True if it wants an API key.
         asked: digest of the options that `steercap up` was given, which may hold keys.
@@ -155,8 +155,6 @@ def announced(engine: WarmEngine) -> Iterator[None]:
         InvalidRequest: another server has the model.
         OSError: the folder cannot be written to.
     """
-    from steercap.files.base import write_whole
-
     path = Path(engine.socket)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     held = ExitStack()
@@ -170,13 +168,24 @@ def announced(engine: WarmEngine) -> Iterator[None]:
             time.sleep(LOCK_SECONDS / 40)
         _remove(path)
         try:
-            with write_whole(path.with_suffix(".json"), mode=0o600) as scratch:
-                scratch.write_bytes(msgspec.json.encode(engine, enc_hook=str))
+            write(engine)
             yield
         finally:
             _remove(path)
     finally:
         held.close()
+
+
+def write(engine: WarmEngine) -> None:
+    """Write an engine's record, in place of the one before; call it with the lock held.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    from steercap.files.base import write_whole
+
+    with write_whole(Path(engine.socket).with_suffix(".json"), mode=0o600) as scratch:
+        scratch.write_bytes(msgspec.json.encode(engine, enc_hook=str))
 
 
 def engines() -> list[WarmEngine]:

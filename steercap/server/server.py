@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec.structs import replace
+
 from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import warn_of_other_model, weights_of
-from steercap.files.warm import WarmEngine, announced, code, identified, socket_of
+from steercap.files.fingerprint import files_of, warn_of_other_model
+from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
 from steercap.server.engine import ServedEngine
@@ -212,13 +214,16 @@ async def serve(
     _require_no_restart(unopened)
     with ExitStack() as held:
         if settings.warm is not None:
-            held.enter_context(announced(_warm_engine(unopened, read, settings.warm)))
+            warm = _warm_engine(unopened, read, settings.warm)
+            held.enter_context(announced(warm))
         sock = held.enter_context(closing(server.listening(read)))  # before the engine: a port in use fails at once
         if settings.warm is not None:
             await asyncio.to_thread(os.chmod, read.uds, 0o600)  # nobody can connect yet: it does not listen
         folder = held.enter_context(opened_folder(model, settings))
         recorder = None if settings.record is None else Recorder.of(settings.record, model)
         async with unopened as opened, recorder or nullcontext():
+            if settings.warm is not None:
+                await asyncio.to_thread(_record_snapshot, warm, opened)
             app = await application(opened, read, settings, folder, names, recorder=recorder)
             idle = IdleClock(app.router.middleware_stack, settings.idle_seconds)
             app.router.middleware_stack = idle
@@ -255,13 +260,19 @@ def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str) -> Wa
         pid=os.getpid(),
         socket=flags.uds,
         code=code(),
-        weights=weights_of(model.model) if Path(model.model).exists() else "",
+        weights=files_of(model.model, theirs.get("revision")),
         started=time.monotonic(),
         keyed=bool(flags.api_key or os.environ.get("VLLM_API_KEY")),
         asked=asked,
         settings=ours,
         arguments=theirs,
     )
+
+
+def _record_snapshot(engine: WarmEngine, model: SteerModel) -> None:
+    """Record the files of a model on the hub once more, which may have been fetched only now."""
+    if not Path(engine.path).exists():
+        write(replace(engine, weights=files_of(engine.path, model.identity()["weights"])))
 
 
 @contextmanager

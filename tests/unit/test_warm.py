@@ -27,7 +27,7 @@ from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
 from steercap.files import warm
-from steercap.files.fingerprint import weights_of
+from steercap.files.fingerprint import files_of
 from steercap.files.warm import WarmEngine
 from steercap.server import server
 from steercap.server.metrics import IDLE, LOOKING, IdleClock
@@ -43,6 +43,7 @@ from dataclasses import asdict
 from pathlib import Path
 from steercap.config import Settings
 from steercap.files import warm
+from steercap.files.fingerprint import files_of
 
 words = sys.argv[sys.argv.index("serve") + 1:]
 with open("{calls}", "a") as calls:
@@ -54,7 +55,7 @@ path = warm.socket_of(model)
 asked = [word for word in words[1:] if word not in ("--warm", "--no-record", "--")]
 engine = warm.WarmEngine(
     model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), asked=warm.digest_of(asked),
-    settings=asdict(Settings()), arguments={{"dtype": "float32"}}, weights={weights!r}, keyed="--api-key" in asked,
+    settings=asdict(Settings()), arguments={{"dtype": "float32"}}, weights=files_of(model), keyed="--api-key" in asked,
 )
 points = [{{"layer": 0, "site": "resid_post", "shape": [8], "dtype": "float32"}}]
 said = {{
@@ -134,10 +135,10 @@ class Python:
         self.path, self.calls, self.fails, self.waits = (path / name for name in ("python", "calls", "fails", "waits"))
         self.write()
 
-    def write(self, weights: str = "") -> None:
+    def write(self) -> None:
         names = {name: getattr(self, name) for name in ("calls", "fails", "waits")}
         names["home"] = Path(steercap.__file__).parent.parent
-        self.path.write_text(SERVER.format(python=PYTHON, weights=weights, **names))
+        self.path.write_text(SERVER.format(python=PYTHON, **names))
         self.path.chmod(0o755)
 
     @property
@@ -155,6 +156,7 @@ def python(tmp_path, monkeypatch) -> Python:
 def engine_of(model: str, **more) -> WarmEngine:
     path = warm.identified(model)
     known = {"pid": os.getpid(), "code": warm.code(), "settings": json.loads(json.dumps(vars_of(Settings())))}
+    known |= {"weights": files_of(path)}
     return WarmEngine(model=model, path=path, socket=str(warm.socket_of(path)), **{**known, **more})
 
 
@@ -318,6 +320,39 @@ def test_an_engine_that_differs_is_not_taken(model, options, settings, there, di
     found = preflight._mismatch(engine_of(model, **there), ReachOptions(model, **options), settings)
     assert differs in found
     assert bool(differs) == bool(found)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_files_edited_in_place_are_noticed(model, name) -> None:
+    """In the middle of a file, with its size and its ends as they were."""
+    (Path(model) / name).write_bytes(bytes(1 << 18))
+    engine = engine_of(model)
+    assert preflight._mismatch(engine, ReachOptions(model), {}) == ""
+    with (Path(model) / name).open("r+b") as file:
+        file.seek(1 << 17)
+        file.write(b"other")
+    found = preflight._mismatch(engine, ReachOptions(model), {})
+    assert "have changed since its start" in found
+
+
+@pytest.mark.usefixtures("folder")
+def test_another_commit_of_a_name_on_the_hub_is_noticed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cache = tmp_path / "models--org--name"
+    (cache / "refs").mkdir(parents=True)
+    assert files_of("org/name") == ""
+    for commit in ("first", "second"):
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "config.json").write_text("{}")
+        os.utime(cache / "snapshots" / commit / "config.json", ns=(1, 1))
+    (cache / "refs" / "main").write_text("first")
+    engine = engine_of("org/name", arguments={"revision": "main"})
+    options = ReachOptions("org/name", engine_arg=["revision=main"])
+    assert preflight._mismatch(engine, options, {}) == ""
+    assert files_of("org/name", "first") == engine.weights
+    (cache / "refs" / "main").write_text("second")
+    assert "org/name have changed since its start" in preflight._mismatch(engine, options, {})
+    assert files_of("org/name", "first") == engine.weights
 
 
 def test_the_environment_counts_as_asked_for(model, monkeypatch) -> None:
@@ -550,7 +585,7 @@ async def test_a_server_announces_itself_while_it_lives(model, monkeypatch) -> N
     (engine,) = seen
     assert not await asyncio.to_thread(os.path.exists, engine.socket)
     assert (engine.asked, engine.keyed, engine.pid, engine.code) == ("digest", True, os.getpid(), warm.code())
-    assert (engine.path, engine.weights) == (warm.identified(model), weights_of(model))
+    assert (engine.path, engine.weights) == (warm.identified(model), files_of(model))
     given = {name: value for name, value in engine.arguments.items() if value}
     assert given == {"dtype": "float32", "max_model_len": 9}
     assert engine.settings == {**vars_of(Settings()), "sites": ["z"], "capture_bytes": 5}
