@@ -165,7 +165,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         Raises:
             InvalidSetting: the url is none.
             InvalidRequest: it is left out, and there is no warm engine, there are several, or it runs another version
-                of steercap.
+                of steercap, or the model's files have changed since its start.
         """
         from steercap.client import RemoteModel
         from steercap.files import warm

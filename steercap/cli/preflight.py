@@ -265,14 +265,11 @@ def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[
     import msgspec
 
     from steercap.config import Settings, environment
-    from steercap.files.fingerprint import files_of
 
-    if engine.code != warm.code():
-        return f"it runs steercap {engine.code}, this is {warm.code()}"
+    if reason := warm.outdated(engine):
+        return f"{reason}; renew it with `steercap down` and `up`"
     if engine.keyed and options.api_key is None:
         return "it wants an API key; give --api-key"
-    if engine.weights != files_of(engine.path, engine.arguments.get("revision")):
-        return f"the files of {engine.path} have changed since its start; renew it with `steercap down` and `up`"
     given = {**settings, **options.said()}
     names = {field.name for field in dataclasses.fields(Settings)}
     own = {name: value for name, value in given.items() if name in names}

@@ -81,11 +81,8 @@ def _up(app: typer.Typer) -> None:
         asked, start = warm.digest_of([*options.flags(), *flags]), time.monotonic()
         async with _turn(path, terminal):
             there = warm.engine_at(path)
-            if there is not None and (there.asked != asked or there.code != warm.code()):
-                raise InvalidRequest(
-                    f"{model} is up with other options, or by another steercap ({there.code}, this is {warm.code()}); "
-                    f"end it with `steercap down {there.model}` first"
-                )
+            if there is not None and (reason := _unlike(there, asked)):
+                raise InvalidRequest(f"{model} is up {reason}; end it with `steercap down {there.model}` first")
             child = None if there is not None else _started(model, options, flags, path)
             try:
                 engine = await _ready(path, child, model, terminal)
@@ -99,6 +96,14 @@ def _up(app: typer.Typer) -> None:
         idle = f"ends after {options.idle:g} min without a request" if options.idle else "stays until `steercap down`"
         terminal.say(f"{model} {took}; {idle}. Other commands find it; in Python: SteerModel.connect()")
         terminal.show({"model": engine.model, "url": engine.url, "pid": engine.pid, "log": str(engine.log)}, engine.url)
+
+
+def _unlike(engine: WarmEngine, asked: str) -> str:
+    """Return how a warm engine differs from the one that would be started, "" if in nothing."""
+    if engine.asked != asked:
+        return "with other options"
+    reason = warm.outdated(engine)
+    return reason and f"and outdated: {reason}"
 
 
 @asynccontextmanager

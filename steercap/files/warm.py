@@ -207,13 +207,13 @@ def engine_at(socket: Path) -> WarmEngine | None:
 
 
 def only_engine(model: str | None = None) -> WarmEngine:
-    """Return this user's only warm engine, or the one of a model; it has this version of steercap.
+    """Return this user's only warm engine, or the one of a model; it is not outdated.
 
     Args:
         model: model as given to `steercap up`, with or without "+" and a preset, or its path; None for any.
 
     Raises:
-        InvalidRequest: there is none, there are several, or it runs another version of steercap.
+        InvalidRequest: there is none, there are several, or it is `outdated`.
     """
     there = engines()
     named = there if model is None else named_in(there, model)
@@ -224,12 +224,23 @@ def only_engine(model: str | None = None) -> WarmEngine:
     if len(named) > 1:
         listed = ", ".join(f"{one.model} at {one.url}" for one in named)
         raise InvalidRequest(f"{len(named)} warm engines: {listed}; give the url of one")
-    if named[0].code != code():
+    if reason := outdated(named[0]):
         raise InvalidRequest(
-            f"the warm engine of {named[0].model} runs steercap {named[0].code}, and this is {code()}; renew it with "
-            f"`steercap down {named[0].model}` and `steercap up {named[0].model}`"
+            f"the warm engine of {named[0].model} is outdated: {reason}; renew it with `steercap down "
+            f"{named[0].model}` and `steercap up {named[0].model}`, or give its url, {named[0].url}"
         )
     return named[0]
+
+
+def outdated(engine: WarmEngine) -> str:
+    """Describe why an engine's answers may not be those of one that started now, "" if it is not outdated."""
+    from steercap.files.fingerprint import files_of
+
+    if engine.code != code():
+        return f"it runs steercap {engine.code}, this is {code()}"
+    if engine.weights != files_of(engine.path, engine.arguments.get("revision")):
+        return f"the files of {engine.path} have changed since its start"
+    return ""
 
 
 def named_in(there: Sequence[WarmEngine], model: str) -> list[WarmEngine]:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import files_of, warn_of_other_model
+from steercap.files.fingerprint import files_of, warn_of_other_model, weights_of
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
@@ -163,7 +163,8 @@ async def application(
         lambda route: SteercapRoute(route, library, presets),
         lambda route: Elsewhere(route, presets),
     )
-    app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
+    identity = await asyncio.to_thread(model.identity)
+    app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder, identity=identity).routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     app.router.routes.extend([*looking, *explorer_routes()])
     app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)
@@ -198,7 +199,7 @@ async def serve(
         **steercap: settings of `SteerModel`, beside vLLM's arguments, which are among the flags.
 
     Raises:
-        InvalidRequest, InvalidFile: flags, files or presets cannot be used.
+        InvalidRequest, InvalidFile: flags, files or presets cannot be used, or the model's files changed meanwhile.
         The errors of `SteerModel.start`.
     """
     with extra("cuda", "cpu"), importing():
@@ -221,7 +222,10 @@ async def serve(
             await asyncio.to_thread(os.chmod, read.uds, 0o600)  # nobody can connect yet: it does not listen
         folder = held.enter_context(opened_folder(model, settings))
         recorder = None if settings.record is None else Recorder.of(settings.record, model)
+        loaded = _weights(model)
         async with unopened as opened, recorder or nullcontext():
+            if loaded != _weights(model):
+                raise InvalidFile(f"{model}: its files changed while they were loaded; start the server again")
             if settings.warm is not None:
                 await asyncio.to_thread(_record_snapshot, warm, opened)
             app = await application(opened, read, settings, folder, names, recorder=recorder)
@@ -267,6 +271,11 @@ def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str) -> Wa
         settings=ours,
         arguments=theirs,
     )
+
+
+def _weights(model: str) -> str:
+    """Return the digest of the weights in a model's folder; "" for a name on the hub."""
+    return weights_of(model) if Path(model).exists() else ""
 
 
 def _record_snapshot(engine: WarmEngine, model: SteerModel) -> None:

@@ -272,7 +272,7 @@ async def test_connect_finds_the_only_engine(tmp_path) -> None:
             assert SteerModel.connect(model="org/other").url == engine_of("org/other").url
     with (
         warm.announced(engine_of("org/name", code="0.0.1 in /there")),
-        pytest.raises(InvalidRequest, match=r"runs steercap 0.0.1 in /there, and this is .*; renew it with"),
+        pytest.raises(InvalidRequest, match=r"runs steercap 0.0.1 in /there, this is .*; renew it with"),
     ):
         SteerModel.connect()
     with pytest.raises(ServerFailure, match="cannot be reached: No such file"):
@@ -333,6 +333,31 @@ def test_files_edited_in_place_are_noticed(model, name) -> None:
         file.write(b"other")
     found = preflight._mismatch(engine, ReachOptions(model), {})
     assert "have changed since its start" in found
+
+
+def test_up_and_connect_refuse_an_engine_of_changed_files(model, python) -> None:
+    assert call("up", model).exit_code == 0
+    assert SteerModel.connect().url == engine_of(model).url
+    (Path(model) / "tokenizer.json").write_text("{}")
+    found = call("up", model)
+    assert found.exit_code == 1
+    assert "have changed since its start; end it with `steercap down" in " ".join(found.stderr.split())
+    assert len(python.starts) == 1
+    with pytest.raises(InvalidRequest, match=r"have changed since its start; renew it with .*, or give its url, unix:"):
+        SteerModel.connect(model=model)
+
+
+async def test_files_that_change_while_they_are_loaded(model, monkeypatch) -> None:
+    """Nobody knows which of them the server would serve."""
+
+    async def started(opened: SteerModel) -> SteerModel:
+        (Path(model) / "config.json").write_text("{ }")
+        return opened
+
+    monkeypatch.setattr(SteerModel, "start", started)
+    with pytest.raises(InvalidFile, match="its files changed while they were loaded; start the server again"):
+        await server.serve(model, [], ServerSettings(warm="digest"))
+    assert warm.engines() == []
 
 
 @pytest.mark.usefixtures("folder")
