@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import typer
 
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU, with_preset
+from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidSetting
 from steercap.files import warm
 
@@ -180,6 +181,24 @@ def located(model: str) -> Path | str:
     from steercap.lab.demo.checkpoint import smollm2
 
     return smollm2()
+
+
+def differing(engine: warm.WarmEngine, wanted: Mapping[str, Any], left_out: frozenset[str]) -> str:
+    """Describe the first of vLLM's engine arguments in which an engine differs from those wanted, "" if none does.
+
+    Args:
+        engine: the warm engine.
+        wanted: engine arguments that are asked for, by name.
+        left_out: names of arguments of which the engine's are taken if they are not asked for.
+    """
+    plain = msgspec.to_builtins(dict(wanted), enc_hook=str)
+    for name in sorted({*plain, *engine.arguments} - (left_out - plain.keys())):
+        here, there = plain.get(name), engine.arguments.get(name)
+        if (here or None) != (there or None):
+            return (
+                f"{name}: {shown(there) if there else 'the default'} there, {shown(here) if here else 'not'} asked for"
+            )
+    return ""
 
 
 async def unopened(

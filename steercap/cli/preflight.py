@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from steercap.cli.engines import SMOLLM2, ModelOptions, ReachOptions, located, opened
+from steercap.cli.engines import SMOLLM2, ModelOptions, ReachOptions, differing, located, opened
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile, InvalidSetting
 from steercap.files import warm
@@ -268,6 +268,9 @@ def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[
 
     if reason := warm.outdated(engine):
         return f"{reason}; renew it with `steercap down` and `up`"
+    if engine.flags:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in engine.flags)
+        return f"it was given {flags}, which no command asks for; --url {engine.url} asks it all the same"
     if engine.keyed and options.api_key is None:
         return "it wants an API key; give --api-key"
     given = {**settings, **options.said()}
@@ -281,4 +284,4 @@ def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[
         here, known = msgspec.to_builtins(getattr(ours, name), enc_hook=str), engine.settings[name]
         if here != known and not (name == "layers" and known == "all"):
             return f"{name}: {known!r} there, {here!r} asked for"
-    return warm.differing(engine, {name: given[name] for name in given.keys() - names}, TAKEN)
+    return differing(engine, {name: given[name] for name in given.keys() - names}, TAKEN)

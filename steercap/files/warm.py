@@ -17,7 +17,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -54,6 +54,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
         asked: digest of the options that `steercap up` was given, which may hold keys.
         settings: steercap's settings, by name.
         arguments: vLLM's engine arguments that differ from their defaults, by name.
+        flags: names of further flags of `vllm serve` that change answers, such as "chat_template".
     """
 
     model: str
@@ -67,6 +68,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     asked: str = ""
     settings: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
+    flags: list[str] = []
 
     @property
     def url(self) -> str:
@@ -246,24 +248,6 @@ def outdated(engine: WarmEngine) -> str:
 def named_in(there: Sequence[WarmEngine], model: str) -> list[WarmEngine]:
     """Return the engines of a model, by its name, with or without "+" and a preset, or by its path."""
     return [one for one in there if model.partition("+")[0] == one.model or identified(model) == one.path]
-
-
-def differing(engine: WarmEngine, wanted: Mapping[str, Any], left_out: frozenset[str]) -> str:
-    """Describe the first of vLLM's engine arguments in which an engine differs from those wanted, "" if none does.
-
-    Args:
-        engine: the warm engine.
-        wanted: engine arguments that are asked for, by name.
-        left_out: names of arguments of which the engine's are taken if they are not asked for.
-    """
-    plain = msgspec.to_builtins(dict(wanted), enc_hook=str)
-    for name in sorted({*plain, *engine.arguments} - (left_out - plain.keys())):
-        here, there = plain.get(name), engine.arguments.get(name)
-        if (here or None) != (there or None):
-            return (
-                f"{name}: {shown(there) if there else 'the default'} there, {shown(here) if here else 'not'} asked for"
-            )
-    return ""
 
 
 async def until_ready(engine: WarmEngine) -> str | None:

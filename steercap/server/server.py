@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import files_of, warn_of_other_model, weights_of
+from steercap.files.fingerprint import files_of, weights_of
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 #: Engine arguments that servers set themselves.
-OF_SERVERS: Final = frozenset({"mm_processor_cache_gb", "served_model_name", "use_tqdm_on_load"})
+OF_SERVERS: Final = frozenset({"hf_token", "mm_processor_cache_gb", "served_model_name", "use_tqdm_on_load"})
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ async def application(
 
     names = names or Names.of(settings)
     require_fitting(names.library.saes, model)
-    _look_at_models(names.library, model.serving.here().vllm.names)
+    names.library.warn_of_other_models(model.serving.here().vllm.names)
     library, served_names = names.library, flags.served_model_name or [flags.model]
     presets = Presets(served_names, names.presets)
     served = argparse.Namespace(**{**vars(flags), "served_model_name": [*served_names, *presets.aliases]})
@@ -174,16 +174,6 @@ async def application(
         recorder.check(model)
         app.router.middleware_stack = OptOut(app.router.middleware_stack)
     return app
-
-
-def _look_at_models(library: Library, names: Collection[str]) -> None:
-    """Warn about content from the operator that was made for a model with other names."""
-    for one in library.of(OPERATOR):
-        parts = one.content.of_rows() if isinstance(one.content, SteeringSpec) else [one.content]
-        for label in sorted({part.model for part in parts}):
-            warn_of_other_model(f"--vectors {one.name}", label, names)
-    for name, sae in library.saes.items():
-        warn_of_other_model(f"--sae {name}", sae.model, names, tuned=True)
 
 
 async def serve(
@@ -215,7 +205,7 @@ async def serve(
     _require_no_restart(unopened)
     with ExitStack() as held:
         if settings.warm is not None:
-            warm = _warm_engine(unopened, read, settings.warm)
+            warm = _warm_engine(unopened, read, settings.warm, server.frontend_flags(read))
             held.enter_context(announced(warm))
         sock = held.enter_context(closing(server.listening(read)))  # before the engine: a port in use fails at once
         if settings.warm is not None:
@@ -246,7 +236,7 @@ def _require_no_restart(model: SteerModel) -> None:
         )
 
 
-def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str) -> WarmEngine:
+def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str, frontend: list[str]) -> WarmEngine:
     """Describe a warm engine, and have the flags say its socket.
 
     Raises:
@@ -270,6 +260,7 @@ def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str) -> Wa
         asked=asked,
         settings=ours,
         arguments=theirs,
+        flags=frontend,
     )
 
 

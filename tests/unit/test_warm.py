@@ -313,6 +313,7 @@ async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> N
         ({}, {}, {"keyed": True}, "it wants an API key; give --api-key"),
         ({"api_key": "mine"}, {}, {"keyed": True}, ""),
         ({}, {}, {"code": "0.0.1 in /there"}, "it runs steercap 0.0.1 in /there, this is"),
+        ({}, {}, {"flags": ["chat_template"]}, "it was given --chat-template, which no command asks for"),
         ({}, {}, {"weights": "another"}, "have changed since its start"),
     ],
 )
@@ -617,6 +618,15 @@ async def test_a_server_announces_itself_while_it_lives(model, monkeypatch) -> N
     for options, differs in (({}, ""), ({"dtype": "float16"}, "dtype"), ({"max_model_len": 8}, "max_model_len")):
         found = preflight._mismatch(engine, ReachOptions(model, api_key="secret", **options), {"sites": "z"})
         assert found.partition(":")[0] == differs
+    for more, names in (
+        (["--chat-template", "{{ messages }}"], ["chat_template"]),
+        (["--default-chat-template-kwargs", '{"a": 1}', "--reasoning-parser", "x"], ["default_chat_template_kwargs"]),
+        (["--uvicorn-log-level", "error", "--allowed-origins", '["x"]'], []),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            await server.serve(model, [*flags, *more], settings, **own)
+        assert seen[-1].flags == names
+        assert seen[-1].arguments.get("reasoning_parser") == ("x" if "x" in more else None)
     with pytest.raises(InvalidSetting, match="a warm engine has a socket of its own"):
         await server.serve(model, [*flags, "--uds", "/tmp/x"], settings)
     with pytest.raises(InvalidSetting, match="restart=True"):
