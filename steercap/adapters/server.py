@@ -98,6 +98,16 @@ def engine_arguments(flags: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def engine_defaults(model: str) -> dict[str, Any]:
+    """Return the engine arguments of `vllm serve MODEL` without flags, by name: those that are None, a number or text.
+
+    They are vLLM's defaults, apart from some that its flags leave None.
+    """
+    found = {field.name: field.default for field in dataclasses.fields(AsyncEngineArgs)}
+    found |= engine_arguments(read_flags(model, []))
+    return {name: value for name, value in found.items() if isinstance(value, type(None) | int | float | str)}
+
+
 def frontend_flags(flags: argparse.Namespace) -> list[str]:
     """Return the names of flags that are none of the engine's, change answers, and differ from vLLM's defaults."""
     plain = vars(read_flags(flags.model, []))

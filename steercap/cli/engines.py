@@ -17,6 +17,7 @@ from steercap.config import CPU, with_preset
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidSetting
 from steercap.files import warm
+from steercap.files.fingerprint import surroundings
 
 if TYPE_CHECKING:
     from steercap.engine.checkpoint import Checkpoint
@@ -183,6 +184,15 @@ def located(model: str) -> Path | str:
     return smollm2()
 
 
+def elsewhere(engine: warm.WarmEngine) -> str:
+    """Describe the first of `surroundings` in which an engine's are not those of this process, "" if none is."""
+    here, there = surroundings(), engine.surroundings
+    for name in sorted({*here, *there}):
+        if here.get(name) != there.get(name):
+            return f"{name}: {there.get(name, 'none')} there, {here.get(name, 'none')} here"
+    return ""
+
+
 def differing(engine: warm.WarmEngine, wanted: Mapping[str, Any], left_out: frozenset[str]) -> str:
     """Describe the first of vLLM's engine arguments in which an engine differs from those wanted, "" if none does.
 
@@ -191,14 +201,18 @@ def differing(engine: warm.WarmEngine, wanted: Mapping[str, Any], left_out: froz
         wanted: engine arguments that are asked for, by name.
         left_out: names of arguments of which the engine's are taken if they are not asked for.
     """
-    plain = msgspec.to_builtins(dict(wanted), enc_hook=str)
+    plain, there = as_stored(dict(wanted)), {**engine.defaults, **engine.arguments}
     for name in sorted({*plain, *engine.arguments} - (left_out - plain.keys())):
-        here, there = plain.get(name), engine.arguments.get(name)
-        if (here or None) != (there or None):
-            return (
-                f"{name}: {shown(there) if there else 'the default'} there, {shown(here) if here else 'not'} asked for"
-            )
+        here, known = plain.get(name, engine.defaults.get(name)), there.get(name)
+        if here != known:
+            its = shown(known) if name in engine.arguments else "the default"
+            return f"{name}: {its} there, {shown(here) if name in plain else 'not'} asked for"
     return ""
+
+
+def as_stored(value: Any) -> Any:
+    """Return a value as a warm engine's record holds it, with lists in place of tuples."""
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))
 
 
 async def unopened(

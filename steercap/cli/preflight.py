@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from steercap.cli.engines import SMOLLM2, ModelOptions, ReachOptions, differing, located, opened
+from steercap.cli.engines import SMOLLM2, ModelOptions, ReachOptions, as_stored, differing, elsewhere, located, opened
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile, InvalidSetting
 from steercap.files import warm
@@ -262,12 +262,11 @@ def fitting(options: ReachOptions, settings: Mapping[str, Any]) -> tuple[warm.Wa
 
 def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[str, Any]) -> str:
     """Return why a warm engine of the model cannot do the work, "" if it can."""
-    import msgspec
-
     from steercap.config import Settings, environment
 
-    if reason := warm.outdated(engine):
-        return f"{reason}; renew it with `steercap down` and `up`"
+    reason = warm.outdated(engine)
+    if reason := f"{reason}; renew it with `steercap down` and `up`" if reason else elsewhere(engine):
+        return reason
     if engine.flags:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in engine.flags)
         return f"it was given {flags}, which no command asks for; --url {engine.url} asks it all the same"
@@ -281,7 +280,7 @@ def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[
         return f"it has no site {', '.join(sorted(lacking))}; give `steercap up` --sites"
     said = COMPARED | own.keys() | environment.from_environment().keys()
     for name in sorted(said - {"sites"}):
-        here, known = msgspec.to_builtins(getattr(ours, name), enc_hook=str), engine.settings[name]
+        here, known = as_stored(getattr(ours, name)), engine.settings[name]
         if here != known and not (name == "layers" and known == "all"):
             return f"{name}: {known!r} there, {here!r} asked for"
     return differing(engine, {name: given[name] for name in given.keys() - names}, TAKEN)

@@ -19,12 +19,13 @@ import typer
 
 import steercap
 from steercap.cli.command import command
-from steercap.cli.engines import SMOLLM2, located
+from steercap.cli.engines import SMOLLM2, elsewhere, located
 from steercap.cli.serve import ServeOptions, checked, parted
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.errors import EngineFailure, InvalidRequest, SteercapError
 from steercap.files import warm
+from steercap.files.fingerprint import digest_of
 from steercap.files.warm import WarmEngine
 
 #: Minutes without a request after which a warm engine ends, and seconds that it has for that when told to.
@@ -78,7 +79,7 @@ def _up(app: typer.Typer) -> None:
         checked(options.settings(), model, flags, options.engine_arg, sites=options.sites.split(","))
         with terminal.status(f"looking for {model}"):
             path = warm.socket_of(str(await asyncio.to_thread(located, model)))
-        asked, start = warm.digest_of([*options.flags(), *flags]), time.monotonic()
+        asked, start = digest_of([*options.flags(), *flags]), time.monotonic()
         async with _turn(path, terminal):
             there = warm.engine_at(path)
             if there is not None and (reason := _unlike(there, asked)):
@@ -102,8 +103,10 @@ def _unlike(engine: WarmEngine, asked: str) -> str:
     """Return how a warm engine differs from the one that would be started, "" if in nothing."""
     if engine.asked != asked:
         return "with other options"
-    reason = warm.outdated(engine)
-    return reason and f"and outdated: {reason}"
+    if reason := warm.outdated(engine):
+        return f"and outdated: {reason}"
+    reason = elsewhere(engine)
+    return reason and f"in other surroundings: {reason}"
 
 
 @asynccontextmanager

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -22,6 +24,11 @@ WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 CONFIGS: Final = ("config.json", "generation_config.json")
 #: Bytes read at each end of a file of weights: a header of safetensors and the last tensor, without reading it all.
 ENDS: Final = 64 << 10
+#: Variables of vLLM that change no answer: keys, logs, usage, folders, addresses, timeouts.
+UNHEARD: Final = re.compile(
+    r"VLLM_(.*(KEY|TOKEN)|.*LOG(GING)?_.*|.*LOGGING|(NO_)?USAGE_.*|DO_NOT_TRACK|HTTP_.*|.*_(CACHE|ROOT|PATH|PORT|IP)|"
+    r"PORT|.*TIMEOUT.*|WORKER_MULTIPROC_METHOD)"
+)
 #: Cached digests by tokenizer; hashing a vocabulary of 150,000 takes a while.
 _DIGESTS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
@@ -118,6 +125,20 @@ def files_of(model: str, revision: str | None = None) -> str:
             found = file.stat()
             stamps.append((str(file.relative_to(folder)), found.st_size, found.st_mtime_ns))
     return _digest(stamps)
+
+
+def surroundings() -> dict[str, str]:
+    """Return what else an engine's answers depend on, by name: vLLM's version, Python's folder, variables of vLLM."""
+    found = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    found = {name: value for name, value in found.items() if not UNHEARD.fullmatch(name)}
+    with suppress(PackageNotFoundError):
+        found["vLLM"] = version("vllm")
+    return {**found, "Python": sys.prefix}
+
+
+def digest_of(words: Sequence[str]) -> str:
+    """Return the SHA-256 of a command's options, in hexadecimal."""
+    return hashlib.sha256(msgspec.json.encode(words)).hexdigest()
 
 
 def _snapshot(name: str, revision: str | None) -> Path | None:

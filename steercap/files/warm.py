@@ -54,6 +54,8 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
         asked: digest of the options that `steercap up` was given, which may hold keys.
         settings: steercap's settings, by name.
         arguments: vLLM's engine arguments that differ from their defaults, by name.
+        surroundings: `fingerprint.surroundings` of its server.
+        defaults: vLLM's defaults of engine arguments, by name.
         flags: names of further flags of `vllm serve` that change answers, such as "chat_template".
     """
 
@@ -68,6 +70,8 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     asked: str = ""
     settings: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
+    surroundings: dict[str, str] = {}
+    defaults: dict[str, Any] = {}
     flags: list[str] = []
 
     @property
@@ -91,11 +95,6 @@ def identified(model: str) -> str:
     """Return the absolute path of a model in a folder or file; a name on the hub is returned unchanged."""
     there = os.path.exists(model)  # noqa: PTH110 -- False for what can be no path, where Path raises
     return str(Path(model).resolve()) if there else model
-
-
-def digest_of(words: Sequence[str]) -> str:
-    """Return the SHA-256 of a command's options, in hexadecimal."""
-    return hashlib.sha256(msgspec.json.encode(words)).hexdigest()
 
 
 def _folder() -> Path:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import files_of, weights_of
+from steercap.files.fingerprint import files_of, surroundings, weights_of
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
@@ -192,6 +192,7 @@ async def serve(
         InvalidRequest, InvalidFile: flags, files or presets cannot be used, or the model's files changed meanwhile.
         The errors of `SteerModel.start`.
     """
+    around = surroundings()  # before vLLM is imported, which sets variables of its own
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
         from steercap.server.metrics import IdleClock
@@ -205,7 +206,8 @@ async def serve(
     _require_no_restart(unopened)
     with ExitStack() as held:
         if settings.warm is not None:
-            warm = _warm_engine(unopened, read, settings.warm, server.frontend_flags(read))
+            usual, front = server.engine_defaults(model), server.frontend_flags(read)
+            warm = _warm_engine(unopened, read, usual, asked=settings.warm, surroundings=around, flags=front)
             held.enter_context(announced(warm))
         sock = held.enter_context(closing(server.listening(read)))  # before the engine: a port in use fails at once
         if settings.warm is not None:
@@ -236,31 +238,32 @@ def _require_no_restart(model: SteerModel) -> None:
         )
 
 
-def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str, frontend: list[str]) -> WarmEngine:
-    """Describe a warm engine, and have the flags say its socket.
+def _warm_engine(model: SteerModel, read: argparse.Namespace, usual: Mapping[str, Any], **known: Any) -> WarmEngine:
+    """Describe a warm engine, and have the flags say its socket; `known` are further fields.
 
     Raises:
         InvalidSetting: the flags name another socket; or as for `socket_of`.
     """
-    if flags.uds is not None:
-        raise InvalidSetting(f"--uds {flags.uds}: a warm engine has a socket of its own; leave it out")
-    flags.uds, flags.disable_uvicorn_access_log = str(socket_of(model.model)), True
-    served = flags.served_model_name or [flags.model]
+    if read.uds is not None:
+        raise InvalidSetting(f"--uds {read.uds}: a warm engine has a socket of its own; leave it out")
+    read.uds, read.disable_uvicorn_access_log = str(socket_of(model.model)), True
+    served = read.served_model_name or [read.model]
     ours = {field.name: getattr(model.settings, field.name) for field in fields(model.settings)}
     theirs = {name: value for name, value in model.serving.engine_args.items() if name not in OF_SERVERS}
+    theirs = {name: value for name, value in theirs.items() if name not in usual or value != usual[name]}
     return WarmEngine(
         model=served[0],
         path=identified(model.model),
         pid=os.getpid(),
-        socket=flags.uds,
+        socket=read.uds,
         code=code(),
         weights=files_of(model.model, theirs.get("revision")),
         started=time.monotonic(),
-        keyed=bool(flags.api_key or os.environ.get("VLLM_API_KEY")),
-        asked=asked,
+        keyed=bool(read.api_key or os.environ.get("VLLM_API_KEY")),
         settings=ours,
         arguments=theirs,
-        flags=frontend,
+        defaults=dict(usual),
+        **known,
     )
 
 

@@ -20,14 +20,14 @@ from cli_calls import call
 
 import steercap
 from steercap import SteerModel
-from steercap.cli import preflight
+from steercap.cli import preflight, up
 from steercap.cli.engines import ModelOptions, ReachOptions, unopened
 from steercap.cli.explore import HOST, _forward, answers, free_port
 from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
-from steercap.files import warm
-from steercap.files.fingerprint import files_of
+from steercap.files import fingerprint, warm
+from steercap.files.fingerprint import files_of, surroundings
 from steercap.files.warm import WarmEngine
 from steercap.server import server
 from steercap.server.metrics import IDLE, LOOKING, IdleClock
@@ -43,7 +43,7 @@ from dataclasses import asdict
 from pathlib import Path
 from steercap.config import Settings
 from steercap.files import warm
-from steercap.files.fingerprint import files_of
+from steercap.files.fingerprint import digest_of, files_of, surroundings
 
 words = sys.argv[sys.argv.index("serve") + 1:]
 with open("{calls}", "a") as calls:
@@ -54,7 +54,7 @@ model = words[0]
 path = warm.socket_of(model)
 asked = [word for word in words[1:] if word not in ("--warm", "--no-record", "--")]
 engine = warm.WarmEngine(
-    model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), asked=warm.digest_of(asked),
+    model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), asked=digest_of(asked), surroundings=surroundings(),
     settings=asdict(Settings()), arguments={{"dtype": "float32"}}, weights=files_of(model), keyed="--api-key" in asked,
 )
 points = [{{"layer": 0, "site": "resid_post", "shape": [8], "dtype": "float32"}}]
@@ -156,12 +156,15 @@ def python(tmp_path, monkeypatch) -> Python:
 def engine_of(model: str, **more) -> WarmEngine:
     path = warm.identified(model)
     known = {"pid": os.getpid(), "code": warm.code(), "settings": json.loads(json.dumps(vars_of(Settings())))}
-    known |= {"weights": files_of(path)}
+    known |= {"weights": files_of(path), "surroundings": surroundings()}
     return WarmEngine(model=model, path=path, socket=str(warm.socket_of(path)), **{**known, **more})
 
 
 def vars_of(settings: Settings) -> dict:
     return {name: value for name, value in vars(settings).items() if not name.startswith("_")}
+
+
+SETTINGS = json.loads(json.dumps(vars_of(Settings())))
 
 
 def held(model: str, rest: str) -> subprocess.Popen:
@@ -301,7 +304,19 @@ async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> N
             "dtype: 'float32' there, 'bfloat16' asked for",
         ),
         ({"max_model_len": 99}, {}, {}, "max_model_len: the default there, 99 asked for"),
-        ({"eager": False}, {}, {}, ""),
+        ({"eager": False}, {}, {"defaults": {"enforce_eager": False}}, ""),
+        (
+            {"engine_arg": ["enable_prefix_caching=false"]},
+            {},
+            {"defaults": {"enable_prefix_caching": None}},
+            "enable_prefix_caching: the default there, False asked for",
+        ),
+        ({"engine_arg": ["disable_cascade_attn=false"]}, {}, {"defaults": {"disable_cascade_attn": True}}, "disable_"),
+        ({"engine_arg": ["seed=0"]}, {}, {"arguments": {"seed": 3}, "defaults": {"seed": 0}}, "seed: 3 there, 0 asked"),
+        ({"engine_arg": ["seed=0"]}, {}, {"defaults": {"seed": 0}}, ""),
+        ({}, {}, {"arguments": {"seed": 0}, "defaults": {"seed": 0}}, ""),
+        ({}, {}, {"arguments": {"seed": 0}, "defaults": {"seed": 1}}, "seed: 0 there, not asked for"),
+        ({"engine_arg": ["quantization=null"]}, {}, {"arguments": {"quantization": "fp8"}}, "quantization: 'fp8'"),
         ({}, {}, {"arguments": {"quantization": "fp8"}}, "quantization: 'fp8' there, not asked for"),
         ({"engine_arg": ["load_format=dummy"]}, {}, {"arguments": {"load_format": "dummy"}}, ""),
         ({"restart": True}, {}, {}, "restart: False there, True asked for"),
@@ -309,10 +324,13 @@ async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> N
         ({}, {"capture_bytes": 5}, {}, "capture_bytes: 4294967296 there, 5 asked for"),
         ({"engine_arg": ["codec=full8"]}, {}, {}, "codec: 'raw' there, 'full8' asked for"),
         ({"engine_arg": ["layers=[1]"]}, {}, {}, ""),
+        ({"engine_arg": ["layers=[3,5]"]}, {}, {"settings": {**SETTINGS, "layers": [3, 5]}}, ""),
+        ({"engine_arg": ["layers=[3]"]}, {}, {"settings": {**SETTINGS, "layers": [3, 5]}}, "layers: [3, 5] there, [3]"),
         ({}, {}, {"settings": vars_of(Settings(codec="full8"))}, "codec: 'full8' there, 'raw' asked for"),
         ({}, {}, {"keyed": True}, "it wants an API key; give --api-key"),
         ({"api_key": "mine"}, {}, {"keyed": True}, ""),
         ({}, {}, {"code": "0.0.1 in /there"}, "it runs steercap 0.0.1 in /there, this is"),
+        ({}, {}, {"surroundings": {"vLLM": "0.1"}}, "there, "),
         ({}, {}, {"flags": ["chat_template"]}, "it was given --chat-template, which no command asks for"),
         ({}, {}, {"weights": "another"}, "have changed since its start"),
     ],
@@ -379,6 +397,23 @@ def test_another_commit_of_a_name_on_the_hub_is_noticed(tmp_path, monkeypatch) -
     (cache / "refs" / "main").write_text("second")
     assert "org/name have changed since its start" in preflight._mismatch(engine, options, {})
     assert files_of("org/name", "first") == engine.weights
+
+
+def test_variables_of_vllm_are_compared(model, monkeypatch) -> None:
+    """Those that change answers, by commands and by `up`; keys and logs are neither recorded nor compared."""
+    engine = engine_of(model)
+    for name in ("VLLM_API_KEY", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CACHE_ROOT", "VLLM_PORT"):
+        monkeypatch.setenv(name, "secret")
+        assert name not in surroundings()
+    assert preflight._mismatch(engine, ReachOptions(model), {}) == up._unlike(engine, engine.asked) == ""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert preflight._mismatch(engine, ReachOptions(model), {}) == "VLLM_BATCH_INVARIANT: none there, 1 here"
+    assert "VLLM_BATCH_INVARIANT: none there, 1 here" in up._unlike(engine, engine.asked)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    for where, name, value in ((sys, "prefix", "0.1"), (fingerprint, "version", lambda _name: "0.1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            assert preflight._mismatch(engine, ReachOptions(model), {}).endswith("there, 0.1 here")
 
 
 def test_the_environment_counts_as_asked_for(model, monkeypatch) -> None:
@@ -613,7 +648,8 @@ async def test_a_server_announces_itself_while_it_lives(model, monkeypatch) -> N
     assert (engine.asked, engine.keyed, engine.pid, engine.code) == ("digest", True, os.getpid(), warm.code())
     assert (engine.path, engine.weights) == (warm.identified(model), files_of(model))
     given = {name: value for name, value in engine.arguments.items() if value}
-    assert given == {"dtype": "float32", "max_model_len": 9}
+    assert given == engine.arguments == {"dtype": "float32", "max_model_len": 9}
+    assert (engine.defaults["enforce_eager"], engine.defaults["max_logprobs"]) == (False, 20)
     assert engine.settings == {**vars_of(Settings()), "sites": ["z"], "capture_bytes": 5}
     for options, differs in (({}, ""), ({"dtype": "float16"}, "dtype"), ({"max_model_len": 8}, "max_model_len")):
         found = preflight._mismatch(engine, ReachOptions(model, api_key="secret", **options), {"sites": "z"})
