@@ -172,7 +172,8 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
         if url is None:
             found = warm.only_engine(model)
-            named = model if model is not None and model.startswith(f"{found.model}+") else None
+            steered = model is not None and not warm.named_in([found], model)
+            named = f"{found.model}+{str(model).rpartition('+')[2]}" if steered else None
             return RemoteModel(found.url, api_key=api_key, model=named, timeout=timeout)
         return RemoteModel(url, api_key=api_key, model=model, timeout=timeout)
 

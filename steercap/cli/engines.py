@@ -184,6 +184,16 @@ def located(model: str) -> Path | str:
     return smollm2()
 
 
+async def until_ready(engine: warm.WarmEngine) -> str | None:
+    """Wait until a warm engine answers, and return its address; None if it ends before."""
+    path = Path(engine.socket)
+    while not warm.listening(path):
+        if warm.engine_at(path) is None:
+            return None
+        await asyncio.sleep(warm.PAUSE)
+    return engine.url
+
+
 def elsewhere(engine: warm.WarmEngine) -> str:
     """Describe the first of `surroundings` in which an engine's are not those of this process, "" if none is."""
     here, there = surroundings(), engine.surroundings

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from steercap.cli.engines import SMOLLM2, ModelOptions, ReachOptions, as_stored, differing, elsewhere, located, opened
+from steercap.cli.engines import (
+    SMOLLM2,
+    ModelOptions,
+    ReachOptions,
+    as_stored,
+    differing,
+    elsewhere,
+    located,
+    opened,
+    until_ready,
+)
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile, InvalidSetting
 from steercap.files import warm
@@ -226,7 +236,7 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
         engine, reason = await asyncio.to_thread(fitting, options, settings)
         if engine is not None:
             with terminal.status(f"waiting for the warm engine of {engine.model}"):
-                url = await warm.until_ready(engine)
+                url = await until_ready(engine)
             reason = "" if url else f"the warm engine of {engine.model} ended; its log: {engine.log}"
         if url is None:
             async with opened(options, terminal, reason=reason, **settings) as model:

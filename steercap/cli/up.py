@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -191,7 +191,7 @@ def _down(app: typer.Typer) -> None:
                 raise typer.BadParameter("give MODEL or --all, not both", param_hint="--all")
             there = warm.named_in(there, str(located(model)) if model == SMOLLM2 else model)
             if not there:
-                warm.only_engine(model)
+                raise warm.unknown(warm.engines(), model)
         if len(there) > 1 and not everything:
             names = ", ".join(one.model for one in there)
             raise InvalidRequest(f"{len(there)} engines are warm: {names}; name one, or give --all")
@@ -206,12 +206,13 @@ def _down(app: typer.Typer) -> None:
 
 async def _end(engine: WarmEngine) -> None:
     """End a warm engine: by SIGTERM, and by SIGKILL if it takes too long."""
-    until, path = time.monotonic() + END_SECONDS, Path(engine.socket)
-    os.kill(engine.pid, signal.SIGTERM)
-    while warm.engine_at(path) is not None:
-        if time.monotonic() > until:
-            os.kill(engine.pid, signal.SIGKILL)
-            until += END_SECONDS
+    until, path, number = time.monotonic() + END_SECONDS, Path(engine.socket), signal.SIGTERM
+    # Another may have come in its place, and its process id may be another process's by now.
+    while (there := warm.engine_at(path)) and (there.pid, there.started) == (engine.pid, engine.started):
+        if number == signal.SIGTERM or time.monotonic() > until:
+            with suppress(ProcessLookupError):
+                os.kill(engine.pid, number)
+            number = signal.SIGKILL
         await asyncio.sleep(warm.PAUSE)
 
 

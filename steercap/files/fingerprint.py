@@ -137,8 +137,20 @@ def surroundings() -> dict[str, str]:
 
 
 def digest_of(words: Sequence[str]) -> str:
-    """Return the SHA-256 of a command's options, in hexadecimal."""
-    return hashlib.sha256(msgspec.json.encode(words)).hexdigest()
+    """Return the SHA-256 of a command's options, in hexadecimal, and of all that they stand for.
+
+    These are the resolved paths and contents of files and folders that a word, or its part after "=", names, and the
+    STEERCAP_* variables. Of --folder, which rows are written to, it is the path alone.
+    """
+    found: list[Any] = [sorted(item for item in os.environ.items() if item[0].startswith("STEERCAP_"))]
+    for before, word in zip(("", *words), words, strict=False):
+        found.append(os.path.realpath(word) if before == "--folder" else word)
+        for path in filter(os.path.exists, {word, word.partition("=")[2]} - {"", word if before == "--folder" else ""}):
+            found += [os.path.realpath(path), files_of(path)]
+            if os.path.isfile(path):  # noqa: PTH113
+                with Path(path).open("rb") as file:
+                    found.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return _digest(found)
 
 
 def _snapshot(name: str, revision: str | None) -> Path | None:

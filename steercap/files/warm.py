@@ -2,12 +2,11 @@
 
 A folder that only this user can enter holds four files for each: NAME.sock, the socket; NAME.json, a `WarmEngine`;
 NAME.log; and NAME.lock, which the server keeps locked while it lives. The kernel frees the lock of a killed process, so
-that files it left are recognised, and removed by whoever looks next.
+that whoever looks next removes its files.
 """
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import os
@@ -26,6 +25,7 @@ import msgspec
 
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+from steercap.files.fingerprint import files_of
 
 #: Maximum bytes of a socket's path: `sun_path` of Linux, without the zero at its end.
 PATH_BYTES: Final = 107
@@ -45,6 +45,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         model: model as it was given to `steercap up`.
         path: absolute path of the model, or its name on the hub.
+        named: False if `model` was a path, which may be relative to the server's folder.
         pid: process id of the server.
         socket: path of its socket.
         code: version of steercap, and the folder of its code.
@@ -64,6 +65,7 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     socket: str
     code: str
+    named: bool = True
     weights: str = ""
     started: float = 0.0
     keyed: bool = False
@@ -218,10 +220,10 @@ def only_engine(model: str | None = None) -> WarmEngine:
     """
     there = engines()
     named = there if model is None else named_in(there, model)
-    if not there:
-        raise InvalidRequest("no warm engine; start one with `steercap up MODEL`, or give the url of a server")
+    if model is not None and not os.path.exists(model):  # noqa: PTH110
+        named = named or named_in(there, model.rpartition("+")[0])
     if not named:
-        raise InvalidRequest(f"no warm engine of {shown(model)}; {choices(str(model), [one.model for one in there])}")
+        raise unknown(there, str(model))
     if len(named) > 1:
         listed = ", ".join(f"{one.model} at {one.url}" for one in named)
         raise InvalidRequest(f"{len(named)} warm engines: {listed}; give the url of one")
@@ -235,8 +237,6 @@ def only_engine(model: str | None = None) -> WarmEngine:
 
 def outdated(engine: WarmEngine) -> str:
     """Describe why an engine's answers may not be those of one that started now, "" if it is not outdated."""
-    from steercap.files.fingerprint import files_of
-
     if engine.code != code():
         return f"it runs steercap {engine.code}, this is {code()}"
     if engine.weights != files_of(engine.path, engine.arguments.get("revision")):
@@ -245,18 +245,18 @@ def outdated(engine: WarmEngine) -> str:
 
 
 def named_in(there: Sequence[WarmEngine], model: str) -> list[WarmEngine]:
-    """Return the engines of a model, by its name, with or without "+" and a preset, or by its path."""
-    return [one for one in there if model.partition("+")[0] == one.model or identified(model) == one.path]
+    """Return the engines of a model: of a path that exists by that path alone, of others by name or recorded path."""
+    if os.path.exists(model):  # noqa: PTH110 -- it may be no path
+        return [one for one in there if one.path == identified(model)]
+    return [one for one in there if model == one.path or (one.named and model == one.model)]
 
 
-async def until_ready(engine: WarmEngine) -> str | None:
-    """Wait until a warm engine answers, and return its address; None if it ends before."""
-    path = Path(engine.socket)
-    while not listening(path):
-        if engine_at(path) is None:
-            return None
-        await asyncio.sleep(PAUSE)
-    return engine.url
+def unknown(there: Sequence[WarmEngine], model: str) -> InvalidRequest:
+    """Return the error of a model that no engine is of."""
+    if not there:
+        return InvalidRequest("no warm engine; start one with `steercap up MODEL`, or give the url of a server")
+    names = [one.model if one.named else one.path for one in there]
+    return InvalidRequest(f"no warm engine of {shown(model)}; {choices(str(model), names)}")
 
 
 def listening(path: Path) -> bool:

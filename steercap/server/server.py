@@ -254,6 +254,7 @@ def _warm_engine(model: SteerModel, read: argparse.Namespace, usual: Mapping[str
     return WarmEngine(
         model=served[0],
         path=identified(model.model),
+        named=not os.path.exists(served[0]),  # noqa: PTH110 -- it may be no path
         pid=os.getpid(),
         socket=read.uds,
         code=code(),

@@ -27,7 +27,7 @@ from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
 from steercap.files import fingerprint, warm
-from steercap.files.fingerprint import files_of, surroundings
+from steercap.files.fingerprint import digest_of, files_of, surroundings
 from steercap.files.warm import WarmEngine
 from steercap.server import server
 from steercap.server.metrics import IDLE, LOOKING, IdleClock
@@ -54,7 +54,7 @@ model = words[0]
 path = warm.socket_of(model)
 asked = [word for word in words[1:] if word not in ("--warm", "--no-record", "--")]
 engine = warm.WarmEngine(
-    model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), asked=digest_of(asked), surroundings=surroundings(),
+    model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), named=not os.path.exists(model), asked=digest_of(asked), surroundings=surroundings(),
     settings=asdict(Settings()), arguments={{"dtype": "float32"}}, weights=files_of(model), keyed="--api-key" in asked,
 )
 points = [{{"layer": 0, "site": "resid_post", "shape": [8], "dtype": "float32"}}]
@@ -156,7 +156,7 @@ def python(tmp_path, monkeypatch) -> Python:
 def engine_of(model: str, **more) -> WarmEngine:
     path = warm.identified(model)
     known = {"pid": os.getpid(), "code": warm.code(), "settings": json.loads(json.dumps(vars_of(Settings())))}
-    known |= {"weights": files_of(path), "surroundings": surroundings()}
+    known |= {"named": path == model, "weights": files_of(path), "surroundings": surroundings()}
     return WarmEngine(model=model, path=path, socket=str(warm.socket_of(path)), **{**known, **more})
 
 
@@ -283,6 +283,69 @@ async def test_connect_finds_the_only_engine(tmp_path) -> None:
     (tmp_path / "socket").touch()
     with pytest.raises(ServerFailure, match="ConnectError"):
         await SteerModel.connect(f"{tmp_path}/socket").start()
+
+
+def test_a_path_means_its_own_folder_alone(folder, tmp_path, monkeypatch) -> None:  # noqa: ARG001 -- where sockets are
+    for name in ("a/ckpt", "b/ckpt", "a/ckpt+b", "c"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a")
+    engine = engine_of("./ckpt")
+    with warm.announced(engine), warm.announced(engine_of("org/name")):
+        assert SteerModel.connect(model="./ckpt").url == SteerModel.connect(model="ckpt").url == engine.url
+        steered = SteerModel.connect(model=f"{engine.path}+calm")
+        assert (steered.url, steered.connection._name) == (engine.url, "./ckpt+calm")
+        for where, model in (("b", "./ckpt"), ("c", "./ckpt"), ("c", "ckpt"), ("a", "ckpt+b"), ("b", "../a/ckpt+b")):
+            monkeypatch.chdir(tmp_path / where)
+            with pytest.raises(InvalidRequest, match="no warm engine of"):
+                SteerModel.connect(model=model)
+            assert "no warm engine of" in call("down", model).stderr
+        assert "no warm engine of" in call("down", f"{engine.path}+none").stderr
+        assert len(warm.engines()) == 2
+
+
+def test_what_up_was_given_is_compared_by_content(tmp_path, monkeypatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "sae").mkdir(parents=True)
+        (tmp_path / name / "v.st").write_bytes(b"one")
+        (tmp_path / name / "sae" / "cfg.json").write_bytes(b"one")
+    seen = set()
+    words = ["--vectors", "v=v.st", "--sae", "s=sae", "--folder", "rows"]
+    monkeypatch.chdir(tmp_path / "b")
+    seen.add(digest_of(words))
+    monkeypatch.chdir(tmp_path / "a")
+    seen.add(digest_of(words))
+    (tmp_path / "a" / "rows").mkdir()
+    (tmp_path / "a" / "rows" / "1").touch()
+    assert digest_of(words) in seen
+    stamp = Path("v.st").stat()
+    Path("v.st").write_bytes(b"two")
+    os.utime("v.st", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    seen.add(digest_of(words))
+    Path("sae/cfg.json").write_bytes(b"two")
+    seen.add(digest_of(words))
+    monkeypatch.setenv("STEERCAP_CODEC", "full8")
+    seen.add(digest_of(words))
+    assert len(seen) == 5
+
+
+async def test_down_ends_no_other_process(model, monkeypatch) -> None:
+    """Neither one that came in the engine's place, nor is one that is gone an error."""
+    killed: list[tuple[int, int]] = []
+    engine = engine_of(model, pid=2**22 + 1)
+    monkeypatch.setattr(os, "kill", lambda *words: killed.append(words))
+    with warm.announced(engine_of(model)):
+        await up._end(engine)
+    assert killed == []
+    there = [engine, engine, None]
+    monkeypatch.setattr(warm, "engine_at", lambda _path: there.pop(0))
+
+    def gone(*words) -> None:
+        killed.append(words)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "kill", gone)
+    await up._end(engine)
+    assert killed == [(engine.pid, signal.SIGTERM)]
 
 
 async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> None:
@@ -483,6 +546,34 @@ def test_the_explorer_of_a_warm_engine(model) -> None:
             await task
 
     asyncio.run(look())
+
+
+async def test_the_explorer_asks_for_no_other_user(folder, monkeypatch) -> None:  # noqa: ARG001 -- where sockets are
+    engine, port, asked = engine_of("org/name"), free_port(), []
+
+    async def answer(reader, writer) -> None:
+        asked.append(await reader.read(1))
+        writer.write(b"!")
+        writer.close()
+
+    monkeypatch.setattr("steercap.cli.explore.answers", lambda _address: True)
+    async with await asyncio.start_unix_server(answer, engine.socket):
+        task = asyncio.create_task(_forward(engine, port, Terminal(Output()), browser=False))
+        for user, expected in ((os.geteuid(), b"!"), (os.geteuid() + 1, b"")):
+            monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+            while True:
+                with contextlib.suppress(ConnectionRefusedError):
+                    reader, writer = await asyncio.open_connection(HOST, port)
+                    break
+                await asyncio.sleep(0)
+            writer.write(b"?")
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == expected
+            writer.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert asked == [b"?"]
 
 
 def test_a_failed_start_says_why(model, python) -> None:
