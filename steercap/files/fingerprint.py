@@ -119,7 +119,7 @@ def files_of(model: str, revision: str | None = None) -> str:
     if folder is None:
         return ""
     files = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
-    stamps = [weights_of(folder), "" if os.path.exists(model) else folder.name]  # noqa: PTH110
+    stamps: list[Any] = [weights_of(folder), "" if os.path.exists(model) else folder.name]  # noqa: PTH110
     for file in sorted(files) or [folder]:
         with suppress(FileNotFoundError):  # it was removed meanwhile, or is a link to nothing
             found = file.stat()
