@@ -165,14 +165,15 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         Raises:
             InvalidSetting: the url is none.
             InvalidRequest: it is left out, and there is no warm engine, there are several, or it runs another version
-                of steercap.
+                of steercap, or the model's files have changed since its start.
         """
         from steercap.client import RemoteModel
         from steercap.files import warm
 
         if url is None:
             found = warm.only_engine(model)
-            named = model if model is not None and model.startswith(f"{found.model}+") else None
+            steered = model is not None and not warm.named_in([found], model)
+            named = f"{found.model}+{str(model).rpartition('+')[2]}" if steered else None
             return RemoteModel(found.url, api_key=api_key, model=named, timeout=timeout)
         return RemoteModel(url, api_key=api_key, model=model, timeout=timeout)
 

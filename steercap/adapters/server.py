@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable, Collection, Sequence
 from http import HTTPStatus
@@ -48,6 +49,12 @@ if (_OURS := logging.getLogger("steercap")).level == logging.NOTSET:
 _LEFT_OUT: Final = ("model",)
 #: Errors of a client that asks for too much at once.
 _FULL: Final = (CaptureMemoryFull, SAEMemoryFull, SteeringSlotsFull)
+#: Flags that change no answer: addresses, keys, logs and what is told beside answers.
+_OF_ACCESS: Final = re.compile(
+    "model_tag|config|host|port|uds|api_key|api_server_count|ssl_.*|enable_ssl_refresh|allow_credentials|allowed_.*|"
+    "h11_.*|uvicorn_log_level|disable_.*access_log.*|max_log_len|enable_log_.*|log_error_stack|disable_fastapi_docs|"
+    "enable_offline_docs|enable_request_id_headers|enable_server_load_tracking"
+)
 
 
 def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
@@ -89,6 +96,24 @@ def engine_arguments(flags: argparse.Namespace) -> dict[str, Any]:
         if field.init and field.name not in _LEFT_OUT and value != getattr(plain, field.name, None):
             found[field.name] = value
     return found
+
+
+def engine_defaults(model: str) -> dict[str, Any]:
+    """Return the engine arguments of `vllm serve MODEL` without flags, by name: those that are None, a number or text.
+
+    They are vLLM's defaults, apart from some that its flags leave None.
+    """
+    found = {field.name: field.default for field in dataclasses.fields(AsyncEngineArgs)}
+    found |= engine_arguments(read_flags(model, []))
+    return {name: value for name, value in found.items() if isinstance(value, type(None) | int | float | str)}
+
+
+def frontend_flags(flags: argparse.Namespace) -> list[str]:
+    """Return the names of flags that are none of the engine's, change answers, and differ from vLLM's defaults."""
+    plain = vars(read_flags(flags.model, []))
+    of_engine = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    differing = {name for name, value in vars(flags).items() if value != plain.get(name)} - of_engine
+    return sorted(name for name in differing if not _OF_ACCESS.fullmatch(name))
 
 
 async def application(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,10 @@ import typer
 
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU, with_preset
+from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidSetting
 from steercap.files import warm
+from steercap.files.fingerprint import surroundings
 
 if TYPE_CHECKING:
     from steercap.engine.checkpoint import Checkpoint
@@ -180,6 +182,47 @@ def located(model: str) -> Path | str:
     from steercap.lab.demo.checkpoint import smollm2
 
     return smollm2()
+
+
+async def until_ready(engine: warm.WarmEngine) -> str | None:
+    """Wait until a warm engine answers, and return its address; None if it ends before."""
+    path = Path(engine.socket)
+    while not warm.listening(path):
+        if warm.engine_at(path) is None:
+            return None
+        await asyncio.sleep(warm.PAUSE)
+    return engine.url
+
+
+def elsewhere(engine: warm.WarmEngine) -> str:
+    """Describe the first of `surroundings` in which an engine's are not those of this process, "" if none is."""
+    here, there = surroundings(), engine.surroundings
+    for name in sorted({*here, *there}):
+        if here.get(name) != there.get(name):
+            return f"{name}: {there.get(name, 'none')} there, {here.get(name, 'none')} here"
+    return ""
+
+
+def differing(engine: warm.WarmEngine, wanted: Mapping[str, Any], left_out: frozenset[str]) -> str:
+    """Describe the first of vLLM's engine arguments in which an engine differs from those wanted, "" if none does.
+
+    Args:
+        engine: the warm engine.
+        wanted: engine arguments that are asked for, by name.
+        left_out: names of arguments of which the engine's are taken if they are not asked for.
+    """
+    plain, there = as_stored(dict(wanted)), {**engine.defaults, **engine.arguments}
+    for name in sorted({*plain, *engine.arguments} - (left_out - plain.keys())):
+        here, known = plain.get(name, engine.defaults.get(name)), there.get(name)
+        if here != known:
+            its = shown(known) if name in engine.arguments else "the default"
+            return f"{name}: {its} there, {shown(here) if name in plain else 'not'} asked for"
+    return ""
+
+
+def as_stored(value: Any) -> Any:
+    """Return a value as a warm engine's record holds it, with lists in place of tuples."""
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))
 
 
 async def unopened(

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import os
 import socket
+import sys
 import urllib.request
 import webbrowser
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
 from steercap.cli.command import command, uv_loops
-from steercap.cli.engines import SMOLLM2, ReachOptions, is_warm, located, pairs_of
+from steercap.cli.engines import SMOLLM2, ReachOptions, is_warm, located, pairs_of, until_ready
 from steercap.cli.preflight import fitting
 from steercap.cli.serve import ServeOptions, checked, parted
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
+from steercap.errors import InvalidSetting
 from steercap.files import warm
 
 #: Address that the explorer listens on.
@@ -62,7 +66,8 @@ def register(app: typer.Typer) -> None:
         ] = None,
     ) -> None:
         """Explore a model in the browser: coloured tokens, layers by tokens, the logit lens, steering by a slider.
-        The page is of the warm engine, if one fits and nothing is given that it lacks.
+        The page is of the warm engine, if one fits and nothing is given that it lacks, and then yours alone; an engine
+        of its own answers every user of this machine, unless you give a key: -- --api-key KEY.
         """
         from steercap.server.server import serve as run
 
@@ -71,7 +76,7 @@ def register(app: typer.Typer) -> None:
             engine, reason = await asyncio.to_thread(fitting, ReachOptions(model, engine_arg=engine_arg), {})
         else:
             engine, reason = None, "vectors, SAEs and vLLM's flags are a server's own" if is_warm() else ""
-        if engine is not None and await warm.until_ready(engine) is not None:
+        if engine is not None and await until_ready(engine) is not None:
             await _forward(engine, port, terminal, browser=browser)
             return
         if reason:
@@ -94,11 +99,24 @@ def register(app: typer.Typer) -> None:
 async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, browser: bool) -> None:
     """Forward a port of this machine to a warm engine's socket, and open its page, until the command is interrupted.
 
+    Connections of other users are closed.
+
     Raises:
+        InvalidSetting: the system does not tell whose a connection is.
         OSError: the port is in use.
     """
+    if not await asyncio.to_thread(os.path.exists, "/proc/net/tcp"):
+        raise InvalidSetting(
+            f"this system does not tell which user opens a connection, and the warm engine of {engine.model} is yours "
+            "alone; end it with `steercap down`, and the explorer starts an engine that every user of this machine can "
+            "ask"
+        )
 
     async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ours = writer.get_extra_info("sockname"), writer.get_extra_info("peername")
+        if await asyncio.to_thread(user_of, *ours) != os.geteuid():  # the socket is this user's alone
+            writer.close()
+            return
         with suppress(OSError):
             there, back = await asyncio.open_unix_connection(engine.socket)
             await asyncio.gather(_copied(reader, back), _copied(there, writer))
@@ -110,6 +128,23 @@ async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, br
         await server.serve_forever()
     finally:
         server.close()  # without waiting: a browser keeps its connections
+
+
+def user_of(ours: tuple[str, int], theirs: tuple[str, int]) -> int | None:
+    """Return the id of the user that connected to an address of this machine from another; None if unknown.
+
+    Linux lists the sockets of a machine: the client's is the one whose own address is `theirs`, and whose peer is
+    `ours`.
+    """
+    wanted = [
+        f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}" for host, port in (theirs, ours)
+    ]
+    with suppress(OSError):
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[1:3] == wanted:
+                return int(words[7])
+    return None
 
 
 async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

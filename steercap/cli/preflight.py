@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from steercap.cli.engines import SMOLLM2, ModelOptions, ReachOptions, located, opened
+from steercap.cli.engines import (
+    SMOLLM2,
+    ModelOptions,
+    ReachOptions,
+    as_stored,
+    differing,
+    elsewhere,
+    located,
+    opened,
+    until_ready,
+)
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile, InvalidSetting
 from steercap.files import warm
@@ -226,7 +236,7 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
         engine, reason = await asyncio.to_thread(fitting, options, settings)
         if engine is not None:
             with terminal.status(f"waiting for the warm engine of {engine.model}"):
-                url = await warm.until_ready(engine)
+                url = await until_ready(engine)
             reason = "" if url else f"the warm engine of {engine.model} ended; its log: {engine.log}"
         if url is None:
             async with opened(options, terminal, reason=reason, **settings) as model:
@@ -262,17 +272,16 @@ def fitting(options: ReachOptions, settings: Mapping[str, Any]) -> tuple[warm.Wa
 
 def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[str, Any]) -> str:
     """Return why a warm engine of the model cannot do the work, "" if it can."""
-    import msgspec
-
     from steercap.config import Settings, environment
-    from steercap.files.fingerprint import weights_of
 
-    if engine.code != warm.code():
-        return f"it runs steercap {engine.code}, this is {warm.code()}"
+    reason = warm.outdated(engine)
+    if reason := f"{reason}; renew it with `steercap down` and `up`" if reason else elsewhere(engine):
+        return reason
+    if engine.flags:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in engine.flags)
+        return f"it was given {flags}, which no command asks for; --url {engine.url} asks it all the same"
     if engine.keyed and options.api_key is None:
         return "it wants an API key; give --api-key"
-    if engine.weights and engine.weights != weights_of(engine.path):
-        return f"the files in {engine.path} have changed since its start; renew it with `steercap down` and `up`"
     given = {**settings, **options.said()}
     names = {field.name for field in dataclasses.fields(Settings)}
     own = {name: value for name, value in given.items() if name in names}
@@ -281,7 +290,7 @@ def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[
         return f"it has no site {', '.join(sorted(lacking))}; give `steercap up` --sites"
     said = COMPARED | own.keys() | environment.from_environment().keys()
     for name in sorted(said - {"sites"}):
-        here, known = msgspec.to_builtins(getattr(ours, name), enc_hook=str), engine.settings[name]
+        here, known = as_stored(getattr(ours, name)), engine.settings[name]
         if here != known and not (name == "layers" and known == "all"):
             return f"{name}: {known!r} there, {here!r} asked for"
-    return warm.differing(engine, {name: given[name] for name in given.keys() - names}, TAKEN)
+    return differing(engine, {name: given[name] for name in given.keys() - names}, TAKEN)

@@ -16,7 +16,7 @@ from steercap.cli.parsing import named, steering_in
 from steercap.cli.preflight import STREAM, preflight
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
-from steercap.files.warm import digest_of
+from steercap.files.fingerprint import digest_of
 
 if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings

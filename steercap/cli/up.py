@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -19,12 +19,13 @@ import typer
 
 import steercap
 from steercap.cli.command import command
-from steercap.cli.engines import SMOLLM2, located
+from steercap.cli.engines import SMOLLM2, elsewhere, located
 from steercap.cli.serve import ServeOptions, checked, parted
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.errors import EngineFailure, InvalidRequest, SteercapError
 from steercap.files import warm
+from steercap.files.fingerprint import digest_of
 from steercap.files.warm import WarmEngine
 
 #: Minutes without a request after which a warm engine ends, and seconds that it has for that when told to.
@@ -78,14 +79,11 @@ def _up(app: typer.Typer) -> None:
         checked(options.settings(), model, flags, options.engine_arg, sites=options.sites.split(","))
         with terminal.status(f"looking for {model}"):
             path = warm.socket_of(str(await asyncio.to_thread(located, model)))
-        asked, start = warm.digest_of([*options.flags(), *flags]), time.monotonic()
+        asked, start = digest_of([*options.flags(), *flags]), time.monotonic()
         async with _turn(path, terminal):
             there = warm.engine_at(path)
-            if there is not None and (there.asked != asked or there.code != warm.code()):
-                raise InvalidRequest(
-                    f"{model} is up with other options, or by another steercap ({there.code}, this is {warm.code()}); "
-                    f"end it with `steercap down {there.model}` first"
-                )
+            if there is not None and (reason := _unlike(there, asked)):
+                raise InvalidRequest(f"{model} is up {reason}; end it with `steercap down {there.model}` first")
             child = None if there is not None else _started(model, options, flags, path)
             try:
                 engine = await _ready(path, child, model, terminal)
@@ -99,6 +97,16 @@ def _up(app: typer.Typer) -> None:
         idle = f"ends after {options.idle:g} min without a request" if options.idle else "stays until `steercap down`"
         terminal.say(f"{model} {took}; {idle}. Other commands find it; in Python: SteerModel.connect()")
         terminal.show({"model": engine.model, "url": engine.url, "pid": engine.pid, "log": str(engine.log)}, engine.url)
+
+
+def _unlike(engine: WarmEngine, asked: str) -> str:
+    """Return how a warm engine differs from the one that would be started, "" if in nothing."""
+    if engine.asked != asked:
+        return "with other options"
+    if reason := warm.outdated(engine):
+        return f"and outdated: {reason}"
+    reason = elsewhere(engine)
+    return reason and f"in other surroundings: {reason}"
 
 
 @asynccontextmanager
@@ -183,7 +191,7 @@ def _down(app: typer.Typer) -> None:
                 raise typer.BadParameter("give MODEL or --all, not both", param_hint="--all")
             there = warm.named_in(there, str(located(model)) if model == SMOLLM2 else model)
             if not there:
-                warm.only_engine(model)
+                raise warm.unknown(warm.engines(), model)
         if len(there) > 1 and not everything:
             names = ", ".join(one.model for one in there)
             raise InvalidRequest(f"{len(there)} engines are warm: {names}; name one, or give --all")
@@ -198,12 +206,13 @@ def _down(app: typer.Typer) -> None:
 
 async def _end(engine: WarmEngine) -> None:
     """End a warm engine: by SIGTERM, and by SIGKILL if it takes too long."""
-    until, path = time.monotonic() + END_SECONDS, Path(engine.socket)
-    os.kill(engine.pid, signal.SIGTERM)
-    while warm.engine_at(path) is not None:
-        if time.monotonic() > until:
-            os.kill(engine.pid, signal.SIGKILL)
-            until += END_SECONDS
+    until, path, number = time.monotonic() + END_SECONDS, Path(engine.socket), signal.SIGTERM
+    # Another may have come in its place, and its process id may be another process's by now.
+    while (there := warm.engine_at(path)) and (there.pid, there.started) == (engine.pid, engine.started):
+        if number == signal.SIGTERM or time.monotonic() > until:
+            with suppress(ProcessLookupError):
+                os.kill(engine.pid, number)
+            number = signal.SIGKILL
         await asyncio.sleep(warm.PAUSE)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -21,6 +24,11 @@ WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 CONFIGS: Final = ("config.json", "generation_config.json")
 #: Bytes read at each end of a file of weights: a header of safetensors and the last tensor, without reading it all.
 ENDS: Final = 64 << 10
+#: Variables of vLLM that change no answer: keys, logs, usage, folders, addresses, timeouts.
+UNHEARD: Final = re.compile(
+    r"VLLM_(.*(KEY|TOKEN)|.*LOG(GING)?_.*|.*LOGGING|(NO_)?USAGE_.*|DO_NOT_TRACK|HTTP_.*|.*_(CACHE|ROOT|PATH|PORT|IP)|"
+    r"PORT|.*TIMEOUT.*|WORKER_MULTIPROC_METHOD)"
+)
 #: Cached digests by tokenizer; hashing a vocabulary of 150,000 takes a while.
 _DIGESTS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
@@ -95,6 +103,67 @@ def weights_of(path: str | Path) -> str:
     for part in _parts(Path(path)):
         found.update(hashlib.sha256(part).digest())  # digests are of one length, so no two lists of parts are alike
     return found.hexdigest()
+
+
+def files_of(model: str, revision: str | None = None) -> str:
+    """Return a SHA-256, in hexadecimal, of a model's files on this machine, "" if none are there.
+
+    Beside what `weights_of` reads, it covers the relative path, size and time of change of every file in the model's
+    folder, and so the tokenizer, the chat template and weights that were edited in place. Copies differ.
+
+    Args:
+        model: path of the model, or its name on the hub: that of the snapshot in the hub's cache, and its commit.
+        revision: revision or commit of a name on the hub, None for its main branch.
+    """
+    folder = Path(model) if os.path.exists(model) else _snapshot(model, revision)  # noqa: PTH110 -- it may be no path
+    if folder is None:
+        return ""
+    files = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
+    stamps: list[Any] = [weights_of(folder), "" if os.path.exists(model) else folder.name]  # noqa: PTH110
+    for file in sorted(files) or [folder]:
+        with suppress(FileNotFoundError):  # it was removed meanwhile, or is a link to nothing
+            found = file.stat()
+            stamps.append((str(file.relative_to(folder)), found.st_size, found.st_mtime_ns))
+    return _digest(stamps)
+
+
+def surroundings() -> dict[str, str]:
+    """Return what else an engine's answers depend on, by name: vLLM's version, Python's folder, variables of vLLM."""
+    found = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    found = {name: value for name, value in found.items() if not UNHEARD.fullmatch(name)}
+    with suppress(PackageNotFoundError):
+        found["vLLM"] = version("vllm")
+    return {**found, "Python": sys.prefix}
+
+
+def digest_of(words: Sequence[str]) -> str:
+    """Return the SHA-256 of a command's options, in hexadecimal, and of all that they stand for.
+
+    These are the resolved paths and contents of files and folders that a word, or its part after "=", names, and the
+    STEERCAP_* variables. Of --folder, which rows are written to, it is the path alone.
+    """
+    found: list[Any] = [sorted(item for item in os.environ.items() if item[0].startswith("STEERCAP_"))]
+    for before, word in zip(("", *words), words, strict=False):
+        found.append(os.path.realpath(word) if before == "--folder" else word)
+        for path in filter(os.path.exists, {word, word.partition("=")[2]} - {"", word if before == "--folder" else ""}):
+            found += [os.path.realpath(path), files_of(path)]
+            if os.path.isfile(path):  # noqa: PTH113
+                with Path(path).open("rb") as file:
+                    found.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return _digest(found)
+
+
+def _snapshot(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a model's snapshot in the hub's cache, None if it is not there."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return None
+    repository = "--".join(name.partition(":")[0].split("/")[:2])  # of owner/name/file.gguf and owner/name:quantization
+    cache = Path(constants.HF_HUB_CACHE) / f"models--{repository}"
+    reference = cache / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    return cache / "snapshots" / commit if commit and (cache / "snapshots" / commit).is_dir() else None
 
 
 def _weights(model: str, config: Any) -> str:

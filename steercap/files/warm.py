@@ -2,12 +2,11 @@
 
 A folder that only this user can enter holds four files for each: NAME.sock, the socket; NAME.json, a `WarmEngine`;
 NAME.log; and NAME.lock, which the server keeps locked while it lives. The kernel frees the lock of a killed process, so
-that files it left are recognised, and removed by whoever looks next.
+that whoever looks next removes its files.
 """
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import os
@@ -17,7 +16,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +25,7 @@ import msgspec
 
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+from steercap.files.fingerprint import files_of
 
 #: Maximum bytes of a socket's path: `sun_path` of Linux, without the zero at its end.
 PATH_BYTES: Final = 107
@@ -45,15 +45,19 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         model: model as it was given to `steercap up`.
         path: absolute path of the model, or its name on the hub.
+        named: False if `model` was a path, which may be relative to the server's folder.
         pid: process id of the server.
         socket: path of its socket.
         code: version of steercap, and the folder of its code.
-        weights: digest of the model's files when the server started; "" for a name on the hub.
+        weights: `fingerprint.files_of` the model when the server started.
         started: time of the start, in seconds since the machine's.
         keyed: True if it wants an API key.
         asked: digest of the options that `steercap up` was given, which may hold keys.
         settings: steercap's settings, by name.
         arguments: vLLM's engine arguments that differ from their defaults, by name.
+        surroundings: `fingerprint.surroundings` of its server.
+        defaults: vLLM's defaults of engine arguments, by name.
+        flags: names of further flags of `vllm serve` that change answers, such as "chat_template".
     """
 
     model: str
@@ -61,12 +65,16 @@ class WarmEngine(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     socket: str
     code: str
+    named: bool = True
     weights: str = ""
     started: float = 0.0
     keyed: bool = False
     asked: str = ""
     settings: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
+    surroundings: dict[str, str] = {}
+    defaults: dict[str, Any] = {}
+    flags: list[str] = []
 
     @property
     def url(self) -> str:
@@ -89,11 +97,6 @@ def identified(model: str) -> str:
     """Return the absolute path of a model in a folder or file; a name on the hub is returned unchanged."""
     there = os.path.exists(model)  # noqa: PTH110 -- False for what can be no path, where Path raises
     return str(Path(model).resolve()) if there else model
-
-
-def digest_of(words: Sequence[str]) -> str:
-    """Return the SHA-256 of a command's options, in hexadecimal."""
-    return hashlib.sha256(msgspec.json.encode(words)).hexdigest()
 
 
 def _folder() -> Path:
@@ -155,8 +158,6 @@ def announced(engine: WarmEngine) -> Iterator[None]:
         InvalidRequest: another server has the model.
         OSError: the folder cannot be written to.
     """
-    from steercap.files.base import write_whole
-
     path = Path(engine.socket)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     held = ExitStack()
@@ -170,13 +171,24 @@ def announced(engine: WarmEngine) -> Iterator[None]:
             time.sleep(LOCK_SECONDS / 40)
         _remove(path)
         try:
-            with write_whole(path.with_suffix(".json"), mode=0o600) as scratch:
-                scratch.write_bytes(msgspec.json.encode(engine, enc_hook=str))
+            write(engine)
             yield
         finally:
             _remove(path)
     finally:
         held.close()
+
+
+def write(engine: WarmEngine) -> None:
+    """Write an engine's record, in place of the one before; call it with the lock held.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    from steercap.files.base import write_whole
+
+    with write_whole(Path(engine.socket).with_suffix(".json"), mode=0o600) as scratch:
+        scratch.write_bytes(msgspec.json.encode(engine, enc_hook=str))
 
 
 def engines() -> list[WarmEngine]:
@@ -198,62 +210,53 @@ def engine_at(socket: Path) -> WarmEngine | None:
 
 
 def only_engine(model: str | None = None) -> WarmEngine:
-    """Return this user's only warm engine, or the one of a model; it has this version of steercap.
+    """Return this user's only warm engine, or the one of a model; it is not outdated.
 
     Args:
         model: model as given to `steercap up`, with or without "+" and a preset, or its path; None for any.
 
     Raises:
-        InvalidRequest: there is none, there are several, or it runs another version of steercap.
+        InvalidRequest: there is none, there are several, or it is `outdated`.
     """
     there = engines()
     named = there if model is None else named_in(there, model)
-    if not there:
-        raise InvalidRequest("no warm engine; start one with `steercap up MODEL`, or give the url of a server")
+    if model is not None and not os.path.exists(model):  # noqa: PTH110
+        named = named or named_in(there, model.rpartition("+")[0])
     if not named:
-        raise InvalidRequest(f"no warm engine of {shown(model)}; {choices(str(model), [one.model for one in there])}")
+        raise unknown(there, str(model))
     if len(named) > 1:
         listed = ", ".join(f"{one.model} at {one.url}" for one in named)
         raise InvalidRequest(f"{len(named)} warm engines: {listed}; give the url of one")
-    if named[0].code != code():
+    if reason := outdated(named[0]):
         raise InvalidRequest(
-            f"the warm engine of {named[0].model} runs steercap {named[0].code}, and this is {code()}; renew it with "
-            f"`steercap down {named[0].model}` and `steercap up {named[0].model}`"
+            f"the warm engine of {named[0].model} is outdated: {reason}; renew it with `steercap down "
+            f"{named[0].model}` and `steercap up {named[0].model}`, or give its url, {named[0].url}"
         )
     return named[0]
 
 
-def named_in(there: Sequence[WarmEngine], model: str) -> list[WarmEngine]:
-    """Return the engines of a model, by its name, with or without "+" and a preset, or by its path."""
-    return [one for one in there if model.partition("+")[0] == one.model or identified(model) == one.path]
-
-
-def differing(engine: WarmEngine, wanted: Mapping[str, Any], left_out: frozenset[str]) -> str:
-    """Describe the first of vLLM's engine arguments in which an engine differs from those wanted, "" if none does.
-
-    Args:
-        engine: the warm engine.
-        wanted: engine arguments that are asked for, by name.
-        left_out: names of arguments of which the engine's are taken if they are not asked for.
-    """
-    plain = msgspec.to_builtins(dict(wanted), enc_hook=str)
-    for name in sorted({*plain, *engine.arguments} - (left_out - plain.keys())):
-        here, there = plain.get(name), engine.arguments.get(name)
-        if (here or None) != (there or None):
-            return (
-                f"{name}: {shown(there) if there else 'the default'} there, {shown(here) if here else 'not'} asked for"
-            )
+def outdated(engine: WarmEngine) -> str:
+    """Describe why an engine's answers may not be those of one that started now, "" if it is not outdated."""
+    if engine.code != code():
+        return f"it runs steercap {engine.code}, this is {code()}"
+    if engine.weights != files_of(engine.path, engine.arguments.get("revision")):
+        return f"the files of {engine.path} have changed since its start"
     return ""
 
 
-async def until_ready(engine: WarmEngine) -> str | None:
-    """Wait until a warm engine answers, and return its address; None if it ends before."""
-    path = Path(engine.socket)
-    while not listening(path):
-        if engine_at(path) is None:
-            return None
-        await asyncio.sleep(PAUSE)
-    return engine.url
+def named_in(there: Sequence[WarmEngine], model: str) -> list[WarmEngine]:
+    """Return the engines of a model: of a path that exists by that path alone, of others by name or recorded path."""
+    if os.path.exists(model):  # noqa: PTH110 -- it may be no path
+        return [one for one in there if one.path == identified(model)]
+    return [one for one in there if model == one.path or (one.named and model == one.model)]
+
+
+def unknown(there: Sequence[WarmEngine], model: str) -> InvalidRequest:
+    """Return the error of a model that no engine is of."""
+    if not there:
+        return InvalidRequest("no warm engine; start one with `steercap up MODEL`, or give the url of a server")
+    names = [one.model if one.named else one.path for one in there]
+    return InvalidRequest(f"no warm engine of {shown(model)}; {choices(str(model), names)}")
 
 
 def listening(path: Path) -> bool:

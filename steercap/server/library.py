@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 from steercap.core.values import choices, shown
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSpec, SteercapError
 from steercap.files import native
+from steercap.files.fingerprint import warn_of_other_model
 from steercap.saes import SAE
 from steercap.steering.directions import DirectionSet
 from steercap.steering.formats import load_control_vector
@@ -175,6 +176,15 @@ class Library:
     def of(self, owner: str) -> Iterator[Named]:
         """Iterate over the content that an owner sees."""
         return (one for one in tuple(self._kept.values()) if one.owner in {owner, OPERATOR})
+
+    def warn_of_other_models(self, names: Collection[str]) -> None:
+        """Warn about content from the operator that was made for a model with other names."""
+        for one in self.of(OPERATOR):
+            parts = one.content.of_rows() if isinstance(one.content, SteeringSpec) else [one.content]
+            for label in sorted({part.model for part in parts}):
+                warn_of_other_model(f"--vectors {one.name}", label, names)
+        for name, sae in self.saes.items():
+            warn_of_other_model(f"--sae {name}", sae.model, names, tuned=True)
 
     def remove(self, name: str, owner: str) -> bool:
         """Remove an owner's content; return whether it existed."""

@@ -59,6 +59,7 @@ class Routes:
         library: named vectors and steering.
         aliases: model names that stand for steering.
         folder: folder that rows are written to, None if the operator gave none.
+        identity: the model's identity when it was opened; its files may change while it is served.
     """
 
     def __init__(
@@ -68,7 +69,10 @@ class Routes:
         library: Library,
         aliases: tuple[str, ...],
         folder: CaptureFolder | None = None,
+        *,
+        identity: Mapping[str, str],
     ) -> None:
+        self._identity = identity
         self._model = model
         self._captures = captures
         self._library = library
@@ -93,7 +97,6 @@ class Routes:
         """Answer with the model's properties, the limits, and the caller's and the engine's usage."""
         owner, model = owner_of(request.headers.get("authorization", "")), self._model
         stats, folder = await model.stats(), self._folder
-        identity = await asyncio.to_thread(model.identity)
         points = [
             {"layer": point.layer, "site": point.site, **msgspec.structs.asdict(schema)}
             for point, schema in model.points.items()
@@ -102,7 +105,7 @@ class Routes:
             {
                 "model": model.serving.model,
                 **model.origin,
-                "identity": identity,
+                "identity": dict(self._identity),
                 "num_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "points": points,

@@ -6,17 +6,19 @@ import argparse
 import asyncio
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec.structs import replace
+
 from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import warn_of_other_model, weights_of
-from steercap.files.warm import WarmEngine, announced, code, identified, socket_of
+from steercap.files.fingerprint import files_of, surroundings, weights_of
+from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
 from steercap.server.engine import ServedEngine
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 #: Engine arguments that servers set themselves.
-OF_SERVERS: Final = frozenset({"mm_processor_cache_gb", "served_model_name", "use_tqdm_on_load"})
+OF_SERVERS: Final = frozenset({"hf_token", "mm_processor_cache_gb", "served_model_name", "use_tqdm_on_load"})
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ async def application(
 
     names = names or Names.of(settings)
     require_fitting(names.library.saes, model)
-    _look_at_models(names.library, model.serving.here().vllm.names)
+    names.library.warn_of_other_models(model.serving.here().vllm.names)
     library, served_names = names.library, flags.served_model_name or [flags.model]
     presets = Presets(served_names, names.presets)
     served = argparse.Namespace(**{**vars(flags), "served_model_name": [*served_names, *presets.aliases]})
@@ -161,7 +163,8 @@ async def application(
         lambda route: SteercapRoute(route, library, presets),
         lambda route: Elsewhere(route, presets),
     )
-    app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
+    identity = await asyncio.to_thread(model.identity)
+    app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder, identity=identity).routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     app.router.routes.extend([*looking, *explorer_routes()])
     app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)
@@ -171,16 +174,6 @@ async def application(
         recorder.check(model)
         app.router.middleware_stack = OptOut(app.router.middleware_stack)
     return app
-
-
-def _look_at_models(library: Library, names: Collection[str]) -> None:
-    """Warn about content from the operator that was made for a model with other names."""
-    for one in library.of(OPERATOR):
-        parts = one.content.of_rows() if isinstance(one.content, SteeringSpec) else [one.content]
-        for label in sorted({part.model for part in parts}):
-            warn_of_other_model(f"--vectors {one.name}", label, names)
-    for name, sae in library.saes.items():
-        warn_of_other_model(f"--sae {name}", sae.model, names, tuned=True)
 
 
 async def serve(
@@ -196,9 +189,10 @@ async def serve(
         **steercap: settings of `SteerModel`, beside vLLM's arguments, which are among the flags.
 
     Raises:
-        InvalidRequest, InvalidFile: flags, files or presets cannot be used.
+        InvalidRequest, InvalidFile: flags, files or presets cannot be used, or the model's files changed meanwhile.
         The errors of `SteerModel.start`.
     """
+    around = surroundings()  # before vLLM is imported, which sets variables of its own
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
         from steercap.server.metrics import IdleClock
@@ -212,13 +206,20 @@ async def serve(
     _require_no_restart(unopened)
     with ExitStack() as held:
         if settings.warm is not None:
-            held.enter_context(announced(_warm_engine(unopened, read, settings.warm)))
+            usual, front = server.engine_defaults(model), server.frontend_flags(read)
+            warm = _warm_engine(unopened, read, usual, asked=settings.warm, surroundings=around, flags=front)
+            held.enter_context(announced(warm))
         sock = held.enter_context(closing(server.listening(read)))  # before the engine: a port in use fails at once
         if settings.warm is not None:
             await asyncio.to_thread(os.chmod, read.uds, 0o600)  # nobody can connect yet: it does not listen
         folder = held.enter_context(opened_folder(model, settings))
         recorder = None if settings.record is None else Recorder.of(settings.record, model)
+        loaded = _weights(model)
         async with unopened as opened, recorder or nullcontext():
+            if loaded != _weights(model):
+                raise InvalidFile(f"{model}: its files changed while they were loaded; start the server again")
+            if settings.warm is not None:
+                await asyncio.to_thread(_record_snapshot, warm, opened)
             app = await application(opened, read, settings, folder, names, recorder=recorder)
             idle = IdleClock(app.router.middleware_stack, settings.idle_seconds)
             app.router.middleware_stack = idle
@@ -237,31 +238,45 @@ def _require_no_restart(model: SteerModel) -> None:
         )
 
 
-def _warm_engine(model: SteerModel, flags: argparse.Namespace, asked: str) -> WarmEngine:
-    """Describe a warm engine, and have the flags say its socket.
+def _warm_engine(model: SteerModel, read: argparse.Namespace, usual: Mapping[str, Any], **known: Any) -> WarmEngine:
+    """Describe a warm engine, and have the flags say its socket; `known` are further fields.
 
     Raises:
         InvalidSetting: the flags name another socket; or as for `socket_of`.
     """
-    if flags.uds is not None:
-        raise InvalidSetting(f"--uds {flags.uds}: a warm engine has a socket of its own; leave it out")
-    flags.uds, flags.disable_uvicorn_access_log = str(socket_of(model.model)), True
-    served = flags.served_model_name or [flags.model]
+    if read.uds is not None:
+        raise InvalidSetting(f"--uds {read.uds}: a warm engine has a socket of its own; leave it out")
+    read.uds, read.disable_uvicorn_access_log = str(socket_of(model.model)), True
+    served = read.served_model_name or [read.model]
     ours = {field.name: getattr(model.settings, field.name) for field in fields(model.settings)}
     theirs = {name: value for name, value in model.serving.engine_args.items() if name not in OF_SERVERS}
+    theirs = {name: value for name, value in theirs.items() if name not in usual or value != usual[name]}
     return WarmEngine(
         model=served[0],
         path=identified(model.model),
+        named=not os.path.exists(served[0]),  # noqa: PTH110 -- it may be no path
         pid=os.getpid(),
-        socket=flags.uds,
+        socket=read.uds,
         code=code(),
-        weights=weights_of(model.model) if Path(model.model).exists() else "",
+        weights=files_of(model.model, theirs.get("revision")),
         started=time.monotonic(),
-        keyed=bool(flags.api_key or os.environ.get("VLLM_API_KEY")),
-        asked=asked,
+        keyed=bool(read.api_key or os.environ.get("VLLM_API_KEY")),
         settings=ours,
         arguments=theirs,
+        defaults=dict(usual),
+        **known,
     )
+
+
+def _weights(model: str) -> str:
+    """Return the digest of the weights in a model's folder; "" for a name on the hub."""
+    return weights_of(model) if Path(model).exists() else ""
+
+
+def _record_snapshot(engine: WarmEngine, model: SteerModel) -> None:
+    """Record the files of a model on the hub once more, which may have been fetched only now."""
+    if not Path(engine.path).exists():
+        write(replace(engine, weights=files_of(engine.path, model.identity()["weights"])))
 
 
 @contextmanager

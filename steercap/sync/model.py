@@ -1292,7 +1292,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
         Raises:
             InvalidSetting: the url is none.
             InvalidRequest: it is left out, and there is no warm engine, there are several, or it runs another version
-                of steercap.
+                of steercap, or the model's files have changed since its start.
         """
         return RemoteModel.around(AwaitedSteerModel.connect(url, api_key=api_key, model=model, timeout=timeout))
 

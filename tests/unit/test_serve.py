@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import pickle
 import re
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,6 +25,7 @@ from steercap.adapters import server
 from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
+from steercap.requests.stats import Stats
 from steercap.server.asks import asked_of, capture_of, ranges, steering_of
 from steercap.server.call import CURRENT, described, logits_of
 from steercap.server.folder import CaptureStore, owner_of
@@ -640,11 +643,27 @@ def test_a_key_has_one_owner_however_its_scheme_is_written() -> None:
 @pytest.fixture
 async def client(library):
     store = CaptureStore()
-    app = Starlette(routes=Routes(None, store, library, ()).routes)  # type: ignore[arg-type]
+    app = Starlette(routes=Routes(None, store, library, (), identity={}).routes)  # type: ignore[arg-type]
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://test/v1/steercap", headers={"authorization": "Bearer me"}
     ) as found:
         yield found, store
+
+
+async def test_the_identity_is_of_the_start(library) -> None:
+    """Not of files that were changed since."""
+
+    async def stats() -> Any:
+        return Stats(**dict.fromkeys((one.name for one in dataclasses.fields(Stats)), 0))
+
+    served = SimpleNamespace(
+        stats=stats, identity=lambda: {"weights": "changed"}, points={}, origin={}, num_layers=1, hidden_size=WIDTH
+    )
+    served.serving = SimpleNamespace(model="org/name")
+    routes = Routes(served, CaptureStore(), library, (), identity={"weights": "loaded"}).routes  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(Starlette(routes=routes))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as asked:
+        assert (await asked.get("/v1/steercap/model")).json()["identity"] == {"weights": "loaded"}
 
 
 async def test_captures_are_fetched_whole_or_in_parts_by_their_owner(client) -> None:

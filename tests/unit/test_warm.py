@@ -20,14 +20,14 @@ from cli_calls import call
 
 import steercap
 from steercap import SteerModel
-from steercap.cli import preflight
+from steercap.cli import preflight, up
 from steercap.cli.engines import ModelOptions, ReachOptions, unopened
 from steercap.cli.explore import HOST, _forward, answers, free_port
 from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
-from steercap.files import warm
-from steercap.files.fingerprint import weights_of
+from steercap.files import fingerprint, warm
+from steercap.files.fingerprint import digest_of, files_of, surroundings
 from steercap.files.warm import WarmEngine
 from steercap.server import server
 from steercap.server.metrics import IDLE, LOOKING, IdleClock
@@ -43,6 +43,7 @@ from dataclasses import asdict
 from pathlib import Path
 from steercap.config import Settings
 from steercap.files import warm
+from steercap.files.fingerprint import digest_of, files_of, surroundings
 
 words = sys.argv[sys.argv.index("serve") + 1:]
 with open("{calls}", "a") as calls:
@@ -53,8 +54,8 @@ model = words[0]
 path = warm.socket_of(model)
 asked = [word for word in words[1:] if word not in ("--warm", "--no-record", "--")]
 engine = warm.WarmEngine(
-    model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), asked=warm.digest_of(asked),
-    settings=asdict(Settings()), arguments={{"dtype": "float32"}}, weights={weights!r}, keyed="--api-key" in asked,
+    model=model, path=warm.identified(model), pid=os.getpid(), socket=str(path), code=warm.code(), named=not os.path.exists(model), asked=digest_of(asked), surroundings=surroundings(),
+    settings=asdict(Settings()), arguments={{"dtype": "float32"}}, weights=files_of(model), keyed="--api-key" in asked,
 )
 points = [{{"layer": 0, "site": "resid_post", "shape": [8], "dtype": "float32"}}]
 said = {{
@@ -134,10 +135,10 @@ class Python:
         self.path, self.calls, self.fails, self.waits = (path / name for name in ("python", "calls", "fails", "waits"))
         self.write()
 
-    def write(self, weights: str = "") -> None:
+    def write(self) -> None:
         names = {name: getattr(self, name) for name in ("calls", "fails", "waits")}
         names["home"] = Path(steercap.__file__).parent.parent
-        self.path.write_text(SERVER.format(python=PYTHON, weights=weights, **names))
+        self.path.write_text(SERVER.format(python=PYTHON, **names))
         self.path.chmod(0o755)
 
     @property
@@ -155,11 +156,15 @@ def python(tmp_path, monkeypatch) -> Python:
 def engine_of(model: str, **more) -> WarmEngine:
     path = warm.identified(model)
     known = {"pid": os.getpid(), "code": warm.code(), "settings": json.loads(json.dumps(vars_of(Settings())))}
+    known |= {"named": path == model, "weights": files_of(path), "surroundings": surroundings()}
     return WarmEngine(model=model, path=path, socket=str(warm.socket_of(path)), **{**known, **more})
 
 
 def vars_of(settings: Settings) -> dict:
     return {name: value for name, value in vars(settings).items() if not name.startswith("_")}
+
+
+SETTINGS = json.loads(json.dumps(vars_of(Settings())))
 
 
 def held(model: str, rest: str) -> subprocess.Popen:
@@ -270,7 +275,7 @@ async def test_connect_finds_the_only_engine(tmp_path) -> None:
             assert SteerModel.connect(model="org/other").url == engine_of("org/other").url
     with (
         warm.announced(engine_of("org/name", code="0.0.1 in /there")),
-        pytest.raises(InvalidRequest, match=r"runs steercap 0.0.1 in /there, and this is .*; renew it with"),
+        pytest.raises(InvalidRequest, match=r"runs steercap 0.0.1 in /there, this is .*; renew it with"),
     ):
         SteerModel.connect()
     with pytest.raises(ServerFailure, match="cannot be reached: No such file"):
@@ -278,6 +283,69 @@ async def test_connect_finds_the_only_engine(tmp_path) -> None:
     (tmp_path / "socket").touch()
     with pytest.raises(ServerFailure, match="ConnectError"):
         await SteerModel.connect(f"{tmp_path}/socket").start()
+
+
+def test_a_path_means_its_own_folder_alone(folder, tmp_path, monkeypatch) -> None:  # noqa: ARG001 -- where sockets are
+    for name in ("a/ckpt", "b/ckpt", "a/ckpt+b", "c"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a")
+    engine = engine_of("./ckpt")
+    with warm.announced(engine), warm.announced(engine_of("org/name")):
+        assert SteerModel.connect(model="./ckpt").url == SteerModel.connect(model="ckpt").url == engine.url
+        steered = SteerModel.connect(model=f"{engine.path}+calm")
+        assert (steered.url, steered.connection._name) == (engine.url, "./ckpt+calm")
+        for where, model in (("b", "./ckpt"), ("c", "./ckpt"), ("c", "ckpt"), ("a", "ckpt+b"), ("b", "../a/ckpt+b")):
+            monkeypatch.chdir(tmp_path / where)
+            with pytest.raises(InvalidRequest, match="no warm engine of"):
+                SteerModel.connect(model=model)
+            assert "no warm engine of" in call("down", model).stderr
+        assert "no warm engine of" in call("down", f"{engine.path}+none").stderr
+        assert len(warm.engines()) == 2
+
+
+def test_what_up_was_given_is_compared_by_content(tmp_path, monkeypatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "sae").mkdir(parents=True)
+        (tmp_path / name / "v.st").write_bytes(b"one")
+        (tmp_path / name / "sae" / "cfg.json").write_bytes(b"one")
+    seen = set()
+    words = ["--vectors", "v=v.st", "--sae", "s=sae", "--folder", "rows"]
+    monkeypatch.chdir(tmp_path / "b")
+    seen.add(digest_of(words))
+    monkeypatch.chdir(tmp_path / "a")
+    seen.add(digest_of(words))
+    (tmp_path / "a" / "rows").mkdir()
+    (tmp_path / "a" / "rows" / "1").touch()
+    assert digest_of(words) in seen
+    stamp = Path("v.st").stat()
+    Path("v.st").write_bytes(b"two")
+    os.utime("v.st", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    seen.add(digest_of(words))
+    Path("sae/cfg.json").write_bytes(b"two")
+    seen.add(digest_of(words))
+    monkeypatch.setenv("STEERCAP_CODEC", "full8")
+    seen.add(digest_of(words))
+    assert len(seen) == 5
+
+
+async def test_down_ends_no_other_process(model, monkeypatch) -> None:
+    """Neither one that came in the engine's place, nor is one that is gone an error."""
+    killed: list[tuple[int, int]] = []
+    engine = engine_of(model, pid=2**22 + 1)
+    monkeypatch.setattr(os, "kill", lambda *words: killed.append(words))
+    with warm.announced(engine_of(model)):
+        await up._end(engine)
+    assert killed == []
+    there = [engine, engine, None]
+    monkeypatch.setattr(warm, "engine_at", lambda _path: there.pop(0))
+
+    def gone(*words) -> None:
+        killed.append(words)
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "kill", gone)
+    await up._end(engine)
+    assert killed == [(engine.pid, signal.SIGTERM)]
 
 
 async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> None:
@@ -299,7 +367,19 @@ async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> N
             "dtype: 'float32' there, 'bfloat16' asked for",
         ),
         ({"max_model_len": 99}, {}, {}, "max_model_len: the default there, 99 asked for"),
-        ({"eager": False}, {}, {}, ""),
+        ({"eager": False}, {}, {"defaults": {"enforce_eager": False}}, ""),
+        (
+            {"engine_arg": ["enable_prefix_caching=false"]},
+            {},
+            {"defaults": {"enable_prefix_caching": None}},
+            "enable_prefix_caching: the default there, False asked for",
+        ),
+        ({"engine_arg": ["disable_cascade_attn=false"]}, {}, {"defaults": {"disable_cascade_attn": True}}, "disable_"),
+        ({"engine_arg": ["seed=0"]}, {}, {"arguments": {"seed": 3}, "defaults": {"seed": 0}}, "seed: 3 there, 0 asked"),
+        ({"engine_arg": ["seed=0"]}, {}, {"defaults": {"seed": 0}}, ""),
+        ({}, {}, {"arguments": {"seed": 0}, "defaults": {"seed": 0}}, ""),
+        ({}, {}, {"arguments": {"seed": 0}, "defaults": {"seed": 1}}, "seed: 0 there, not asked for"),
+        ({"engine_arg": ["quantization=null"]}, {}, {"arguments": {"quantization": "fp8"}}, "quantization: 'fp8'"),
         ({}, {}, {"arguments": {"quantization": "fp8"}}, "quantization: 'fp8' there, not asked for"),
         ({"engine_arg": ["load_format=dummy"]}, {}, {"arguments": {"load_format": "dummy"}}, ""),
         ({"restart": True}, {}, {}, "restart: False there, True asked for"),
@@ -307,10 +387,14 @@ async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> N
         ({}, {"capture_bytes": 5}, {}, "capture_bytes: 4294967296 there, 5 asked for"),
         ({"engine_arg": ["codec=full8"]}, {}, {}, "codec: 'raw' there, 'full8' asked for"),
         ({"engine_arg": ["layers=[1]"]}, {}, {}, ""),
+        ({"engine_arg": ["layers=[3,5]"]}, {}, {"settings": {**SETTINGS, "layers": [3, 5]}}, ""),
+        ({"engine_arg": ["layers=[3]"]}, {}, {"settings": {**SETTINGS, "layers": [3, 5]}}, "layers: [3, 5] there, [3]"),
         ({}, {}, {"settings": vars_of(Settings(codec="full8"))}, "codec: 'full8' there, 'raw' asked for"),
         ({}, {}, {"keyed": True}, "it wants an API key; give --api-key"),
         ({"api_key": "mine"}, {}, {"keyed": True}, ""),
         ({}, {}, {"code": "0.0.1 in /there"}, "it runs steercap 0.0.1 in /there, this is"),
+        ({}, {}, {"surroundings": {"vLLM": "0.1"}}, "there, "),
+        ({}, {}, {"flags": ["chat_template"]}, "it was given --chat-template, which no command asks for"),
         ({}, {}, {"weights": "another"}, "have changed since its start"),
     ],
 )
@@ -318,6 +402,81 @@ def test_an_engine_that_differs_is_not_taken(model, options, settings, there, di
     found = preflight._mismatch(engine_of(model, **there), ReachOptions(model, **options), settings)
     assert differs in found
     assert bool(differs) == bool(found)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "chat_template.jinja"])
+def test_files_edited_in_place_are_noticed(model, name) -> None:
+    """In the middle of a file, with its size and its ends as they were."""
+    (Path(model) / name).write_bytes(bytes(1 << 18))
+    engine = engine_of(model)
+    assert preflight._mismatch(engine, ReachOptions(model), {}) == ""
+    with (Path(model) / name).open("r+b") as file:
+        file.seek(1 << 17)
+        file.write(b"other")
+    found = preflight._mismatch(engine, ReachOptions(model), {})
+    assert "have changed since its start" in found
+
+
+def test_up_and_connect_refuse_an_engine_of_changed_files(model, python) -> None:
+    assert call("up", model).exit_code == 0
+    assert SteerModel.connect().url == engine_of(model).url
+    (Path(model) / "tokenizer.json").write_text("{}")
+    found = call("up", model)
+    assert found.exit_code == 1
+    assert "have changed since its start; end it with `steercap down" in " ".join(found.stderr.split())
+    assert len(python.starts) == 1
+    with pytest.raises(InvalidRequest, match=r"have changed since its start; renew it with .*, or give its url, unix:"):
+        SteerModel.connect(model=model)
+
+
+async def test_files_that_change_while_they_are_loaded(model, monkeypatch) -> None:
+    """Nobody knows which of them the server would serve."""
+
+    async def started(opened: SteerModel) -> SteerModel:
+        (Path(model) / "config.json").write_text("{ }")
+        return opened
+
+    monkeypatch.setattr(SteerModel, "start", started)
+    with pytest.raises(InvalidFile, match="its files changed while they were loaded; start the server again"):
+        await server.serve(model, [], ServerSettings(warm="digest"))
+    assert warm.engines() == []
+
+
+@pytest.mark.usefixtures("folder")
+def test_another_commit_of_a_name_on_the_hub_is_noticed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cache = tmp_path / "models--org--name"
+    (cache / "refs").mkdir(parents=True)
+    assert files_of("org/name") == ""
+    for commit in ("first", "second"):
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "config.json").write_text("{}")
+        os.utime(cache / "snapshots" / commit / "config.json", ns=(1, 1))
+    (cache / "refs" / "main").write_text("first")
+    engine = engine_of("org/name", arguments={"revision": "main"})
+    options = ReachOptions("org/name", engine_arg=["revision=main"])
+    assert preflight._mismatch(engine, options, {}) == ""
+    assert files_of("org/name", "first") == engine.weights
+    (cache / "refs" / "main").write_text("second")
+    assert "org/name have changed since its start" in preflight._mismatch(engine, options, {})
+    assert files_of("org/name", "first") == engine.weights
+
+
+def test_variables_of_vllm_are_compared(model, monkeypatch) -> None:
+    """Those that change answers, by commands and by `up`; keys and logs are neither recorded nor compared."""
+    engine = engine_of(model)
+    for name in ("VLLM_API_KEY", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CACHE_ROOT", "VLLM_PORT"):
+        monkeypatch.setenv(name, "secret")
+        assert name not in surroundings()
+    assert preflight._mismatch(engine, ReachOptions(model), {}) == up._unlike(engine, engine.asked) == ""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert preflight._mismatch(engine, ReachOptions(model), {}) == "VLLM_BATCH_INVARIANT: none there, 1 here"
+    assert "VLLM_BATCH_INVARIANT: none there, 1 here" in up._unlike(engine, engine.asked)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    for where, name, value in ((sys, "prefix", "0.1"), (fingerprint, "version", lambda _name: "0.1")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            assert preflight._mismatch(engine, ReachOptions(model), {}).endswith("there, 0.1 here")
 
 
 def test_the_environment_counts_as_asked_for(model, monkeypatch) -> None:
@@ -387,6 +546,34 @@ def test_the_explorer_of_a_warm_engine(model) -> None:
             await task
 
     asyncio.run(look())
+
+
+async def test_the_explorer_asks_for_no_other_user(folder, monkeypatch) -> None:  # noqa: ARG001 -- where sockets are
+    engine, port, asked = engine_of("org/name"), free_port(), []
+
+    async def answer(reader, writer) -> None:
+        asked.append(await reader.read(1))
+        writer.write(b"!")
+        writer.close()
+
+    monkeypatch.setattr("steercap.cli.explore.answers", lambda _address: True)
+    async with await asyncio.start_unix_server(answer, engine.socket):
+        task = asyncio.create_task(_forward(engine, port, Terminal(Output()), browser=False))
+        for user, expected in ((os.geteuid(), b"!"), (os.geteuid() + 1, b"")):
+            monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+            while True:
+                with contextlib.suppress(ConnectionRefusedError):
+                    reader, writer = await asyncio.open_connection(HOST, port)
+                    break
+                await asyncio.sleep(0)
+            writer.write(b"?")
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == expected
+            writer.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert asked == [b"?"]
 
 
 def test_a_failed_start_says_why(model, python) -> None:
@@ -550,13 +737,23 @@ async def test_a_server_announces_itself_while_it_lives(model, monkeypatch) -> N
     (engine,) = seen
     assert not await asyncio.to_thread(os.path.exists, engine.socket)
     assert (engine.asked, engine.keyed, engine.pid, engine.code) == ("digest", True, os.getpid(), warm.code())
-    assert (engine.path, engine.weights) == (warm.identified(model), weights_of(model))
+    assert (engine.path, engine.weights) == (warm.identified(model), files_of(model))
     given = {name: value for name, value in engine.arguments.items() if value}
-    assert given == {"dtype": "float32", "max_model_len": 9}
+    assert given == engine.arguments == {"dtype": "float32", "max_model_len": 9}
+    assert (engine.defaults["enforce_eager"], engine.defaults["max_logprobs"]) == (False, 20)
     assert engine.settings == {**vars_of(Settings()), "sites": ["z"], "capture_bytes": 5}
     for options, differs in (({}, ""), ({"dtype": "float16"}, "dtype"), ({"max_model_len": 8}, "max_model_len")):
         found = preflight._mismatch(engine, ReachOptions(model, api_key="secret", **options), {"sites": "z"})
         assert found.partition(":")[0] == differs
+    for more, names in (
+        (["--chat-template", "{{ messages }}"], ["chat_template"]),
+        (["--default-chat-template-kwargs", '{"a": 1}', "--reasoning-parser", "x"], ["default_chat_template_kwargs"]),
+        (["--uvicorn-log-level", "error", "--allowed-origins", '["x"]'], []),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            await server.serve(model, [*flags, *more], settings, **own)
+        assert seen[-1].flags == names
+        assert seen[-1].arguments.get("reasoning_parser") == ("x" if "x" in more else None)
     with pytest.raises(InvalidSetting, match="a warm engine has a socket of its own"):
         await server.serve(model, [*flags, "--uds", "/tmp/x"], settings)
     with pytest.raises(InvalidSetting, match="restart=True"):
