@@ -219,8 +219,8 @@ class Layer:
         """Derive one block's sites, given the calls of its output and the stream that it reads."""
         attends = site == "attn_out"
         if kind := self._stateful(group):
-            inside = ("attn_in", "z", "q", "k", "v") if attends else ("mlp_in", "neurons")
-            return self._refuse((site, *inside), f"its block holds a {kind}, which mixes tokens beside attention")
+            others = ("attn_in", "z", "q", "k", "v") if attends else ("mlp_in", "neurons")
+            return self._refuse((site, *others), f"its block holds a {kind}, which mixes tokens beside attention")
         if wrong:
             self._refuse((site,), wrong)
         else:
