@@ -108,10 +108,11 @@ async def test_bench_beside(model) -> None:
         assert not [record for record in found if "error" in record]
         assert min(record["seconds"] for record in found) > 0
     parts = await bench_beside.one_request(model.engine, model, length=8, repeats=1, vocabulary=40_000)
-    fetched = {name for name, (_, fetch, _) in parts.items() if not math.isnan(fetch)}
+    fetched = {name for name, (_, fetch, *_) in parts.items() if not math.isnan(fetch)}
     assert fetched == {"one layer", "all layers"}
-    assert min(call for call, _, _ in parts.values()) > 0
-    assert not any(math.isnan(over) for _, _, over in parts.values())
+    assert min(call for call, *_ in parts.values()) > 0
+    assert not any(math.isnan(over) for _, _, *both in parts.values() for over in both)
+    assert all(len(part) == 4 for part in parts.values())
 
 
 async def test_perf_hook(model, times) -> None:
