@@ -9,12 +9,14 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import msgspec
 
+from steercap.core.extras import extra
 from steercap.core.protocols import OpenModel
 from steercap.core.values import warn
 
@@ -155,10 +157,11 @@ def digest_of(words: Sequence[str]) -> str:
 
 def _snapshot(name: str, revision: str | None) -> Path | None:
     """Return the folder of a model's snapshot in the hub's cache, None if it is not there."""
-    try:
-        from huggingface_hub import constants
-    except ImportError:
+    if find_spec("huggingface_hub") is None:
         return None
+    with extra("cuda", "cpu"):
+        from huggingface_hub import constants
+
     repository = "--".join(name.partition(":")[0].split("/")[:2])  # of owner/name/file.gguf and owner/name:quantization
     cache = Path(constants.HF_HUB_CACHE) / f"models--{repository}"
     reference = cache / "refs" / (revision or "main")
