@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from vllm.distributed.parallel_state import get_tp_group
 
 from steercap.adapters.observing import TOKENS, attends, run_pass
 from steercap.architectures.decoder import Decoder
@@ -107,7 +106,7 @@ class _TracedPass:
         self._decoder, self._family = decoder, family
         self._scale, self._attended_scale = scales
         self._stream = torch.Generator().manual_seed(seed)
-        self._heads = torch.Generator().manual_seed(1 + seed + 1000 * get_tp_group().rank_in_group)
+        self._heads = torch.Generator().manual_seed(1 + seed)
         self._clock = count()
         self._now: _Seen | None = None
         self.layers = {index: _Seen() for index in decoder.layers}

@@ -122,6 +122,15 @@ def steered(engine: Engine, grant: Any, lowered: Any) -> Plan:
     return Plan(engine.new_key(), 3, 5, steering=SteeringPlan(grant.slot, grant.digest, name, scopes, replaced))
 
 
+def one_on_each(cluster: Cluster, engine: Engine) -> list[Plan]:
+    """Plans of two requests that capture all points, each run on an engine; what was asked before is forgotten."""
+    plans = [Plan(engine.new_key(), 3, 5, capture=ALL) for _ in range(2)]
+    for number, plan in enumerate(plans):
+        cluster.run(plan, number)
+    cluster.asked.clear()
+    return plans
+
+
 @asynccontextmanager
 async def engine_of(cluster: Cluster, **settings: Any) -> AsyncIterator[Engine]:
     chosen = Settings(**{"capture_bytes": 1 << 20, "vector_bytes": 1 << 16, **settings})
@@ -142,10 +151,7 @@ async def test_rows_come_from_the_engine_that_ran_the_request(transport) -> None
     """One question to all, the rows of both stages of one; over the wire its engine alone is asked for bytes."""
     cluster = Cluster()
     async with engine_of(cluster, transport=transport) as engine:
-        plans = [Plan(engine.new_key(), 3, 5, capture=ALL) for _ in range(2)]
-        for number, plan in enumerate(plans):
-            cluster.run(plan, number)
-        cluster.asked.clear()
+        plans = one_on_each(cluster, engine)
         deliveries = await engine.collect([Wanted(Owner(plan.key, 0), 5) for plan in plans])
         assert [values(one) for one in deliveries] == [[0, 1, 10, 11], [100, 101, 110, 111]]
         reads = [number for question, number in cluster.asked if isinstance(question, Read)]
@@ -265,10 +271,7 @@ async def test_rows_and_records_are_the_same_by_rpc_and_by_channel(channels) -> 
     """Two engines of two stages: every question in the order of the workers, and none of these by RPC."""
     cluster = Cluster(channels=channels)
     async with engine_of(cluster) as engine:
-        plans = [Plan(engine.new_key(), 3, 5, capture=ALL) for _ in range(2)]
-        for number, plan in enumerate(plans):
-            cluster.run(plan, number)
-        cluster.asked.clear()
+        plans = one_on_each(cluster, engine)
         deliveries = await engine.collect([Wanted(Owner(plan.key, 0), 5) for plan in plans])
         assert [values(one) for one in deliveries] == [[0, 1, 10, 11], [100, 101, 110, 111]]
         assert [[one.requests for one in workers] for workers in await engine.get_stats()] == [[1, 1], [1, 1]]

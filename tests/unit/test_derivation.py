@@ -277,7 +277,6 @@ class Model(nn.Module):
 def derive(monkeypatch) -> Any:
     """Derive an invented layer's sites as a start does, with passes of its own."""
     monkeypatch.setattr(tracing, "run_pass", lambda _runner, model: model())
-    monkeypatch.setattr(tracing, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
 
     def derive(kind: type[Invented], dtype: torch.dtype, seed: int, ranks: int = 1) -> tuple[Family, dict[str, str]]:
         torch.manual_seed(seed)
