@@ -31,6 +31,7 @@ from support.rows import (
     ALL_SITES,
     GREEDY,
     counter,
+    flattened,
     hold,
     inputs_of,
     parity,
@@ -48,7 +49,7 @@ from steercap.testing import Parity, Reference, compare_rows, tiny_checkpoint
 from steercap.testing.architectures import FAMILY_CONFIGS
 from steercap.testing.reference import PERFECT
 from verification import mechanistic
-from verification.engines import NORMS, QUANTISED, ROUTED, EngineChoice, Engines, Machine, surroundings
+from verification.engines import NORMS, QUANTISED, ROUTED, SPLIT, EngineChoice, Engines, Machine, surroundings
 
 Show = dict[str, Any]
 #: bfloat16, a layer given the captured row before it, and graphs on against off: the least row cosine.
@@ -489,11 +490,16 @@ async def plain_tokens(wanted: EngineChoice) -> tuple[float, list[list[int]]]:
         await asyncio.to_thread(plain.shutdown)
 
 
+def _layouts(machine: Machine) -> list[str]:
+    """How workers share the work of one model: the engines of `check_parallel`."""
+    return ["tp 4", "tp 2 pp 2", "dp 4"] if machine.gpus >= 4 else ["tp 2", "pp 2", "dp 2"]
+
+
 async def check_parallel(run: Run, show: Show) -> None:
-    """Two workers, tensor parallel and pipeline parallel: rows and edits as transformers', rows as one worker's."""
+    """Several workers, tensor, pipeline and data parallel: rows and edits as transformers', rows as one worker's."""
     reference = run.engines.reference(tiny_checkpoint("qwen3"))
-    layouts = ("tensor_parallel_size", "pipeline_parallel_size")
-    if not run.machine.cuda:  # two workers take both cores
+    layouts = _layouts(run.machine)
+    if not run.machine.cuda:  # the workers of one engine take all cores
         for layout in layouts:
             await each([layout], lambda name: _parallel(run, show, name, reference))
         return
@@ -508,12 +514,26 @@ async def _parallel(run: Run, show: Show, layout: str, reference: Reference) -> 
     clean = worst_of({name: same for name, same in found.items() if not name.startswith("steered")})
     show[layout] = {"rows": figures(clean), "steered": figures(steered), "with one worker": figures(worst_of(one))}
     within(one)
+    if layout.startswith("dp"):
+        prompts = [random_prompt(length, length) for length in range(1, 65)]
+        vector = spec("add", 128, seed=7, layers="all")
+        _, given = await model.generate(prompts, agreement.SEVEN, capture=CaptureSpec(sites=ALL_SITES), steering=vector)
+        held = [workers[0].requests for workers in await model.serving.opened().get_stats()]
+        await model.fetch_captures_batch(every := flattened(given))
+        many = await asyncio.to_thread(hold, every, reference, [vector] * len(every))
+        show[layout] |= {"requests of each engine": held, "64 steered": figures(worst_of(many))}
+        assert len(held) == int(layout.split()[1])
+        assert min(held) >= 1, f"an engine had none of 64 requests: {held}"
+
+
+def _split(machine: Machine) -> str:
+    return f"{SPLIT}{4 if machine.gpus >= 4 else 2}"
 
 
 async def check_split(run: Run, show: Show) -> None:
     """Tensor parallel: points that are split are joined, added to and refused as they must be."""
     found = await agreement.shards_agree(
-        await run.engines.get("split"), run.engines.reference(tiny_checkpoint("qwen3"))
+        await run.engines.get(_split(run.machine)), run.engines.reference(tiny_checkpoint("qwen3"))
     )
     show |= {name: figures(same) for name, same in found.items()}
 
@@ -691,10 +711,8 @@ CHECKS: dict[str, Check] = {
     "bad": Check(check_bad, lambda _run: ["qwen3"]),
     "projections": Check(check_projections, lambda _run: ["qwen3"]),
     "spec": Check(check_spec, lambda run: [*_methods(run.machine), "qwen3"]),
-    "parallel": Check(
-        check_parallel, lambda _run: ["tensor_parallel_size", "pipeline_parallel_size", "qwen3"], unfit=_two_workers
-    ),
-    "split": Check(check_split, lambda _run: ["split"], unfit=_two_workers),
+    "parallel": Check(check_parallel, lambda run: [*_layouts(run.machine), "qwen3"], unfit=_two_workers),
+    "split": Check(check_split, lambda run: [_split(run.machine)], unfit=_two_workers),
     "encodings": Check(check_encodings, lambda _run: ["qwen3", "qwen3_moe"]),
     "experts": Check(check_experts, _routed),
     "sketches": Check(check_sketches, lambda _run: ["qwen3"]),

@@ -43,8 +43,12 @@ PATHS = (
 )
 #: Sites whose rows tensor-parallel ranks have a part of each, and one that all of them have whole.
 SPLIT_SITES = ("resid_post", "neurons", "q", "k", "v", "z")
+#: Words of names such as "tp 2 pp 2", of engines whose work several GPUs share, and the arguments that they stand for.
+PARALLEL = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
+#: Begins names of tensor-parallel engines with points that are split; after it, the number of ranks.
+SPLIT = "split "
 #: Sites of some engines.
-NAMED_SITES = {"split": SPLIT_SITES, "modules": (*ALL_SITES, *SPLIT_SITES[1:], *PATHS)}
+NAMED_SITES = {"modules": (*ALL_SITES, *SPLIT_SITES[1:], *PATHS)}
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ class Machine:
     def engine(self, name: str) -> EngineChoice:
         """How an engine is started: a family (float32) or a name below, with " eager" or " compiled" after it or not."""
         name = name.removesuffix(NORMS)
+        first, *rest = name.replace(SPLIT, "tp ").split()
+        if first in PARALLEL:
+            sizes = zip((first, *rest[1::2]), rest[::2], strict=True)
+            own = {PARALLEL[word]: int(size) for word, size in sizes}
+            return EngineChoice(tiny_checkpoint("qwen3"), self.base("float32") | own)
         first, _, mode = name.rpartition(" ")
         if mode in {"eager", "compiled"}:
             bare = self.engine(first)
@@ -106,9 +115,6 @@ class Machine:
             "cramped": little,
             "cramped float16": {**little, "dtype": "float16"},
             "cramped bfloat16": {**little, "dtype": "bfloat16"},
-            "tensor_parallel_size": {"tensor_parallel_size": 2},
-            "pipeline_parallel_size": {"pipeline_parallel_size": 2},
-            "split": {"tensor_parallel_size": 2},
             "pooling": {"runner": "pooling", "convert": "embed", "max_num_batched_tokens": 64, "max_num_seqs": 16},
             "ngram": {"speculative_config": {"method": "ngram", **drafts}},
             "ngram_gpu": {"speculative_config": {"method": "ngram_gpu", **drafts}},
@@ -218,6 +224,10 @@ class Engines:
             before = time.perf_counter()
             family = name.removesuffix(" eager").removesuffix(" compiled")
             known = NAMED_SITES.get(name, ("resid_post",) if name.endswith(NORMS) else ALL_SITES)
+            if name.startswith(SPLIT):
+                # The checkpoint has two heads of keys: more ranks have copies of them, which are refused.
+                ranks = int(name.removeprefix(SPLIT))
+                known = tuple(site for site in SPLIT_SITES if ranks <= 2 or site not in {"k", "v"})
             sites = "all" if family in FAMILIES or quantised(name) else known
             model = await self.start(wanted, sites="router" if name.startswith(ROUTED) else sites)
             self.seconds[name] = round(time.perf_counter() - before, 1)
