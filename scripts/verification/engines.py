@@ -223,7 +223,7 @@ class Engines:
                 await asyncio.sleep(APART)
             before = time.perf_counter()
             family = name.removesuffix(" eager").removesuffix(" compiled")
-            known = NAMED_SITES.get(name, ("resid_post",) if name.endswith(NORMS) else ALL_SITES)
+            known: tuple[str, ...] = NAMED_SITES.get(name, ("resid_post",) if name.endswith(NORMS) else ALL_SITES)
             if name.startswith(SPLIT):
                 # The checkpoint has two heads of keys: more ranks have copies of them, which are refused.
                 ranks = int(name.removeprefix(SPLIT))

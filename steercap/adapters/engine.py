@@ -103,6 +103,8 @@ class VllmEngine:
         self.aborted = 0
         #: True for a pooling model, which generates no tokens.
         self.pools: bool = config.runner_type == "pooling"
+        #: True for a model with experts that routers choose.
+        self.routed: bool = config.get_num_experts() > 0
         #: Number of tokens that may be computed past a request's end, before the scheduler learns of it.
         self.overshoot = overshoot(llm.vllm_config)
         #: Maximum number of tokens of a forward pass.

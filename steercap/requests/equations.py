@@ -46,6 +46,8 @@ _PRODUCT: Final = 2.0**-9
 #: Allowed relative difference of rows and logits computed in batches of other sizes: in float32, and in 16 bits.
 _COMPUTED: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _COMPUTED_16: Final = 0.1
+#: The same in 16 bits where a router may choose another of two close experts; an edit that is not made is further off.
+_ROUTED_16: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,9 @@ def norm_of(point: Point, named: str, found: torch.Tensor, made: torch.Tensor) -
     return Claim(f"{point} is the norm of {named}", relative([found], [made]), computed(found.dtype))
 
 
-def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> Claim:
+def edited(
+    point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype, *, routed: bool
+) -> Claim:
     """Return the claim that an edit changes the rows of its point by exactly the added vectors, [n, width] each.
 
     Args:
@@ -196,9 +200,11 @@ def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.
         found: its rows with the edit.
         added: vector added to each row.
         dtype: the model's dtype; rows of a router are computed in it too, though they are float32.
+        routed: whether the model has experts that routers choose.
     """
     named = f"{point} grows by what is added there"
-    return Claim(named, relative([found], [clean, added]), computed(dtype), (point.site,))
+    allowed = _ROUTED_16 if routed and dtype.itemsize == 2 else computed(dtype)
+    return Claim(named, relative([found], [clean, added]), allowed, (point.site,))
 
 
 def closes(

@@ -313,7 +313,7 @@ async def _try(
         if point is not None:
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
             added = _added(edits[point])
-            claims.append(edited(point, before, after, added, dtype))
+            claims.append(edited(point, before, after, added, dtype, routed=engine.vllm.routed))
             if not is_module(point.site):  # on which side of a sum's terms it lies is not known
                 claims += of_rows(engine, probed.rows, (point, added))
     unmoved = [point for point, probed in others if point and _said(probed) == _said(plain)]

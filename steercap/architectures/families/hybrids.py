@@ -131,8 +131,8 @@ MEMBERS: Final[Mapping[str, Family]] = {
     ),
     # Qwen 3 Next: a gated delta network in place of attention in most layers, a gate on the heads' output in others.
     "qwen3_next": Family(
-        architectures=("Qwen3NextForCausalLM",),
-        classes=("qwen3_next.Qwen3NextDecoderLayer",),
+        architectures=("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        classes=("qwen3_next.Qwen3NextDecoderLayer", "qwen3_5.Qwen3_5DecoderLayer"),
         attn_out="self_attn|linear_attn",
         gated=True,
         router="mlp.gate",
