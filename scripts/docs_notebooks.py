@@ -1,5 +1,6 @@
 """For the site: the notebooks as pages, with the outputs that they were saved with."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     """mkdocs' event: further files of the site."""
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         body, resources = MarkdownExporter().from_filename(str(path))
+        body = re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", body.replace("](../docs/", "](../"))  # the site's own pages
         title, _, rest = body.lstrip().partition("\n")
         page = f"{title}\n\n{NOTE.format(name=path.name)}{rest}"
         for name, content in resources["outputs"].items():
