@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from steercap.client.compiling import described
 from steercap.errors import CaptureMemoryFull, SteercapError
 from steercap.kernels.codecs import ENCODINGS
 from steercap.server.folder import CaptureFolder, CaptureStore, owner_of
@@ -60,6 +61,7 @@ class Routes:
         aliases: model names that stand for steering.
         folder: folder that rows are written to, None if the operator gave none.
         identity: the model's identity when it was opened; its files may change while it is served.
+        tokenizer: name, revision and digests of its tokenizer.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class Routes:
         folder: CaptureFolder | None = None,
         *,
         identity: Mapping[str, str],
+        tokenizer: Mapping[str, str],
     ) -> None:
-        self._identity = identity
+        self._identity, self._tokenizer = identity, tokenizer
         self._model = model
         self._captures = captures
         self._library = library
@@ -106,6 +109,9 @@ class Routes:
                 "model": model.serving.model,
                 **model.origin,
                 "identity": dict(self._identity),
+                "generation_config": dict(model.generation_config),
+                "tokenizer": self._tokenizer,
+                "compiling": described(model.serving.here()),
                 "num_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "points": points,
