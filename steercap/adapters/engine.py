@@ -101,6 +101,8 @@ class VllmEngine:
         self._verifies_on_v2 = llm.vllm_config.use_v2_model_runner and llm.vllm_config.speculative_config is not None
         #: Number of requests that were aborted, or never ran: their first pass may still be on its way to a worker.
         self.aborted = 0
+        #: Maximum bytes of rows that may wait for the caller, None where admission alone bounds them.
+        self.held_bytes: Final[int | None] = None
         #: Sampling parameters of a request whose text nobody reads.
         self.without_text: Final[Mapping[str, Any]] = {"detokenize": False}
         #: True for a pooling model, which generates no tokens.

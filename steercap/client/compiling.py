@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap.architectures.sites import SITES
 from steercap.client.sampling import sampling_asked
 from steercap.config import Settings
+from steercap.core.names import is_module
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.engine.compiler import Compiler
+from steercap.files.fingerprint import template_digest, tokenizer_digest
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered
 from steercap.steering.projection import Projected
@@ -32,7 +33,7 @@ def described(engine: Engine) -> dict[str, Any]:
     """Return what a `RemoteEngine` needs of an engine, JSON-compatible; beside its points, in their order."""
     vllm = engine.vllm
     sites, layers = {point.site for point in engine.armed}, range(vllm.num_layers)
-    absent = {site: [n for n in layers if not engine.exists(Point(n, site))] for site in sites if site in SITES}
+    absent = {site: [n for n in layers if not engine.exists(Point(n, site))] for site in sites if not is_module(site)}
     return {
         "armed": list(engine.armed.values()),
         "absent": {site: missing for site, missing in absent.items() if missing},
@@ -51,6 +52,15 @@ def described(engine: Engine) -> dict[str, Any]:
     }
 
 
+def tokenizer_said(engine: Engine) -> dict[str, str]:
+    """Return what a client finds the model's tokenizer by, and knows it by; {} if the engine has none."""
+    if not engine.vllm.tokenizes:
+        return {}
+    config, found = engine.vllm.llm.model_config, engine.vllm.tokenizer
+    digests = {"digest": tokenizer_digest(found), "template": template_digest(found)}
+    return {"name": str(config.tokenizer), "revision": config.tokenizer_revision or "", **digests}
+
+
 @dataclass(frozen=True)
 class RemoteVllm:
     """Facts about a server's vLLM, with the names of `VllmEngine`; it generates, as a server's model does."""
@@ -62,6 +72,7 @@ class RemoteVllm:
     vocabulary: int
     batch_tokens: int
     tokenizes: bool
+    held_bytes: int
     pools: bool = False
     #: Sampling parameters of a request whose text nobody reads: a server makes the text in any case.
     without_text: Mapping[str, Any] = field(default_factory=dict)
@@ -88,10 +99,10 @@ class RemoteEngine:
     def __init__(self, said: Mapping[str, Any], schemas: Mapping[Point, PointSchema], held_bytes: int) -> None:
         armed = dict(zip(schemas, said["armed"], strict=True))
         absent = {site: frozenset(layers) for site, layers in said["absent"].items()}
-        self.vllm = RemoteVllm(**{**said["vllm"], "names": tuple(said["vllm"]["names"])})
+        known = {**said["vllm"], "names": tuple(said["vllm"]["names"])}
+        self.vllm = RemoteVllm(**known, held_bytes=held_bytes)
         self.schemas: Final = dict(schemas)
         self.engines: int = said["engines"]
-        self.held_bytes: int = held_bytes
         self._compiler = Compiler(
             armed,
             self.schemas,

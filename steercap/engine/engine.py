@@ -90,8 +90,6 @@ class Engine:
     def __init__(self, vllm: VllmEngine, settings: Settings, workers: Workers, ranks: Ranks) -> None:
         self.vllm = vllm
         self.settings = settings
-        #: Maximum bytes of rows that may wait for the caller, None where admission alone bounds them.
-        self.held_bytes: Final[int | None] = None
         self.home: Final = workers.home
         self._workers, self._ranks = workers, ranks
         self._name = uuid4().hex[:8]

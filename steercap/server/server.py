@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from steercap.adapters.releases import importing
+from steercap.client.compiling import tokenizer_said
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import files_of, surroundings, template_digest, tokenizer_digest, weights_of
+from steercap.files.fingerprint import files_of, surroundings, weights_of
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
@@ -163,11 +164,10 @@ async def application(
         lambda route: SteercapRoute(route, library, presets),
         lambda route: Elsewhere(route, presets),
     )
-    said = {
-        "identity": await asyncio.to_thread(model.identity),
-        "tokenizer": await asyncio.to_thread(_tokenizer, model),
-    }
-    app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder, **said).routes)
+    identity = await asyncio.to_thread(model.identity)
+    tokenizer = await asyncio.to_thread(tokenizer_said, model.serving.here())
+    routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, tokenizer=tokenizer)
+    app.router.routes.extend(routes.routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     app.router.routes.extend([*looking, *explorer_routes()])
     app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)
@@ -177,16 +177,6 @@ async def application(
         recorder.check(model)
         app.router.middleware_stack = OptOut(app.router.middleware_stack)
     return app
-
-
-def _tokenizer(model: SteerModel) -> dict[str, str]:
-    """Return what a client finds the model's tokenizer by, and knows it by; {} if it has none."""
-    vllm, config = model.serving.opened().vllm, model.engine.model_config
-    if not vllm.tokenizes:
-        return {}
-    found = model.tokenizer
-    digests = {"digest": tokenizer_digest(found), "template": template_digest(found)}
-    return {"name": str(config.tokenizer), "revision": config.tokenizer_revision or "", **digests}
 
 
 async def serve(

@@ -134,7 +134,7 @@ class Reading:
     def under_way(self) -> int:
         """Maximum tokens in flight, unless a single window exceeds it."""
         by_batch = BATCHES * self.engine.vllm.batch_tokens * self.engine.engines
-        most = min(UNDER_WAY_BYTES, self.engine.held_bytes or UNDER_WAY_BYTES)
+        most = min(UNDER_WAY_BYTES, self.engine.vllm.held_bytes or UNDER_WAY_BYTES)
         return max(1, min(by_batch, most // max(1, self.row_bytes)))
 
     def described(self) -> dict[str, Any]:
