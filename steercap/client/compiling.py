@@ -29,8 +29,17 @@ if TYPE_CHECKING:
 SETTINGS: Final = ("codec", "codec_k", "codec_seed", "edits_per_point")
 
 
-def described(engine: Engine) -> dict[str, Any]:
-    """Return what a `RemoteEngine` needs of an engine, JSON-compatible; beside its points, in their order."""
+def said_of(engine: Engine) -> dict[str, Any]:
+    """Return what a server says of its model for work that is planned here, JSON-compatible, beside its points."""
+    return {
+        "generation_config": dict(engine.vllm.llm.model_config.try_get_generation_config()),
+        "tokenizer": _tokenizer(engine),
+        "compiling": _described(engine),
+    }
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    """Return what a `RemoteEngine` needs of an engine; its points are those that the server names, in their order."""
     vllm = engine.vllm
     sites, layers = {point.site for point in engine.armed}, range(vllm.num_layers)
     absent = {site: [n for n in layers if not engine.exists(Point(n, site))] for site in sites if not is_module(site)}
@@ -52,7 +61,7 @@ def described(engine: Engine) -> dict[str, Any]:
     }
 
 
-def tokenizer_said(engine: Engine) -> dict[str, str]:
+def _tokenizer(engine: Engine) -> dict[str, str]:
     """Return what a client finds the model's tokenizer by, and knows it by; {} if the engine has none."""
     if not engine.vllm.tokenizes:
         return {}
@@ -91,7 +100,7 @@ class RemoteEngine:
     """Engine of a server, as far as a client plans requests to it.
 
     Args:
-        said: result of `described`, as JSON.
+        said: "compiling" of `said_of`.
         schemas: schema of every armed point, in the server's order.
         held_bytes: maximum bytes of rows that may wait at the server.
     """

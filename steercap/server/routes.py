@@ -10,14 +10,14 @@ import dataclasses
 import re
 from collections.abc import AsyncIterator, Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from steercap.client.compiling import described
 from steercap.errors import CaptureMemoryFull, SteercapError
 from steercap.kernels.codecs import ENCODINGS
 from steercap.server.folder import CaptureFolder, CaptureStore, owner_of
@@ -61,7 +61,7 @@ class Routes:
         aliases: model names that stand for steering.
         folder: folder that rows are written to, None if the operator gave none.
         identity: the model's identity when it was opened; its files may change while it is served.
-        tokenizer: name, revision and digests of its tokenizer.
+        said: what else of the model does not change, see `client.compiling.said_of`.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Routes:
         folder: CaptureFolder | None = None,
         *,
         identity: Mapping[str, str],
-        tokenizer: Mapping[str, str],
+        said: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._identity, self._tokenizer = identity, tokenizer
+        self._identity, self._said = identity, said
         self._model = model
         self._captures = captures
         self._library = library
@@ -109,9 +109,7 @@ class Routes:
                 "model": model.serving.model,
                 **model.origin,
                 "identity": dict(self._identity),
-                "generation_config": dict(model.generation_config),
-                "tokenizer": self._tokenizer,
-                "compiling": described(model.serving.here()),
+                **self._said,
                 "num_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "points": points,

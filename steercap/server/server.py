@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from steercap.adapters.releases import importing
-from steercap.client.compiling import tokenizer_said
+from steercap.client.compiling import said_of
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import files_of, surroundings, weights_of
@@ -165,8 +165,8 @@ async def application(
         lambda route: Elsewhere(route, presets),
     )
     identity = await asyncio.to_thread(model.identity)
-    tokenizer = await asyncio.to_thread(tokenizer_said, model.serving.here())
-    routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, tokenizer=tokenizer)
+    said = await asyncio.to_thread(said_of, model.serving.here())
+    routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, said=said)
     app.router.routes.extend(routes.routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     app.router.routes.extend([*looking, *explorer_routes()])
