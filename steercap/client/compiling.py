@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.architectures.sites import SITES
 from steercap.client.sampling import sampling_asked
 from steercap.config import Settings
-from steercap.core.names import is_module
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.engine.compiler import Compiler
@@ -41,11 +41,11 @@ def said_of(engine: Engine) -> dict[str, Any]:
 def _described(engine: Engine) -> dict[str, Any]:
     """Return what a `RemoteEngine` needs of an engine; its points are those that the server names, in their order."""
     vllm = engine.vllm
-    sites, layers = {point.site for point in engine.armed}, range(vllm.num_layers)
-    absent = {site: [n for n in layers if not engine.exists(Point(n, site))] for site in sites if not is_module(site)}
+    layers = range(vllm.num_layers)
+    absent = {site: [n for n in layers if not engine.exists(Point(n, site))] for site in SITES}
     return {
         "armed": list(engine.armed.values()),
-        "absent": {site: missing for site, missing in absent.items() if missing},
+        "absent": {site: some for site, some in absent.items() if some},
         "refused": dict(engine.refused),
         "settings": {name: getattr(engine.settings, name) for name in SETTINGS},
         "vllm": {
