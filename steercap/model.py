@@ -14,6 +14,7 @@ from steercap.captures.fetching import fetch_all
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lens import MOST_BYTES, Lens, unembed
 from steercap.captures.stacking import flat
+from steercap.concurrency.heartbeat import progress_line
 from steercap.config import Overflow, Preset, Settings, Transport, environment, with_preset
 from steercap.core.display import described, layers_by_site
 from steercap.core.ownership import NonCopyable
@@ -23,7 +24,7 @@ from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.memory import MemoryNeed, check_memory
 from steercap.errors import UnsupportedModel
-from steercap.files.fingerprint import identity_of, tokenizer_of
+from steercap.files.fingerprint import identity_of, model_name, tokenizer_of
 from steercap.requests.answers import LocalBackend
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
@@ -182,6 +183,9 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     async def start(self) -> SteerModel:
         """Start the engine and prove that its taps work; takes half a minute or more.
 
+        In a terminal and in a notebook, one line on stderr says how far it is; not with `STEERCAP_PROGRESS=0`, nor
+        where vLLM's log says it, at the levels INFO and DEBUG.
+
         Raises:
             MainGuardMissing: the script would start engine after engine.
             MissingExtra: vLLM is not installed.
@@ -191,7 +195,8 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             ModelClosed: the model was closed, before or meanwhile.
             WrongEventLoop: it was started, or is being started, in another event loop.
         """
-        await self.serving.start()
+        async with progress_line(model_name(self.model), lambda: self.serving.stage):
+            await self.serving.start()
         return self
 
     async def aclose(self) -> None:

@@ -101,6 +101,10 @@ class VllmEngine:
         self._verifies_on_v2 = llm.vllm_config.use_v2_model_runner and llm.vllm_config.speculative_config is not None
         #: Number of requests that were aborted, or never ran: their first pass may still be on its way to a worker.
         self.aborted = 0
+        #: Maximum bytes of rows that may wait for the caller, None where admission alone bounds them.
+        self.held_bytes: Final[int | None] = None
+        #: Sampling parameters of a request whose text nobody reads.
+        self.without_text: Final[Mapping[str, Any]] = {"detokenize": False}
         #: True for a pooling model, which generates no tokens.
         self.pools: bool = config.runner_type == "pooling"
         #: True for a model with experts that routers choose.
@@ -330,6 +334,11 @@ class VllmEngine:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.llm.renderer.get_tokenizer()
+
+    @property
+    def tokenizes(self) -> bool:
+        """True if it has a tokenizer: it was not started with `skip_tokenizer_init=True`."""
+        return not self.llm.model_config.skip_tokenizer_init
 
     def text(self, prompt: Rendered, params: SamplingParams, tokens: Sequence[int]) -> str:
         """Return the text of generated tokens if it ends with the last of them."""

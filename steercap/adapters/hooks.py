@@ -28,6 +28,7 @@ from steercap.adapters.observing import Observations, ends_of
 from steercap.adapters.pooling import token_head
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
+from steercap.adapters.startup_error import READ, READING, mark
 from steercap.adapters.tracing import derived
 from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import FAMILIES, families_of
@@ -97,6 +98,7 @@ def looked_through(runner: Any) -> Iterator[None]:
 
     Where vLLM's loader builds it otherwise, `attach` finds after loading that one is missing.
     """
+    mark(READING)
     config, built = runner.vllm_config, getattr(base_loader, "initialize_model", None)
     armed = [point for point in armed_points(config.additional_config) if is_module(point.site)]
     if built is None or not armed:
@@ -126,6 +128,7 @@ def attach(runner: Any) -> None:
     """Install the taps in a runner's model, and store their runtime on the runner."""
     if getattr(runner, RUNTIME_ATTRIBUTE, None) is not None:  # a subclass called its parent's load_model
         return
+    mark(READ)
     config = runner.vllm_config
     model_config = config.model_config
     armed = armed_points(config.additional_config)

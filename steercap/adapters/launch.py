@@ -28,7 +28,7 @@ from weakref import WeakSet
 from steercap.adapters import releases
 from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, ProcessEntry, quieten, wants_quiet
 from steercap.adapters.reaper import Reaper
-from steercap.adapters.startup_error import FOLDER
+from steercap.adapters.startup_error import FOLDER, READ, READING
 from steercap.concurrency.loops import on_thread
 from steercap.config import Settings
 from steercap.core.extras import extra
@@ -44,6 +44,8 @@ _SPAWNING: Final = threading.Lock()
 _LOG: Final = wants_quiet()
 #: Maximum wait at the interpreter's exit, in seconds, for a start that is importing.
 EXIT_SECONDS: Final = 2.0
+#: Part of a start from the first process to the first weights.
+_PROCESSES: Final = "starting processes"
 
 
 class Launch:
@@ -63,6 +65,7 @@ class Launch:
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
         self._engine: VllmEngine | None = None
+        self._stage = "importing vLLM"
         _LAUNCHES.add(self)
 
     def begin(
@@ -87,8 +90,10 @@ class Launch:
                 _hook_launchers()
             releases.warn_of_untried()
             self.require_wanted()
+            self._stage = "reading the configuration"
             vllm = self._engine = VllmEngine.start(model, settings, engine_args, self, candidate)
             self.reaper.note_files()
+            self._stage = ""
             self.require_wanted()
         except BaseException:
             self.end()
@@ -100,6 +105,15 @@ class Launch:
         """Kill the processes started so far, and make the start fail as soon as it can; callable from any thread."""
         self._given_up.set()
         self.reaper.end()
+
+    @property
+    def stage(self) -> str:
+        """Part of the start that runs, "" if none does; of several workers, the first tells about the weights."""
+        if self._stage != _PROCESSES:
+            return self._stage
+        if (self.reaper.folder / READ).exists():
+            return "warming up"
+        return "loading weights" if (self.reaper.folder / READING).exists() else _PROCESSES
 
     @property
     def is_given_up(self) -> bool:
@@ -148,6 +162,7 @@ class Launch:
         """
         with _SPAWNING, _environment({**self.environment, **self.reaper.environment}), _entries():
             self.require_wanted()
+            self._stage = _PROCESSES
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 yield

@@ -1,7 +1,7 @@
-"""Errors of vLLM's processes at start, written to a file for the client: vLLM tells it only that a process failed.
+"""Files by which vLLM's processes tell the client how far a start is, and why it failed; vLLM itself does not.
 
-The file is in the folder of the engine's start, which all of its processes know, see `adapters.reaper`. Only the first
-error is kept: later ones are consequences. It imports nothing heavy.
+They are in the folder of the engine's start, which all of its processes know, see `adapters.reaper`. Of errors only the
+first is kept: later ones are consequences. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ FOLDER: Final = "VLLM_RPC_BASE_PATH"
 MEMORY: Final = re.compile(r"CUDA out of memory|Free memory on device")
 #: Name of the file with the error.
 NAME: Final = "refusal.json"
+#: Names of the empty files of a worker that begins to read the weights, and of one that has them.
+READING, READ = "reading", "read"
+
+
+def mark(name: str) -> None:
+    """Leave an empty file for the client; on another machine, where the folder is not, none."""
+    with contextlib.suppress(OSError):
+        (Path(os.environ.get(FOLDER, os.devnull)) / name).touch()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
-from steercap.cli.engines import ModelOptions, located, opened
+from steercap.cli.engines import ReachOptions, located, say_why
+from steercap.cli.preflight import reached
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
 
@@ -53,7 +54,7 @@ def register(persona: typer.Typer) -> None:
         ],
     )
     async def answers(
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         responses: Annotated[Path, typer.Argument(metavar="RESPONSES", help="Folder of answers, NAME.jsonl.")],
         scores: Annotated[Path, typer.Argument(metavar="SCORES", help="Folder of their scores, NAME.json.")],
@@ -86,6 +87,8 @@ def register(persona: typer.Typer) -> None:
         from steercap.lab.personas.answer_files import read_personas
         from steercap.model import SteerModel
 
+        if dtypes is not None and model.url is not None:
+            raise typer.BadParameter("a server has one dtype; leave --dtypes out", param_hint="--url")
         if dtypes is not None and model.dtype is not None:
             raise typer.BadParameter("give --dtype or --dtypes, not both", param_hint="--dtypes")
         model.require_there()
@@ -97,7 +100,7 @@ def register(persona: typer.Typer) -> None:
         with terminal.stages() as shown:
             given["progress"] = lambda at: shown(at.stage, at.done, at.total)
             if dtypes is None:
-                async with opened(model, terminal) as open_model:
+                async with reached(model, terminal) as open_model:
                     found = {"": await read_answers(open_model, responses, scores, out, **given)}
             else:
                 path = str(await asyncio.to_thread(located, model.model))
@@ -106,6 +109,7 @@ def register(persona: typer.Typer) -> None:
                 def opening(dtype: str) -> SteerModel:
                     return SteerModel(path, **{**model.arguments(), "dtype": dtype})
 
+                say_why(terminal)
                 with terminal.alone():
                     found, refused = await read_answers_by_dtype(opening, responses, scores, out, **given)
         terminal.show(

@@ -16,10 +16,10 @@ from steercap.cli.captured import Captured, Store, asked_before, capture_to, che
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready, may_replace
-from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.engines import ReachOptions
 from steercap.cli.generate import SamplingOptions
 from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
-from steercap.cli.preflight import preflight
+from steercap.cli.preflight import preflight, reached
 from steercap.cli.prompts import PromptOptions
 from steercap.cli.terminal import Terminal
 from steercap.core.display import span
@@ -176,7 +176,7 @@ def register(app: typer.Typer) -> None:
         sampling: SamplingOptions,
         steer: SteerOptions,
         stored: RowOptions,
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for one safetensors file per prompt.")],
         layers: Annotated[str, typer.Option(help="Layers: all, 8, 8,16,-1 or 4:20:2.")] = "all",
@@ -234,12 +234,12 @@ def register(app: typer.Typer) -> None:
         goes_on = not force and check_goes_on(out, asked_before(asked, params, wanted))
         if not goes_on:
             may_replace(out, terminal, force=force, pattern="*.safetensors")  # last: it asks
-        async with opened(model, terminal, sites=armed, **stored.settings()) as open_model:
+        async with reached(model, terminal, sites=armed, **stored.settings()) as open_model:
             store = Store(out, terminal, afresh=not goes_on)
             found = await capture_to(open_model, asked, params, wanted, store, terminal, steering=spec)
             shown: RenderableType = table_of(found)
             if directions is not None and heat is not None:
                 shown = Group(*heatmaps_of(found, directions, heat, open_model.tokenizer), shown)
-            terminal.show({"model": model.model, "captures": found}, shown)
+            terminal.show({"model": model.url or model.model, "captures": found}, shown)
             if store.error is not None:
                 raise store.error

@@ -14,9 +14,9 @@ from rich.text import Text
 from steercap.cli.command import command, group_of
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import file_ready, may_replace, saved
-from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.engines import ReachOptions
 from steercap.cli.parsing import layers_of, names_of
-from steercap.cli.preflight import preflight
+from steercap.cli.preflight import preflight, reached
 from steercap.cli.prompts import records_of
 from steercap.cli.tables import facts, titled
 from steercap.cli.terminal import Terminal
@@ -120,7 +120,7 @@ def _check(app: typer.Typer) -> None:
         from steercap.lab.measures.codec_check import CANDIDATES, check_codecs, check_labels, codings_of
         from steercap.saes.sae import SAE
 
-        options = ModelOptions(model, engine_arg=engine_arg)
+        options = ReachOptions(model, engine_arg=engine_arg)
         options.require_there()
         file_ready(out, extensions=[".json"])
         asked, labels, armed = texts_in(texts)[0], labels_in(texts), names_of(sites)
@@ -136,7 +136,7 @@ def _check(app: typer.Typer) -> None:
             there.check_directions(given, wanted)
         known = None if sae is None else SAE.load(sae)
         may_replace(out, terminal, force=force)  # last: it asks
-        async with opened(options, terminal, sites=armed) as open_model:
+        async with reached(options, terminal, sites=armed) as open_model:
             with terminal.progress() as bar:
                 task = bar.add_task("judging codecs", total=None)
                 found = await check_codecs(

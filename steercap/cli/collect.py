@@ -17,9 +17,9 @@ from steercap.cli.capture import RowOptions
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
-from steercap.cli.engines import ModelOptions, opened, unopened
+from steercap.cli.engines import ReachOptions, unopened
 from steercap.cli.parsing import SteerOptions, layers_of, names_of, sites_of, tokens_of
-from steercap.cli.preflight import check_sampling, preflight
+from steercap.cli.preflight import check_sampling, preflight, reached
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
 from steercap.concurrency.heartbeat import heartbeat
@@ -225,7 +225,7 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
 
 
 @asynccontextmanager
-async def not_opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
+async def not_opened(options: ReachOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
     """Yield the model unopened, for actors to open."""
     with terminal.alone():
         yield await unopened(options, terminal, **settings)
@@ -281,7 +281,7 @@ def register(app: typer.Typer) -> None:
         steer: SteerOptions,
         stored: RowOptions,
         spread: RayOptions,
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         layers: Annotated[str, typer.Option(help="Layers: all, 8, 8,16,-1 or 4:20:2.")] = "all",
         sites: Annotated[
@@ -333,7 +333,9 @@ def register(app: typer.Typer) -> None:
         planned.check_steering(spec)
         cutting: dict[str, Any] = {"context": how.context, "long": how.long, "bos": how.bos}
         actors = spread.actors()
-        opening = opened if actors is None else not_opened
+        if actors is not None and model.url is not None:
+            raise typer.BadParameter("actors start engines of their own; leave --ray out", param_hint="--url")
+        opening: Any = reached if actors is None else not_opened
         async with opening(model, terminal, sites=armed, **stored.settings()) as open_model:
             with bar_of(terminal) as tell:
                 found = await collect_corpus(

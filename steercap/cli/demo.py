@@ -9,6 +9,7 @@ import typer
 
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
+from steercap.cli.engines import say_why
 from steercap.cli.terminal import Terminal
 
 
@@ -26,6 +27,7 @@ def register(app: typer.Typer) -> None:
         folder_ready(out)
         from steercap.lab.demo.demonstration import run
 
+        say_why(terminal)
         with terminal.alone():
             picture = await run(out, terminal.err if terminal.json else terminal.out)
         terminal.show({"picture": str(picture)})

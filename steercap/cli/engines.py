@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from steercap.cli.terminal import Terminal
+from steercap.concurrency.heartbeat import watching
 from steercap.config import CPU, with_preset
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidSetting
@@ -233,15 +234,20 @@ async def unopened(
     Raises:
         The errors of `SteerModel`.
     """
-    if reason is None and is_warm():
-        reason = "this command needs the model in its own process, and cannot ask a warm engine"
-    if reason:
-        terminal.say(f"starting an engine: {reason}")
+    say_why(terminal, reason)
     with terminal.status(f"loading {options.model}"):
         from steercap.model import SteerModel
 
         path = await asyncio.to_thread(located, options.model)
         return SteerModel(str(path), **{**settings, **options.arguments()})
+
+
+def say_why(terminal: Terminal, reason: str | None = None) -> None:
+    """Say why an engine is started; without a reason, if there is a warm one, that the command cannot ask it."""
+    if reason is None and is_warm():
+        reason = "this command needs the model in its own process, and cannot ask a warm engine"
+    if reason:
+        terminal.say(f"starting an engine: {reason}")
 
 
 def is_warm() -> bool:
@@ -270,8 +276,9 @@ async def opened(
     with terminal.alone():
         model = await unopened(options, terminal, reason=reason, **settings)
         try:
-            with terminal.status(f"starting vLLM with {options.model}, probing every tap"):
-                await model.start()
+            with terminal.status(f"starting {options.model}") as say:
+                async with watching(lambda: model.serving.stage, lambda at, _: say(f"starting {options.model}: {at}")):
+                    await model.serving.start()
             yield model
         finally:
             with terminal.status("stopping vLLM"):

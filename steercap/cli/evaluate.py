@@ -15,10 +15,10 @@ from rich.text import Text
 
 from steercap.cli.command import command
 from steercap.cli.destinations import folder_ready
-from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.engines import ModelOptions, ReachOptions
 from steercap.cli.evaluation_file import EvaluationFile, RolloutFile, read_evaluation, read_rollouts
 from steercap.cli.parsing import names_of, sites_of
-from steercap.cli.preflight import Preflight, check_sampling, preflight
+from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
 from steercap.cli.sweep_file import measures_in
 from steercap.cli.tables import rollouts_table, titled
 from steercap.cli.terminal import Terminal
@@ -222,7 +222,7 @@ def register(app: typer.Typer) -> None:
         ],
     )
     async def evaluate(
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for answers, tables and a picture.")],
         config: Annotated[
@@ -264,13 +264,13 @@ def register(app: typer.Typer) -> None:
         sites = sites_in(evaluation)
         check(evaluation, settings, out, preflight(model, sites=sites))
         terminal.say(f"{len(evaluation.conditions()):,} conditions, {len(evaluation.questions):,} questions each")
-        async with opened(model, terminal, sites=sites) as open_model:
+        async with reached(model, terminal, sites=sites) as open_model:
             results = await evaluated(open_model, evaluation, settings, out, terminal)
             report(results, settings, out, terminal, plot=plot)
 
     @command(app, "rollouts", examples=["steercap rollouts rollouts.yaml --out out/rollouts"])
     async def rollouts(
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for a folder of each data set.")],
         config: Annotated[
@@ -288,6 +288,6 @@ def register(app: typer.Typer) -> None:
         flags = {"max_tokens": max_tokens, "temperature": temperature, "samples": samples, "seed": seed}
         settings = read_rollouts(config, flags)
         sites = check_rollouts(settings, out, model)
-        async with opened(model, terminal, sites=sites) as open_model:
+        async with reached(model, terminal, sites=sites) as open_model:
             found = await rolled(open_model, settings, out, terminal)
         terminal.show(_plain({"out": str(out), "data_sets": found}), rollouts_table(found), f"{out}")

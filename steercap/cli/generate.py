@@ -99,9 +99,7 @@ async def answer(
 
     def take(number: int, raw: Generation | None, _handle: object) -> None:
         assert raw is not None, "a pooling model answers nothing"
-        # of a server it is OpenAI's Completion
-        samples = raw.output.choices if hasattr(raw.output, "choices") else raw.output.outputs
-        for sample, given in enumerate(samples):
+        for sample, given in enumerate(raw.samples):
             tokens = found[number][sample].tokens + len(given.token_ids)
             changed: dict[str, Any] = {"clean" if spec is None else "steered": raw.texts[sample], "tokens": tokens}
             if raw.steering is not None:

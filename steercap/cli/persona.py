@@ -15,10 +15,10 @@ from rich.text import Text
 from steercap.cli import answers, roles
 from steercap.cli.command import command, group_of
 from steercap.cli.destinations import folder_ready
-from steercap.cli.engines import ModelOptions, opened, pairs_of
+from steercap.cli.engines import ModelOptions, ReachOptions, pairs_of
 from steercap.cli.onward import folded, sweeps_of
 from steercap.cli.parsing import layers_of
-from steercap.cli.preflight import Preflight, check_sampling, preflight
+from steercap.cli.preflight import Preflight, check_sampling, preflight, reached
 from steercap.cli.tables import document_of, facts, titled
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
@@ -186,7 +186,7 @@ def _register_run(app: typer.Typer) -> None:
         traits: Annotated[list[str], typer.Argument(metavar="TRAIT", help="Names of shipped traits, or YAML files.")],
         sizes: SizeOptions,
         scores: ScoreOptions,
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         out: Annotated[
             Path, typer.Option(file_okay=False, help="Folder of the run: answers, scores, vectors, a report.")
@@ -216,7 +216,7 @@ def _register_run(app: typer.Typer) -> None:
         further = {"site": site, "method": method, "held_out": held_out, "read_system": read_system}
         wanted, asked = layers_of(layers), settings_of(traits, sizes, scores, **further)
         check(asked, wanted, out, preflight(model, sites=site))
-        async with opened(model, terminal, sites=site) as open_model:
+        async with reached(model, terminal, sites=site) as open_model:
             if wanted != "all":
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
             with terminal.stages() as shown:

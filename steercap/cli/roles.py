@@ -10,9 +10,9 @@ import typer
 
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, folder_ready, may_replace, saved
-from steercap.cli.engines import ModelOptions, opened, pairs_of
+from steercap.cli.engines import ReachOptions, pairs_of
 from steercap.cli.parsing import layers_of
-from steercap.cli.preflight import check_sampling, preflight
+from steercap.cli.preflight import check_sampling, preflight, reached
 from steercap.cli.roles_shown import along, by_layer, document_of
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
@@ -144,7 +144,7 @@ def _register_roles(app: typer.Typer) -> None:
     )
     async def roles(
         options: RoleOptions,
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the run: answers, scores, rows.")],
         path: Annotated[
@@ -177,7 +177,7 @@ def _register_roles(app: typer.Typer) -> None:
         check_sampling(temperature=asked.temperature, seed=asked.seed)
         preflight(model, sites=site).check_capture(CaptureSpec(layers=wanted, sites=site))
         check_same(out, asked)
-        async with opened(model, terminal, sites=site) as open_model:
+        async with reached(model, terminal, sites=site) as open_model:
             if wanted != "all":
                 import msgspec
 
@@ -251,7 +251,7 @@ def _register_cap(app: typer.Typer) -> None:
         examples=["steercap persona cap out/roles --layers 12:18 --out cap.safetensors"],
     )
     async def cap(
-        model: ModelOptions,
+        model: ReachOptions,
         terminal: Terminal,
         folder: Annotated[
             Path, typer.Argument(metavar="FOLDER", help="Folder of a finished `steercap persona roles`.")
@@ -278,7 +278,7 @@ def _register_cap(app: typer.Typer) -> None:
         may_replace(out, terminal, force=force)
         run = load_run(folder)
         found, wanted = assistant_axis(run.rows, how), layers_of(layers)
-        async with opened(model, terminal, sites=run.settings.site) as open_model:
+        async with reached(model, terminal, sites=run.settings.site) as open_model:
             places = resolve_layers(wanted, open_model.num_layers)
             made = await calibrated_capping(open_model, run, found, layers=places, percentile=percentile)
         where, failed = saved(out, made.save, terminal)

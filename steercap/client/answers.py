@@ -94,7 +94,8 @@ class RemoteAnswers:
         """
         if call.encoding:
             raise InvalidRequest(
-                "encode cannot be asked of a server, which captures of models that generate; open it here"
+                "encode cannot be asked of a server, which captures of models that generate; open it here: "
+                "`SteerModel(..., runner='pooling')`"
             )
         rendered = await self._rendered(prompts, call)
         params = each(_READ if call.reading else call.sampling_params, len(prompts), "sampling_params")
@@ -243,12 +244,14 @@ class RemoteAnswers:
         if isinstance(given, str) and asked.call.add_special_tokens is False:
             given = await tokenised(self.connection, given, special=False)
         prompt, sampling["max_tokens"] = await self._within(given, sampling["max_tokens"])
+        salt = asked.prompt.get("cache_salt") if isinstance(asked.prompt, Mapping) else None
         body = {
             "model": self.connection.here().name,
             "prompt": prompt,
             "return_token_ids": True,
             **sampling,
             **options,
+            **({} if salt is None else {"cache_salt": salt}),
         }
         async with AsyncExitStack() as names:
             field: dict[str, Any] = {}
@@ -360,10 +363,11 @@ def _prompt_asked(prompt: Any) -> str | list[int]:
     """
     if isinstance(prompt, str):
         return prompt
-    if len(prompt) != 1 or (name := next(iter(prompt))) not in _PROMPT:
+    given = [name for name in prompt if name != "cache_salt"]
+    if len(given) != 1 or (name := given[0]) not in _PROMPT:
         raise InvalidPrompt(
             f"a prompt dict with {', '.join(map(repr, prompt))} cannot be asked of a server; give a str, token ids, or "
-            "a dict of one of 'prompt' and 'prompt_token_ids'"
+            "a dict of one of 'prompt' and 'prompt_token_ids', with 'cache_salt' if you like"
         )
     found = prompt[name]
     if isinstance(found, str):

@@ -11,8 +11,10 @@ from typing import Any, Final, NamedTuple, cast
 
 from steercap.client.connection import Connection
 from steercap.core.chat import MessageSpan, message_spans, token_span
+from steercap.core.extras import extra
 from steercap.core.placing import Region, place
-from steercap.errors import InvalidRequest
+from steercap.errors import InvalidRequest, ServerFailure
+from steercap.files.fingerprint import template_digest, tokenizer_digest
 
 #: Arguments of a template that vLLM's server takes beside the others.
 _BESIDE: Final = ("add_generation_prompt", "continue_final_message", "chat_template", "add_special_tokens", "tools")
@@ -157,3 +159,28 @@ async def _rendered(
     with connection.answering():
         texts = [token_text(str(one), in_bytes=in_bytes) for one in answer["token_strs"]]
         return RenderedChat(list(map(int, answer["tokens"])), texts)
+
+
+def tokenizer_here(said: Mapping[str, str], url: str) -> Any:
+    """Return the tokenizer that a server says it has, from its files on this machine.
+
+    Args:
+        said: its name or path, revision, digest, and that of its chat template.
+        url: address of the server, for messages.
+
+    Raises:
+        ServerFailure: the server says of none, the files are not here, or they make another tokenizer.
+    """
+    if not said:
+        raise ServerFailure(f"{url} names no tokenizer; give token ids")
+    with extra("cuda", "cpu"):
+        from transformers import AutoTokenizer
+
+    name, instead = said["name"], "`await model.token_ids(text)` asks the server, and token ids are taken as they are"
+    try:
+        found = AutoTokenizer.from_pretrained(name, revision=said["revision"] or None)
+    except (OSError, ValueError) as error:
+        raise ServerFailure(f"the tokenizer of {url}, {name}, cannot be read on this machine; {instead}") from error
+    if (tokenizer_digest(found), template_digest(found)) != (said["digest"], said["template"]):
+        raise ServerFailure(f"the tokenizer {name} on this machine is not that of {url}; {instead}")
+    return found

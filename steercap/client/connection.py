@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap import errors
+from steercap.client.compiling import RemoteEngine
 from steercap.concurrency.loops import OwnerLoop, scoped, within
 from steercap.core.call_style import AWAITED
 from steercap.core.extras import extra
@@ -54,7 +55,9 @@ class Described:
         name: name of the model in requests, as asked for, or the first that the server lists.
         model: its path, or name on the hub.
         context: tokens that a prompt and its reply may have together, None if the server does not say.
-        num_layers, hidden_size, points, origin, identity: as of `SteerModel`.
+        num_layers, hidden_size, points, origin, identity, generation_config: as of `SteerModel`.
+        tokenizer: name, revision and digests of its tokenizer, see `chats.tokenizer_here`.
+        engine: what its engine compiles specs by, None if the server does not say it.
     """
 
     name: str
@@ -65,6 +68,9 @@ class Described:
     points: Mapping[Point, PointSchema]
     origin: Mapping[str, str]
     identity: Mapping[str, str]
+    generation_config: Mapping[str, Any]
+    tokenizer: Mapping[str, str]
+    engine: RemoteEngine | None
 
 
 class Connection:
@@ -177,8 +183,20 @@ class Connection:
             }
             name = self._name or next(iter(names))
             origin = {part: str(said[part]) for part in ("revision", "dtype")}
-            width, identity = said["hidden_size"], dict(said["identity"])
-            return Described(name, said["model"], names[name], said["num_layers"], width, points, origin, identity)
+            planned = said.get("compiling")
+            return Described(
+                name,
+                said["model"],
+                names[name],
+                said["num_layers"],
+                said["hidden_size"],
+                points,
+                origin,
+                dict(said["identity"]),
+                said.get("generation_config", {}),
+                said.get("tokenizer", {}),
+                planned and RemoteEngine(planned, points, said["limits"]["captures_bytes"] // 2),
+            )
 
     async def aclose(self) -> None:
         """Cancel running tasks, let the server free what it holds for this connection, and close it. Idempotent."""
@@ -363,3 +381,40 @@ class Connection:
         await asyncio.sleep(0)  # what was let go of in this loop begins
         while self._freeing:
             await asyncio.wait(tuple(self._freeing))
+
+
+@dataclass(frozen=True)
+class RemoteServing:
+    """Part of `Serving` that functions over an open model use, for a model at a server.
+
+    Args:
+        connection: connection to the server.
+    """
+
+    connection: Connection
+
+    def here(self) -> RemoteEngine:
+        """Return what the server's engine compiles specs by, for work in the connection's own event loop.
+
+        Raises:
+            WrongEventLoop: it was started in another event loop.
+            The errors of `opened`.
+        """
+        self.connection.here()
+        return self.opened()
+
+    def opened(self) -> RemoteEngine:
+        """Return what the server's engine compiles specs by.
+
+        Raises:
+            ServerFailure: the server does not say it.
+            ModelClosed: the connection was never started, or is closed.
+        """
+        engine = self.connection.opened().engine
+        if engine is None:
+            raise ServerFailure(f"{self.connection.url} does not say how it reads specs; use one version on both sides")
+        return engine
+
+    async def run(self, work: Callable[[], Awaitable[Value]]) -> Value:
+        """See `Connection.run`."""
+        return await self.connection.run(work)

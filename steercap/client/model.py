@@ -10,14 +10,14 @@ from steercap.captures.fetching import fetch_all
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.stacking import flat
 from steercap.client.answers import RemoteAnswers
-from steercap.client.chats import templated, tokenised
-from steercap.client.connection import BY_SOCKET, Connection
+from steercap.client.chats import templated, tokenised, tokenizer_here
+from steercap.client.connection import BY_SOCKET, Connection, RemoteServing
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
 from steercap.core.ownership import NonCopyable
 from steercap.core.schema import PointSchema
-from steercap.core.spec import Point
+from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokenizing import given_ids, is_conversation
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, ModelClosed
@@ -38,18 +38,14 @@ if TYPE_CHECKING:
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"
 #: Attributes of a SteerModel that a RemoteModel lacks, with advice.
 LACKING: Final[Mapping[str, str]] = {
-    "check_capture": "the server checks each request; `points` says what it has",
     "checkpoint": "the server has it; `model` is its name there",
     "factory": "it is the server's model",
     "engine": "it is in the server's process",
-    "generation_config": "the server does not say it",
     "layers": "the server does not say which classes it loaded",
     "proof": "the server does not say what was proved when it started",
-    "serving": "it is in the server's process",
     "settings": "they are the server's; `stats()` has its limits",
-    "sketch": "a server keeps no statistics; sketch where the model is open, or fetch rows",
-    "tokenizer": "the server has it; `await model.token_ids(text)` asks it, and handles have token ids",
-    "unembed": "the server does not run the norm and unembedding by themselves",
+    "sketch": "a server keeps no statistics; sketch in `SteerModel(...)`, or `collect` rows, whose means it keeps",
+    "unembed": "the server does not run the norm and unembedding by themselves; open the model: `SteerModel(...)`",
     "verified": "it is said of each capture, `handle.receipt.verified`",
 }
 
@@ -92,6 +88,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         self.connection = Connection(url, api_key, model, timeout, transport)
         self._uploads = Uploads(self.connection)
         self._backend = RemoteAnswers(self.connection, self._uploads)
+        self._tokenizer: Any = None
 
     # Life
 
@@ -219,7 +216,44 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores")
         await self.connection.run(lambda: self.connection.ask("DELETE", f"{VECTORS}/{name}"))
 
+    def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
+        """Check a capture spec against the server's model, by what the server said of it; see `SteerModel`.
+
+        Args:
+            spec: the capture spec.
+
+        Returns:
+            The points that it captures, ascending.
+
+        Raises:
+            InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: it does not fit.
+            ModelClosed: the connection was never started, or is closed.
+        """
+        return self.serving.opened().captured(spec)[0]
+
     # Attributes
+
+    @property
+    def serving(self) -> RemoteServing:
+        """Engine of the server, by which requests to it are planned here, and a runner of such work."""
+        return RemoteServing(self.connection)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the model, read from its files here or in the hub's cache, and shown to be the server's.
+
+        Raises:
+            ServerFailure: the files are not on this machine, or make another tokenizer than the server's.
+        """
+        said = self.connection.opened().tokenizer
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_here(said, self.url)
+        return self._tokenizer
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """Content of the checkpoint's generation_config.json, such as its `eos_token_id`; empty if it has none."""
+        return self.connection.opened().generation_config
 
     @property
     def openai(self) -> AsyncOpenAI:

@@ -1,10 +1,15 @@
-"""Progress lines for consoles that are not terminals, where bars cannot be drawn."""
+"""Progress lines: now and then where bars cannot be drawn, and one that is rewritten while a model starts."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -13,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two progress lines: few enough for a log, and enough to see that nothing hangs.
 SECONDS: Final = 15.0
+#: Seconds between two looks at the stage of a start.
+LOOK_SECONDS: Final = 0.25
 
 
 @contextmanager
@@ -54,3 +61,76 @@ def line_of(tasks: list[Task]) -> str:
             done = "" if task.total is None else f", {task.completed:,.0f} of {task.total:,.0f}"
             return f"{task.description}: {task.elapsed or 0:.0f} s{done}"
     return ""
+
+
+@asynccontextmanager
+async def watching(stage: Callable[[], str], tell: Callable[[str, float], object]) -> AsyncIterator[dict[str, float]]:
+    """Tell now and then, while the block runs, which stage runs and for how many seconds; yield those of every stage.
+
+    Args:
+        stage: function that returns the stage, "" if none runs.
+        tell: function of the stage and its seconds.
+    """
+    seconds = dict[str, float]()
+
+    async def look() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now, running = time.monotonic(), stage()
+            if running:
+                seconds[running] = seconds.get(running, 0.0) + now - last
+                tell(running, seconds[running])
+            last = now
+
+    looking = asyncio.create_task(look())
+    try:
+        yield seconds
+    finally:
+        looking.cancel()
+
+
+@asynccontextmanager
+async def progress_line(name: str, stage: Callable[[], str]) -> AsyncIterator[None]:
+    """Show on stderr which stage of a start runs while the block does, in one line that is rewritten.
+
+    At the end the line says how long each stage took. Nothing is shown where `wants_line` is False, nor of a block in
+    which nothing starts.
+
+    Args:
+        name: name of what starts.
+        stage: as for `watching`.
+    """
+    if not wants_line():
+        yield
+        return
+    ended = "did not start"
+    async with watching(
+        stage, lambda running, spent: _rewrite(f"{name}: {running}, {spent:.0f} s"[: _width()])
+    ) as took:
+        try:
+            yield
+            ended = "is ready"
+        finally:
+            if took:
+                each = ", ".join(f"{one} {spent:.0f} s" for one, spent in took.items())
+                _rewrite(f"{name} {ended} after {sum(took.values()):.0f} s: {each}", end="\n")
+
+
+def wants_line() -> bool:
+    """Return True if stderr is a terminal or a notebook's, and neither the user nor vLLM's log makes a line useless."""
+    notebook = type(sys.stderr).__module__.startswith("ipykernel.")
+    if not (notebook or sys.stderr.isatty()) or os.environ.get("STEERCAP_PROGRESS") == "0":
+        return False
+    return os.environ.get("VLLM_LOGGING_LEVEL", "").upper() not in {"INFO", "DEBUG"}
+
+
+def _rewrite(line: str, end: str = "") -> None:
+    """Write a line over the one before, with spaces over the rest of that; a notebook knows no code that clears it."""
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stderr.write(f"\r{line.ljust(_width())}{end}")
+        sys.stderr.flush()
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns - 1

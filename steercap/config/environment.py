@@ -81,6 +81,7 @@ SETTINGS: Final[Mapping[str, Variable]] = {
 #: Variables that correspond to no field of `Settings`.
 OTHERS: Final[Mapping[str, Variable]] = {
     f"{PREFIX}CACHE": Variable("folder of the checkpoints that steercap makes", str, default="`~/.cache/steercap`"),
+    f"{PREFIX}PROGRESS": Variable("`0`: no line on how far a start is", str),
     f"{PREFIX}JUDGE_API_KEY": Variable("key of the endpoint that judges answers", str, "`Judge(api_key=)`"),
     **{
         f"{PREFIX}RECORD{name}": Variable(f"`--record{name.lower().replace('_', '-')}` of `steercap serve`", str)

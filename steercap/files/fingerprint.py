@@ -67,7 +67,7 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
         "quantization": str(config.quantization or ""),
         "weights": _weights(model, config),
         "generation": _digest(defaults),
-        "chat_template": _digest(getattr(tokenizer, "chat_template", None)),
+        "chat_template": template_digest(tokenizer),
     }
 
 
@@ -93,6 +93,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
     with suppress(TypeError):
         _DIGESTS[tokenizer] = found
     return found
+
+
+def template_digest(tokenizer: Any) -> str:
+    """Return the SHA-256, in hexadecimal, of a tokenizer's chat template; "" if it has none."""
+    return _digest(getattr(tokenizer, "chat_template", None))
 
 
 def weights_of(path: str | Path) -> str:

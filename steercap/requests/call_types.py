@@ -101,6 +101,12 @@ class Generation(Generic[Handle]):
         return brief(self, "output")
 
     @property
+    def samples(self) -> Sequence[Any]:
+        """Samples of `output` with their `text`, `token_ids` and `finish_reason`, from vLLM or from a server."""
+        found: Sequence[Any] = self.output.choices if hasattr(self.output, "choices") else self.output.outputs
+        return found
+
+    @property
     def text(self) -> str:
         """Text of the only sample.
 

@@ -113,6 +113,13 @@ class Serving:
                 break
         return engine
 
+    @property
+    def stage(self) -> str:
+        """Part of a start that runs, "" if none does."""
+        if self._starting is None or self._starting.done():
+            return ""
+        return "looking up the model" if self._launch is None else self._launch.stage or "proving every tap"
+
     async def alive(self) -> Engine:
         """Return a live engine; a dead one is restarted first, if so set. Concurrent callers wait for the same start.
 

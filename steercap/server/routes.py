@@ -10,7 +10,8 @@ import dataclasses
 import re
 from collections.abc import AsyncIterator, Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -60,6 +61,7 @@ class Routes:
         aliases: model names that stand for steering.
         folder: folder that rows are written to, None if the operator gave none.
         identity: the model's identity when it was opened; its files may change while it is served.
+        said: what else of the model does not change, see `client.compiling.said_of`.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class Routes:
         folder: CaptureFolder | None = None,
         *,
         identity: Mapping[str, str],
+        said: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._identity = identity
+        self._identity, self._said = identity, said
         self._model = model
         self._captures = captures
         self._library = library
@@ -106,6 +109,7 @@ class Routes:
                 "model": model.serving.model,
                 **model.origin,
                 "identity": dict(self._identity),
+                **self._said,
                 "num_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "points": points,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from steercap.adapters.releases import importing
+from steercap.client.compiling import said_of
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import files_of, surroundings, weights_of
@@ -164,7 +165,9 @@ async def application(
         lambda route: Elsewhere(route, presets),
     )
     identity = await asyncio.to_thread(model.identity)
-    app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder, identity=identity).routes)
+    said = await asyncio.to_thread(said_of, model.serving.here())
+    routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, said=said)
+    app.router.routes.extend(routes.routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     app.router.routes.extend([*looking, *explorer_routes()])
     app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)

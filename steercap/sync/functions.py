@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from steercap.steering.logit_bias import LogitBias
     from steercap.steering.spec import SteeringSpec
     from steercap.sync.bridge import Bridged
-    from steercap.sync.model import SteerModel
+    from steercap.sync.model import RemoteModel, SteerModel
 
 
 def ablate(
@@ -126,7 +126,7 @@ def ablate(
 
 
 def activations(
-    model: SteerModel,
+    model: SteerModel | RemoteModel,
     corpus: Corpus,
     *,
     layers: Layers | None = None,
@@ -290,7 +290,7 @@ def calibrated_capping(
 
 
 def collect(
-    model: SteerModel,
+    model: SteerModel | RemoteModel,
     corpus: Corpus,
     folder: str | os.PathLike[str],
     *,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from steercap.adapters.types import AsyncLLM, SamplingParams
     from steercap.captures.lens import Lens
     from steercap.captures.pooled import Encoded
+    from steercap.client.connection import RemoteServing
     from steercap.config import Overflow, Preset, Settings, Transport
     from steercap.core.schema import PointSchema
     from steercap.core.spec import CaptureSpec, Layers, Point
@@ -631,6 +632,40 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
             InvalidRequest: nothing of this key has the name.
         """
         self.bridge.done(self.awaited.delete_vectors, name)
+
+    def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
+        """Check a capture spec against the server's model, by what the server said of it; see `SteerModel`.
+
+        Args:
+            spec: the capture spec.
+
+        Returns:
+            The points that it captures, ascending.
+
+        Raises:
+            InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: it does not fit.
+            ModelClosed: the connection was never started, or is closed.
+        """
+        return self.awaited.check_capture(spec)
+
+    @property
+    def serving(self) -> RemoteServing:
+        """Engine of the server, by which requests to it are planned here, and a runner of such work."""
+        return self.awaited.serving
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the model, read from its files here or in the hub's cache, and shown to be the server's.
+
+        Raises:
+            ServerFailure: the files are not on this machine, or make another tokenizer than the server's.
+        """
+        return self.awaited.tokenizer
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """Content of the checkpoint's generation_config.json, such as its `eos_token_id`; empty if it has none."""
+        return self.awaited.generation_config
 
     @property
     def openai_arguments(self) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from steercap import (
 from steercap.adapters import server
 from steercap.cli.doctor import examine_server
 from steercap.client import RemoteModel
+from steercap.lab.datasets import ActivationDataset
+from steercap.lab.datasets.collecting import activations, collect
 from steercap.lab.directions import Exchange, extract
 from steercap.lab.studies.sweeps import Sweep, run_sweep
 from steercap.server.metrics import IDLE, IdleClock
@@ -212,6 +214,53 @@ async def test_read_gives_rows_and_no_text(remote: RemoteModel, tiny: SteerModel
     assert (await remote.read(prompts[0])).points == (await tiny.read(prompts[0])).points
     with pytest.raises(errors.EmptySelection):
         await remote.read(prompts[0], capture=CaptureSpec(tokens="generated"))
+
+
+async def test_a_corpus_is_collected_through_a_server(remote: RemoteModel, tiny: SteerModel, tmp_path) -> None:
+    """The data set is the local one, which a collection through a server goes on with; a stream has the same rows."""
+    documents = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12])]
+    asked: dict[str, Any] = {"capture": CaptureSpec(layers=[1, 3], codec="full8"), "context": 32, "concurrency": 1}
+    asked |= {"steering": Add(CALM[1], 2.0, layer=1)}
+    here = await collect(tiny, documents, tmp_path / "here", documents_per_shard=2, **asked)
+    there = await collect(remote, documents, tmp_path / "there", documents_per_shard=2, **asked)
+    assert there.totals.rows == here.totals.rows == sum(map(len, documents))
+    assert (await collect(remote, documents, tmp_path / "here", **asked)).resumed == here.totals.shards
+    for one, two in zip(*(ActivationDataset(tmp_path / name).batches(1000) for name in ("here", "there")), strict=True):
+        for point, rows in one.items():
+            torch.testing.assert_close(two[point], rows, rtol=1e-4, atol=1e-2)
+
+    texts = ["Hello there", "My day was long"]
+    grown = {"layers": [2], "params": {"max_tokens": 4, "ignore_eos": True, "temperature": 1.0}, "seed": 3}
+    counts = [
+        (await collect(model, texts, tmp_path / name, **grown)).totals
+        for name, model in (("local", tiny), ("remote", remote))
+    ]
+    assert counts[0].tokens == counts[1].tokens
+    async with activations(remote, documents, layers=[2], context=32, batch_size=256, buffer=256) as stream:
+        assert sum([len(rows) async for rows in stream]) == here.totals.rows
+    with pytest.raises(errors.PointNotArmed):
+        await collect(remote, documents, tmp_path / "none", sites="router")
+    with pytest.raises(errors.InvalidRequest, match="calibration"):
+        await collect(remote, documents, tmp_path / "none", capture=CaptureSpec(calibration=object()))
+
+
+async def test_specs_are_compiled_here_as_there(remote: RemoteModel, tiny: SteerModel) -> None:
+    """Points, codecs and digests of plans are the engine's own; so are the tokenizer and the generation defaults."""
+    here, there = tiny.serving.here(), remote.serving.here()
+    for spec in (*CAPTURES, CaptureSpec(sites=["resid_pre", "mlp_out"], layers=[-1, 0])):
+        assert there.captured(spec) == here.captured(spec)
+        assert there.coding(spec) == here.coding(spec)
+        assert remote.check_capture(spec) == tiny.check_capture(spec)
+    for wrong in (CaptureSpec(sites="router"), CaptureSpec(layers=[9]), CaptureSpec(attention=2)):
+        with pytest.raises(errors.InvalidRequest) as expected:
+            tiny.check_capture(wrong)
+        with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
+            remote.check_capture(wrong)
+    for edit in (Add(CALM[1], layer=1), Ablate(CALM[1], layers="all"), Cap(CALM[1], layers=[2], high=1.0)):
+        assert there.lowered(edit).digest == here.lowered(edit).digest
+    assert remote.tokenizer.encode("Hello there") == tiny.tokenizer.encode("Hello there")
+    assert dict(remote.generation_config) == dict(tiny.generation_config)
+    assert remote.identity() == tiny.identity()
 
 
 async def test_chats_know_their_messages(remote: RemoteModel, tiny: SteerModel) -> None:

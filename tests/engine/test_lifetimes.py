@@ -20,10 +20,16 @@ from support.loops import loops
 from support.rows import GREEDY, TINY_ENGINE, random_prompt
 
 from steercap import SteerModel, errors
+from steercap.concurrency.heartbeat import watching
 from steercap.sync import SteerModel as Sync
 from steercap.testing import tiny_checkpoint
 
 PROMPT = random_prompt(9, 1)
+#: Stages of a start, in order; short ones may pass between two looks.
+STAGES = (
+    *("looking up the model", "importing vLLM", "reading the configuration", "starting processes", "loading weights"),
+    *("warming up", "proving every tap"),
+)
 SHORT = {"max_tokens": 4, **GREEDY}
 LONG = {"max_tokens": 200, "ignore_eos": True, **GREEDY}
 #: Idle, a client is gone within 3 s, most of it Python's own end with torch in it; here two cores may be shared by six.
@@ -76,8 +82,14 @@ def test_a_model_lives_in_one_event_loop_and_is_closed_from_any() -> None:
     before = Leftovers()
     model = SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE)
 
+    stages: list[str] = []
+
     async def first() -> Any:
-        await model.start()
+        async with watching(lambda: model.serving.stage, lambda stage, _: stages.append(stage)):
+            await model.start()
+        assert [stage for stage in STAGES if stage in stages] == list(dict.fromkeys(stages))
+        assert {"starting processes", "proving every tap"} <= {*stages}
+        assert model.serving.stage == ""
         _, (unread, read) = await model.generate([PROMPT] * 2, SHORT, capture_layers="all")
         await read.fetch()
         stream = model.stream(PROMPT, LONG)

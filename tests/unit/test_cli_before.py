@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import itertools
 import json
@@ -33,7 +35,8 @@ from steercap.cli.onward import folded, sweeps_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
-from steercap.concurrency.heartbeat import heartbeat, line_of
+from steercap.concurrency import heartbeat as heartbeats
+from steercap.concurrency.heartbeat import heartbeat, line_of, progress_line
 from steercap.engine.checkpoint import is_path, require_reachable, require_there
 from steercap.errors import InvalidFile, ModelNotLoaded, WorkerFailure
 from steercap.files.base import write_whole
@@ -583,6 +586,61 @@ def test_off_a_terminal_what_is_under_way_is_said_now_and_then() -> None:
     with Progress(console=loud, disable=True) as bar, heartbeat(bar, loud, seconds=0.01):
         bar.add_task("reading", total=4)
     assert loud.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+class Told(io.StringIO):
+    """A stderr that is a terminal, a notebook's or neither."""
+
+    terminal = True
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+class NotebooksOwn(Told):
+    terminal = False
+
+
+NotebooksOwn.__module__ = "ipykernel.iostream"
+
+
+@pytest.mark.parametrize("kind", [Told, NotebooksOwn])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_start_says_how_far_it_is(kind, fails, monkeypatch) -> None:
+    """One line, rewritten, that ends with the seconds of each stage, or with the one that failed."""
+    monkeypatch.setattr(sys, "stderr", written := kind())
+    monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 0.001)
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    stage = ""
+    with pytest.raises(OSError, match="lost") if fails else contextlib.nullcontext():
+        async with progress_line("m", lambda: stage):
+            for stage in ("importing", "loading"):
+                while f"m: {stage}" not in written.getvalue():
+                    await asyncio.sleep(0)
+            if fails:
+                raise OSError("lost")
+    *before, last = written.getvalue().rstrip("\n").split("\r")
+    assert all(line == "" or line.startswith(("m: importing, 0 s", "m: loading, 0 s")) for line in before)
+    assert last.rstrip() == f"m {'did not start' if fails else 'is ready'} after 0 s: importing 0 s, loading 0 s"
+
+
+@pytest.mark.parametrize(
+    "quiet", [{"STEERCAP_PROGRESS": "0"}, {"VLLM_LOGGING_LEVEL": "INFO"}, {"VLLM_LOGGING_LEVEL": "debug"}, {}]
+)
+async def test_a_start_says_nothing_where_nobody_reads_it(quiet, monkeypatch) -> None:
+    """Asked to be quiet, beside a log that says it, and where stderr is a file; nor of a model that is open already."""
+    monkeypatch.setattr(sys, "stderr", written := Told())
+    monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 0.001)
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    for name, value in quiet.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(written, "terminal", bool(quiet))
+    async with progress_line("m", lambda: "importing"):
+        await asyncio.sleep(0.01)
+    monkeypatch.setattr(written, "terminal", True)
+    async with progress_line("m", lambda: ""):
+        await asyncio.sleep(0.01)
+    assert written.getvalue() == ""
 
 
 @pytest.mark.parametrize("command", [[], ["generate"], ["vectors"], ["persona", "run"]], ids=" ".join)

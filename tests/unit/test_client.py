@@ -65,6 +65,7 @@ from steercap.server.library import Library, read
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.sync import RemoteModel as Blocking
+from steercap.testing import tiny_checkpoint
 
 ME = owner_of("Bearer me")
 CALM = LayerVectors({3: torch.randn(8), 5: torch.randn(8)})
@@ -308,6 +309,20 @@ async def test_a_connection_says_what_the_server_has() -> None:
         await model.start()
     with pytest.raises(ModelClosed):
         _ = model.points
+
+
+async def test_what_a_server_does_not_say_is_an_error(tmp_path) -> None:
+    """How it reads specs, and its tokenizer, unless the files here make the same one."""
+    async with model_of() as model:
+        with pytest.raises(ServerFailure, match="does not say how it reads specs; use one version on both sides"):
+            model.check_capture(CaptureSpec())
+        with pytest.raises(ServerFailure, match="names no tokenizer; give token ids"):
+            _ = model.tokenizer
+    there = {"name": str(tiny_checkpoint("qwen3")), "revision": "", "digest": "another", "template": ""}
+    for said, says in ((there, "is not that of"), ({**there, "name": str(tmp_path)}, "cannot be read on this machine")):
+        async with model_of(says={**DESCRIBED, "tokenizer": said}) as model:
+            with pytest.raises(ServerFailure, match=says):
+                _ = model.tokenizer
 
 
 async def test_what_is_no_server_of_ours_is_refused() -> None:

@@ -21,7 +21,7 @@ from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
 from steercap.lab.measures import Measure
-from steercap.lab.measures.perplexity import Perplexity, _logprobs_of, _perplexity
+from steercap.lab.measures.perplexity import Perplexity, _perplexity, prompt_logprobs_of
 from steercap.lab.measures.texts import Length, Repetition
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
@@ -273,7 +273,7 @@ def test_perplexity_counts_the_answer_alone_and_the_token_itself(served) -> None
             one and {str(token): {"logprob": word.logprob, "rank": 1} for token, word in one.items()} for one in given
         ]
         output = SimpleNamespace(choices=[SimpleNamespace(prompt_logprobs=said)])
-    entries = _logprobs_of(output)
+    entries = prompt_logprobs_of(output)
     assert _perplexity([7, 8, 1, 2], 2, entries) == pytest.approx(math.exp(2.0))
     assert math.isnan(_perplexity([7, 8], 2, entries[:2]))
     with pytest.raises(WorkerFailure, match="3 log probabilities for a prompt of 4"):

@@ -640,7 +640,7 @@ async def test_answers_that_were_written_are_not_asked_for_again(tmp_path) -> No
         sample = types.SimpleNamespace(
             text=f"{params['seed']}", token_ids=[1, 7], finish_reason="stop", stop_reason=None
         )
-        return types.SimpleNamespace(output=types.SimpleNamespace(outputs=[sample]))
+        return types.SimpleNamespace(samples=[sample])
 
     def groups() -> Iterator[AnswerGroup[Response]]:
         for name in ("formal", "poetic"):

@@ -38,12 +38,12 @@ class Perplexity(Measure):
         read = [[*record.prompt_token_ids, *record.output_token_ids][:longest] for record in records]
         outputs = await model.run(read, READ, steering=None)
         return [
-            _perplexity(ids, len(record.prompt_token_ids), _logprobs_of(raw.output))
+            _perplexity(ids, len(record.prompt_token_ids), prompt_logprobs_of(raw.output))
             for ids, record, raw in zip(read, records, outputs, strict=True)
         ]
 
 
-def _logprobs_of(output: Any) -> list[dict[int, float]] | None:
+def prompt_logprobs_of(output: Any) -> list[dict[int, float]] | None:
     """Return the log probabilities of a prompt's tokens, each by token id, {} for the first.
 
     `output` is vLLM's RequestOutput, or OpenAI's Completion from a server.

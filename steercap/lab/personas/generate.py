@@ -116,7 +116,7 @@ async def answer_groups(
         group, request = asked
         messages = messages_of(request.system_prompt, request.question_text)
         generation = await model.run(messages, sampling_of(settings, request.seed), steering=None)
-        (sample,) = generation.output.outputs
+        (sample,) = generation.samples
         finish, told = str(sample.finish_reason), msgspec.structs.asdict(request)
         token_ids = said(sample.token_ids, ends(), finish, sample.stop_reason)
         group.parts.add(kind(**told, answer=sample.text, token_ids=token_ids, finish=finish))

@@ -86,9 +86,8 @@ async def ask(model: SteerModel, prompt: Any, sampling: Mapping[str, Any], spec:
     Returns:
         The fields of `Answered` except `prompt`, and "finish_reason", vLLM's: "stop" or "length".
     """
-    output = (await model.run(prompt, sampling, steering=spec)).output
-    # of a server it is OpenAI's Completion, whose choices hold the prompt's token ids
-    (sample,) = output.choices if hasattr(output, "choices") else output.outputs
+    found = await model.run(prompt, sampling, steering=spec)
+    (sample,), output = found.samples, found.output  # a server's choices hold the prompt's token ids
     return {
         "prompt_token_ids": tuple((sample if hasattr(output, "choices") else output).prompt_token_ids),
         "text": sample.text,

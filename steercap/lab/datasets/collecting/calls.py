@@ -30,13 +30,14 @@ from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_cont
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
+    from steercap.client import RemoteModel
     from steercap.model import SteerModel
     from steercap.steering.edits import Edit
     from steercap.steering.logit_bias import LogitBias
 
 
 async def collect(
-    model: SteerModel,
+    model: SteerModel | RemoteModel,
     corpus: Corpus,
     folder: str | os.PathLike[str],
     *,
@@ -142,7 +143,7 @@ async def collect(
 
 
 def activations(
-    model: SteerModel,
+    model: SteerModel | RemoteModel,
     corpus: Corpus,
     *,
     layers: Layers | None = None,

@@ -19,7 +19,7 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSetting
-from steercap.files.fingerprint import tokenizer_digest, tokenizer_of
+from steercap.files.fingerprint import tokenizer_digest
 from steercap.files.folder import locked
 from steercap.lab.datasets import DatasetFolder, Definition, Receipt, Totals, define, storage_of
 from steercap.lab.datasets import definition as definitions
@@ -33,6 +33,8 @@ from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, ope
 from steercap.lab.datasets.storage import Storage
 
 if TYPE_CHECKING:
+    from steercap.client import RemoteModel
+    from steercap.client.compiling import RemoteEngine
     from steercap.engine.engine import Engine
     from steercap.model import SteerModel
 
@@ -130,7 +132,7 @@ class CollectArguments:
                 "leave it out, or give 0"
             )
 
-    def reading(self, model: SteerModel, engine: Engine) -> Reading:
+    def reading(self, model: SteerModel | RemoteModel, engine: Engine | RemoteEngine) -> Reading:
         """Compile the arguments for an open model.
 
         Raises:
@@ -138,13 +140,18 @@ class CollectArguments:
         """
         context = most_context(engine, self.params) if self.context is None else self.context
         long: Long = self.long or ("split" if self.params is None else "refuse")
-        cutting = Cutting(tokenizer_of(model), context, long, self.bos, self.template)
+        tokenizer = model.tokenizer if engine.vllm.tokenizes else None
+        cutting = Cutting(tokenizer, context, long, self.bos, self.template)
         sample = sample_of(self.tokens)
         return Reading(engine, self.capture, sample, cutting, self.params, self.seed, self.steering, self.concurrency)
 
 
 async def run_collection(
-    model: SteerModel, engine: Engine, corpus: Corpus, folder: str | Path, asked: CollectArguments
+    model: SteerModel | RemoteModel,
+    engine: Engine | RemoteEngine,
+    corpus: Corpus,
+    folder: str | Path,
+    asked: CollectArguments,
 ) -> Collected:
     """Read a corpus into a data set; see `steercap.lab.datasets.collecting.collect`."""
     require("datasets")
@@ -159,7 +166,12 @@ class _Collection:
     """State of one call of `run_collection`."""
 
     def __init__(
-        self, model: SteerModel, reading: Reading, source: DocumentSource, storage: Any, asked: CollectArguments
+        self,
+        model: SteerModel | RemoteModel,
+        reading: Reading,
+        source: DocumentSource,
+        storage: Any,
+        asked: CollectArguments,
     ) -> None:
         self._model, self._reading, self._source, self._asked = model, reading, source, asked
         self._storage = storage
@@ -266,10 +278,11 @@ class _Collection:
     def _define(self, per_shard: int) -> Definition:
         given, every = self._asked.documents_per_shard, self._asked.statistics_every
         reading = self._reading
+        tokenizer = self._model.tokenizer if reading.engine.vllm.tokenizes else None
         if every is None:
             every = 0 if reading.spec.attention else definitions.EVERY * len(reading.points)
         return define(
-            {**self._model.identity(), "tokenizer": tokenizer_digest(tokenizer_of(self._model))},
+            {**self._model.identity(), "tokenizer": tokenizer_digest(tokenizer)},
             {point: reading.engine.schemas[point] for point in reading.points},
             coding=reading.coding,
             documents_per_shard=per_shard if given is None else given,
@@ -288,7 +301,7 @@ async def _chained(first: list[list[Fed]], rest: Batches) -> Batches:
 
 
 async def definition_of(
-    model: SteerModel, engine: Engine, source: DocumentSource, asked: CollectArguments
+    model: SteerModel | RemoteModel, engine: Engine | RemoteEngine, source: DocumentSource, asked: CollectArguments
 ) -> Definition:
     """Return the definition that a data set of a source's documents would have."""
     collection = _Collection(model, asked.reading(model, engine), source, None, asked)

@@ -33,6 +33,7 @@ from steercap.lab.datasets.collecting.reading import Reading
 from steercap.lab.datasets.tables import Index
 
 if TYPE_CHECKING:
+    from steercap.client import RemoteModel
     from steercap.model import SteerModel
 
 #: Handles fetched together, and concurrent fetches: while one is in progress, handles gather for the next.
@@ -105,7 +106,7 @@ class _Place:
 
 
 async def blocks(
-    model: SteerModel, reading: Reading, batches: AsyncGenerator[list[Fed], None]
+    model: SteerModel | RemoteModel, reading: Reading, batches: AsyncGenerator[list[Fed], None]
 ) -> AsyncGenerator[Block, None]:
     """Yield blocks of rows in document order; close the generator to cancel its requests.
 
@@ -133,7 +134,7 @@ async def blocks(
 class _PipelineRun:
     """Run of one corpus through the pipeline."""
 
-    def __init__(self, model: SteerModel, reading: Reading) -> None:
+    def __init__(self, model: SteerModel | RemoteModel, reading: Reading) -> None:
         self._model, self._reading = model, reading
         self._places: deque[_Place] = deque()
         self._arrived: deque[tuple[_Place, Any]] = deque()

@@ -17,6 +17,8 @@ from steercap.lab.datasets.collecting.documents import Cutting, Window
 from steercap.lab.datasets.collecting.samples import Selected, TokenSample, seed_of
 
 if TYPE_CHECKING:
+    from steercap.client import RemoteModel
+    from steercap.client.compiling import RemoteEngine
     from steercap.engine.engine import Engine
     from steercap.model import SteerModel
 
@@ -48,7 +50,7 @@ class Reading:
         PointNotArmed, LayerOutOfRange, UnknownName: see `SteerModel.read`.
     """
 
-    engine: Engine
+    engine: Engine | RemoteEngine
     spec: CaptureSpec
     sample: TokenSample
     cutting: Cutting
@@ -107,7 +109,7 @@ class Reading:
             return prompt_len
         return self.engine.vllm.limit(prompt_len, self.engine.vllm.sampling(self.params))
 
-    async def run(self, model: SteerModel, window: Window, tokens: TokenSelection) -> Any:
+    async def run(self, model: SteerModel | RemoteModel, window: Window, tokens: TokenSelection) -> Any:
         """Run the request of a window, and return its handle.
 
         Raises:
@@ -119,7 +121,7 @@ class Reading:
             prompt["cache_salt"] = uuid4().hex
         if self.params is None:
             return await model.read(prompt, capture=spec, steering=self.steering)
-        params = {**self.params, "seed": seed_of(self.seed, window.document), "detokenize": False}
+        params = {**self.params, "seed": seed_of(self.seed, window.document), **self.engine.vllm.without_text}
         _, handle = await model.generate(prompt, params, capture=spec, steering=self.steering)
         return handle
 
@@ -132,7 +134,8 @@ class Reading:
     def under_way(self) -> int:
         """Maximum tokens in flight, unless a single window exceeds it."""
         by_batch = BATCHES * self.engine.vllm.batch_tokens * self.engine.engines
-        return max(1, min(by_batch, UNDER_WAY_BYTES // max(1, self.row_bytes)))
+        most = min(UNDER_WAY_BYTES, self.engine.vllm.held_bytes or UNDER_WAY_BYTES)
+        return max(1, min(by_batch, most // max(1, self.row_bytes)))
 
     def described(self) -> dict[str, Any]:
         """Return the settings that determine the rows, beside model, points and documents; JSON-compatible."""
@@ -150,7 +153,7 @@ class Reading:
         return described
 
 
-def most_context(engine: Engine, params: Mapping[str, Any] | None) -> int:
+def most_context(engine: Engine | RemoteEngine, params: Mapping[str, Any] | None) -> int:
     """Return the length of the longest prompt that the engine has room for, allowing for generated tokens."""
     longest = engine.vllm.max_model_len
     if engine.vllm.pools:

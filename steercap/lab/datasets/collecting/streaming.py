@@ -33,6 +33,7 @@ from steercap.lab.datasets.statistics import PointStatistics, statistics_of
 from steercap.lab.datasets.tables import COLUMNS
 
 if TYPE_CHECKING:
+    from steercap.client import RemoteModel
     from steercap.model import SteerModel
 
 #: Maximum rows queued ahead of the buffer, as a fraction of its size.
@@ -77,7 +78,9 @@ class ActivationStream:
         tokens: number of tokens that the model has read, for these rows and later ones.
     """
 
-    def __init__(self, model: SteerModel, reading: Reading, source: DocumentSource, how: Streaming) -> None:
+    def __init__(
+        self, model: SteerModel | RemoteModel, reading: Reading, source: DocumentSource, how: Streaming
+    ) -> None:
         self._task: asyncio.Task[None] | None = None  # first: `__del__` looks at it
         self._model, self._reading, self._source, self._how = model, reading, source, how
         schemas = reading.engine.schemas

@@ -188,11 +188,11 @@ async def _answer(
     messages = messages_of(case.system_prompt, case.text)
     found = await model.run(messages, dict(params), steering=steering, capture=capture)
     rows = (await found.handle.fetch()).captures
-    (sample,) = found.output.outputs
+    (sample,) = found.samples
     ids = said(sample.token_ids, ends, str(sample.finish_reason), sample.stop_reason)
     projection = {point.layer: _mean(rows[point][: len(ids), 0]) for point in rows}
     found.handle.release()
-    return _Answer(sample.text, tuple(found.output.prompt_token_ids), ids, projection)
+    return _Answer(sample.text, found.handle.prompt_token_ids, ids, projection)
 
 
 async def _read(

@@ -22,7 +22,7 @@ from steercap.core.prompts import templated
 from steercap.core.registry import Registry
 from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidSpec, WorkerFailure
-from steercap.lab.measures.perplexity import READ
+from steercap.lab.measures.perplexity import READ, prompt_logprobs_of
 from steercap.lab.studies.evaluation.dosing import over_read
 from steercap.steering.spec import SteeringSpec
 
@@ -284,14 +284,14 @@ async def logprobs_of(
     prompts = [{"prompt_token_ids": one.ids} for one in parts]
     steering = [None if spec is None else over_read(spec, len(one.prompt), len(one.ids)) for one in parts]
     found = await model.run(prompts, READ, steering=steering)
-    return [_scored(one, each.output.prompt_logprobs) for one, each in zip(parts, found, strict=True)]
+    return [_scored(one, prompt_logprobs_of(each.output)) for one, each in zip(parts, found, strict=True)]
 
 
-def _scored(parts: PromptAndText, logprobs: Sequence[Any] | None) -> npt.NDArray[np.float64]:
-    """Return the log probabilities of the text from vLLM's entry for each token, a mapping that holds the token."""
+def _scored(parts: PromptAndText, logprobs: Sequence[Mapping[int, float]] | None) -> npt.NDArray[np.float64]:
+    """Return the log probabilities of the text from an entry for each token that holds the token."""
     ids = parts.ids
     if logprobs is None or len(logprobs) != len(ids):
         got = "none" if logprobs is None else len(logprobs)
         raise WorkerFailure(f"vLLM gave {got} log probabilities for a text of {len(ids)} tokens; expected one each")
     first = len(ids) - len(parts.text)
-    return np.array([logprobs[at][ids[at]].logprob for at in range(first, len(ids))], dtype=np.float64)
+    return np.array([logprobs[at][ids[at]] for at in range(first, len(ids))], dtype=np.float64)

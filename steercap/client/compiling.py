@@ -1,0 +1,145 @@
+"""Compilation of specs for a server's engine, by what the server says of it, as the engine itself compiles them.
+
+A `RemoteEngine` has the names of `Engine` that functions over an open model read: those that plan captures and digest
+steering. The server compiles each request again, and its answer counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+from steercap.architectures.sites import SITES
+from steercap.client.sampling import sampling_asked
+from steercap.config import Settings
+from steercap.core.schema import Coding, PointSchema
+from steercap.core.spec import CaptureSpec, Point
+from steercap.engine.compiler import Compiler
+from steercap.files.fingerprint import template_digest, tokenizer_digest
+from steercap.steering.calibration import Calibrated
+from steercap.steering.lowering import Lowered
+from steercap.steering.projection import Projected
+
+if TYPE_CHECKING:
+    from steercap.engine.engine import Engine
+
+#: Fields of `Settings` that compilation reads.
+SETTINGS: Final = ("codec", "codec_k", "codec_seed", "edits_per_point")
+
+
+def said_of(engine: Engine) -> dict[str, Any]:
+    """Return what a server says of its model for work that is planned here, JSON-compatible, beside its points."""
+    return {
+        "generation_config": dict(engine.vllm.llm.model_config.try_get_generation_config()),
+        "tokenizer": _tokenizer(engine),
+        "compiling": _described(engine),
+    }
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    """Return what a `RemoteEngine` needs of an engine; its points are those that the server names, in their order."""
+    vllm = engine.vllm
+    layers = range(vllm.num_layers)
+    absent = {site: [n for n in layers if not engine.exists(Point(n, site))] for site in SITES}
+    return {
+        "armed": list(engine.armed.values()),
+        "absent": {site: some for site, some in absent.items() if some},
+        "refused": dict(engine.refused),
+        "settings": {name: getattr(engine.settings, name) for name in SETTINGS},
+        "vllm": {
+            "model_name": vllm.model_name,
+            "names": list(vllm.names),
+            "num_layers": vllm.num_layers,
+            "max_model_len": vllm.max_model_len,
+            "vocabulary": vllm.vocabulary,
+            "batch_tokens": vllm.batch_tokens,
+            "tokenizes": vllm.tokenizes,
+        },
+        "engines": engine.engines,
+    }
+
+
+def _tokenizer(engine: Engine) -> dict[str, str]:
+    """Return what a client finds the model's tokenizer by, and knows it by; {} if the engine has none."""
+    if not engine.vllm.tokenizes:
+        return {}
+    config, found = engine.vllm.llm.model_config, engine.vllm.tokenizer
+    digests = {"digest": tokenizer_digest(found), "template": template_digest(found)}
+    return {"name": str(config.tokenizer), "revision": config.tokenizer_revision or "", **digests}
+
+
+@dataclass(frozen=True)
+class RemoteVllm:
+    """Facts about a server's vLLM, with the names of `VllmEngine`; it generates, as a server's model does."""
+
+    model_name: str
+    names: tuple[str, ...]
+    num_layers: int
+    max_model_len: int
+    vocabulary: int
+    batch_tokens: int
+    tokenizes: bool
+    held_bytes: int
+    pools: bool = False
+    #: Sampling parameters of a request whose text nobody reads: a server makes the text in any case.
+    without_text: Mapping[str, Any] = field(default_factory=dict)
+
+    def sampling(self, params: Any) -> Any:
+        """Return sampling parameters as far as they can be asked of a server; errors as of `sampling_asked`."""
+        return SimpleNamespace(**sampling_asked(params))
+
+    def limit(self, prompt_len: int, params: Any) -> int:
+        """Return the maximum number of tokens that become inputs of the model: prompt + generated - 1."""
+        longest = self.max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
+        return min(longest, self.max_model_len) - 1
+
+
+class RemoteEngine:
+    """Engine of a server, as far as a client plans requests to it.
+
+    Args:
+        said: "compiling" of `said_of`.
+        schemas: schema of every armed point, in the server's order.
+        held_bytes: maximum bytes of rows that may wait at the server.
+    """
+
+    def __init__(self, said: Mapping[str, Any], schemas: Mapping[Point, PointSchema], held_bytes: int) -> None:
+        armed = dict(zip(schemas, said["armed"], strict=True))
+        absent = {site: frozenset(layers) for site, layers in said["absent"].items()}
+        known = {**said["vllm"], "names": tuple(said["vllm"]["names"])}
+        self.vllm = RemoteVllm(**known, held_bytes=held_bytes)
+        self.schemas: Final = dict(schemas)
+        self.engines: int = said["engines"]
+        self._compiler = Compiler(
+            armed,
+            self.schemas,
+            (),
+            num_layers=self.vllm.num_layers,
+            settings=Settings(**said["settings"]),
+            exists=lambda point: point in armed or point.layer not in absent.get(point.site, ()),
+            refused=said["refused"],
+            vocabulary=self.vllm.vocabulary,
+            names=self.vllm.names,
+        )
+
+    def captured(self, spec: CaptureSpec) -> tuple[tuple[Point, ...], tuple[int, ...]]:
+        """See `Compiler.captured`."""
+        return self._compiler.captured(spec)
+
+    def coding(self, spec: CaptureSpec) -> Coding:
+        """See `Compiler.coding`."""
+        return self._compiler.coding(spec)
+
+    def lowered(self, steering: Any) -> Lowered:
+        """See `Compiler.lowered`."""
+        return self._compiler.lowered(steering)
+
+    def projected(self, spec: CaptureSpec) -> Projected | None:
+        """See `Compiler.projected`."""
+        return self._compiler.projected(spec)
+
+    def calibrated(self, spec: CaptureSpec) -> Calibrated | None:
+        """See `Compiler.calibrated`."""
+        return self._compiler.calibrated(spec)
