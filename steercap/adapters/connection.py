@@ -206,7 +206,7 @@ class Connection:
             raise
         except Exception as error:
             if self._llm is None:
-                raise ModelClosed("the model was closed while the workers were asked") from error
+                raise ModelClosed("the model was closed while a call to its workers ran") from error
             await self._require_not_dying()
             raise WorkerFailure(f"a call to the workers failed: {error}") from error
         finally:

@@ -74,8 +74,8 @@ class Adapters:
             and wants_prompt_logprobs(params)
         ):
             raise InvalidRequest(
-                "prompt_logprobs on an engine with enable_lora=True: vLLM cannot tell whose rows they are; "
-                "ask an engine without LoRA"
+                "prompt_logprobs on an engine with enable_lora=True: vLLM cannot tell to which request its rows "
+                "belong; use an engine without LoRA"
             )
         if given is None:
             return None

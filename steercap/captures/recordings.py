@@ -217,8 +217,8 @@ class RecordingFolder:
             self._remove(next(iter(self._ended)))
         if self.bytes + coming > self.limits.most_bytes:
             raise CaptureMemoryFull(
-                f"{self.path} holds {self.bytes:,} bytes of recordings, and {self.limits.most_bytes:,} may be there; a "
-                f"request of {coming:,} is left out"
+                f"{self.path} holds {self.bytes:,} bytes of recordings, of at most {self.limits.most_bytes:,}; a "
+                f"request of {coming:,} bytes is not recorded"
             )
         run = self._open()
         written = sum(one.bytes for one in run.record(handles, answer_id=answer_id, time=self._clock()))

@@ -190,7 +190,7 @@ def register_comparison(app: typer.Typer) -> None:
         reading = partial(group_in, layer=layer, base=base_of(row_base), say=terminal.say, level=level, raw=raw)
         groups = {group_name(path): reading(path) for path in vectors}
         if len(groups) < len(vectors):
-            raise typer.BadParameter("two have the same name; rename one", param_hint="--vectors")
+            raise typer.BadParameter("two files or folders have the same name; rename one", param_hint="--vectors")
         from steercap.lab.mechanism.analysis import ModelWeights
         from steercap.lab.mechanism.comparison import CompareSettings
         from steercap.lab.mechanism.comparison import compare as run

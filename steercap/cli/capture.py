@@ -99,7 +99,9 @@ class RowOptions:
         if self.codec is None or not self.codec.startswith("@"):
             return {"codec": self.codec, "k": self.codec_k, "seed": self.codec_seed}
         if self.codec_k is not None or self.codec_seed is not None:
-            raise typer.BadParameter("a file of codecs says k and seed; leave them out", param_hint="--codec")
+            raise typer.BadParameter(
+                "a file of codecs sets k and seed; leave --codec-k and --codec-seed out", param_hint="--codec"
+            )
         from steercap.captures.site_codecs import SiteCodecs
 
         coding = SiteCodecs.load(self.codec[1:]).coding_of(sites)
@@ -208,7 +210,7 @@ def register(app: typer.Typer) -> None:
         folder_ready(out)
         asked, params, spec = prompts.read(), sampling.params(), steer.spec()
         if sampling.n > 1:
-            raise typer.BadParameter("capture keeps one answer to each prompt", param_hint="-n")
+            raise typer.BadParameter("capture keeps one answer per prompt; leave -n out", param_hint="-n")
         if reduce is not None and reduce not in REDUCTIONS:
             raise typer.BadParameter(f"{reduce!r}; give {', '.join(REDUCTIONS)}", param_hint="--reduce")
         if heat is not None and project is None:

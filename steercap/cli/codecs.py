@@ -128,7 +128,9 @@ def _check(app: typer.Typer) -> None:
         candidates, wanted = codec or CANDIDATES, None if layers is None else layers_of(layers)
         codings_of(candidates)
         if given is not None and given.site not in armed:
-            raise typer.BadParameter(f"they are at {given.site}; add it to --sites", param_hint="--directions")
+            raise typer.BadParameter(
+                f"the directions are at {given.site}; add this site to --sites", param_hint="--directions"
+            )
         check_labels(labels or {})
         there = preflight(options, sites=armed)
         there.check_capture(CaptureSpec(layers="all" if wanted is None else wanted, sites=armed))

@@ -182,7 +182,7 @@ class RecordOptions:
             return None
         if self.record is None:
             if self != RecordOptions():
-                raise typer.BadParameter("nothing is recorded without it", param_hint="--record")
+                raise typer.BadParameter("the other --record-... options need it; give a folder", param_hint="--record")
             return None
         from steercap.architectures.sites import SITES
         from steercap.captures.site_codecs import SiteCodecs

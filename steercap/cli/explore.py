@@ -107,9 +107,9 @@ async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, br
     """
     if not await asyncio.to_thread(os.path.exists, "/proc/net/tcp"):
         raise InvalidSetting(
-            f"this system does not tell which user opens a connection, and the warm engine of {engine.model} is yours "
-            "alone; end it with `steercap down`, and the explorer starts an engine that every user of this machine can "
-            "ask"
+            "this system does not tell which user opens a connection, so the page cannot keep others from your warm "
+            f"engine of {engine.model}; end that with `steercap down`, and the explorer starts an engine that every "
+            "user of this machine can use"
         )
 
     async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -38,7 +38,7 @@ def inspected(path: Path, *, verify: bool = False) -> tuple[dict[str, Any], list
         InvalidFile: it cannot be read, is none of these, or has no manifest to verify it by.
     """
     if verify and not any((path / name).is_file() for name in ("manifest.json", "definition.json")):
-        raise InvalidFile(f"{path} has no manifest.json and is no data set, so there is nothing to verify its files by")
+        raise InvalidFile(f"{path} has no manifest.json and is not a data set, so its files cannot be verified")
     if path.is_dir():
         return inspected_folder(path, verify=verify)
     how = {"parquet": _parquet, "gguf": _gguf, "pt": _pt, "safetensors": _safetensors}[kind_of(path)]

@@ -214,7 +214,7 @@ def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: i
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
         raise typer.BadParameter(f"{seed}; give a whole number of 64 bits", param_hint="--seed")
     if not 1 <= max_tokens < 1 << 63:
-        raise typer.BadParameter(f"{max_tokens}; give 1 or more, in 63 bits", param_hint="--max-tokens")
+        raise typer.BadParameter(f"{max_tokens}; give a whole number from 1 to 2**63 - 1", param_hint="--max-tokens")
 
 
 @asynccontextmanager
@@ -243,7 +243,7 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
                 yield model
             return
     elif said := [word for word in options.flags() if word.startswith("--") and word not in {"--model", "--url"}]:
-        raise typer.BadParameter("the server of --url has its own; leave it out", param_hint=said[0])
+        raise typer.BadParameter("the server at --url decides this; leave it out", param_hint=said[0])
     from steercap.model import SteerModel
 
     named = options.model if options.url and options.model != SMOLLM2 else None

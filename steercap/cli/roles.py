@@ -105,7 +105,7 @@ class RoleOptions(AnswerOptions):
 
         if path is None and self.questions is not None:
             raise typer.BadParameter(
-                "the shipped roles have their questions; give roles of yours, too", param_hint="--questions"
+                "the shipped roles have their own questions; give ROLES too", param_hint="--questions"
             )
         found = shipped_roles() if path is None else load_roles(path, questions=self.questions)
         return found.select(self.role) if self.role else found

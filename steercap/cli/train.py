@@ -117,7 +117,7 @@ def check_options(examples: Path, of_file: Mapping[str, Any], of_folder: Mapping
     if wrong:
         kind = "a file of examples, not a folder" if examples.is_dir() else "a folder of data sets, not a file"
         hint = "; give --rates" if wrong[0] == "lr" else ""
-        raise typer.BadParameter(f"it is for {kind}{hint}", param_hint=f"--{wrong[0].replace('_', '-')}")
+        raise typer.BadParameter(f"this option is for {kind}{hint}", param_hint=f"--{wrong[0].replace('_', '-')}")
 
 
 def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) -> AnyEdit:
@@ -131,7 +131,7 @@ def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) 
 
     if edit not in set(TrainableKind):
         if layers is not None:
-            raise typer.BadParameter("a file says its own layers; leave it out", param_hint="--layers")
+            raise typer.BadParameter("a file of steering has its own layers; leave --layers out", param_hint="--layers")
         return steering_of(Path(edit))
     if layers is None:
         raise typer.BadParameter("give layers such as 14, or 10,14", param_hint="--layers")
@@ -149,7 +149,7 @@ def steering_of(path: Path) -> SteeringSpec:
 
     content = load(path)
     if not isinstance(content, SteeringSpec):
-        raise InvalidFile(f"{path} holds vectors, and no edits that say what is done with them; give steering")
+        raise InvalidFile(f"{path} holds vectors without edits; give a file of steering")
     return content
 
 

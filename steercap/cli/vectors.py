@@ -129,7 +129,7 @@ def texts_between(positive: Path, negative: Path) -> ExtractTexts:
     """
     (ours, groups), (theirs, others) = texts_in(positive), texts_in(negative)
     if (groups is None) != (others is None):
-        raise InvalidFile(f"of {positive} and {negative} one says groups and the other does not; give both or none")
+        raise InvalidFile(f"only one of {positive} and {negative} has groups; give groups in both or in neither")
     return ExtractTexts(ours, theirs, groups, others)
 
 

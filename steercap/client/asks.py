@@ -49,7 +49,7 @@ def require_specs(spec: Any) -> None:
     plain = CaptureSpec()
     for name, reason in _REFUSED.items():
         if getattr(spec, name) != getattr(plain, name):
-            raise InvalidRequest(f"CaptureSpec({name}=) cannot be asked of a server: {reason}")
+            raise InvalidRequest(f"CaptureSpec({name}=) cannot be sent to a server: {reason}")
 
 
 def capture_asked(spec: CaptureSpec, project: str | None) -> dict[str, Any]:

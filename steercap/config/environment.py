@@ -127,8 +127,8 @@ def check_names() -> None:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and not name.startswith(TESTS) and name not in {*known, *OWN}:
             raise InvalidSetting(
-                f"{name} is set in the environment, and is no setting of steercap; unset it, or see docs/settings.md; "
-                f"{choices(name, known)}"
+                f"{name} is set in the environment, but steercap has no such setting; unset it, or see "
+                f"docs/settings.md; {choices(name, known)}"
             )
 
 
@@ -176,7 +176,7 @@ def _converted(name: str, text: str) -> Any:
         Settings(**{name: value})
     except (msgspec.ValidationError, SteercapError) as error:
         raise InvalidSetting(
-            f"{variable_of(name)}={shown(text)} in the environment does not fit: {error}; "
-            f"it is {SETTINGS[name].says.replace('`', '')}"
+            f"{variable_of(name)}={shown(text)} in the environment is not valid: {error}; it is "
+            f"{SETTINGS[name].says.replace('`', '')}"
         ) from error
     return value

@@ -125,7 +125,7 @@ class Recompute:
             SteeringNotApplied: a worker did not make every edit.
         """
         if reason := self._reason():
-            raise EngineDied(f"{self.job.engine.death}; its rows are not computed again, since {reason}")
+            raise EngineDied(f"{self.job.engine.death}; its rows cannot be recomputed, since {reason}")
         found = await self.recipe.serving.with_restart(self._read)
         return found._replace(receipt=replace(found.receipt, recomputed=True))
 

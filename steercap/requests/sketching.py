@@ -172,8 +172,9 @@ def joint_capture(
     raw = own.attention is None and engine.coding(own) == engine.coding(spec)  # which may follow from settings
     if not raw or dataclasses.replace(own, **same) != spec or not set(wanted) <= set(points):
         raise InvalidSpec(
-            f"a request in a sketch keeps rows once: {own} must have at least the sketch's points, its tokens "
-            f"({spec.selection}) and raw rows, and {spec} is sketched; capture these, or make the call outside"
+            "a request inside a sketch has one set of captured rows, so its capture must have raw rows, the tokens "
+            f"{spec.selection} and at least the points of the sketch; {own} differs from {spec} of the sketch: capture "
+            "these, or make the call outside"
         )
     return own, points, indices
 

@@ -35,7 +35,7 @@ def check_configure(asked: Configure, sizes: TapSizes, width: int) -> None:
         (reason for placed in asked.configurations for reason in _placed(placed, sizes)),
     )
     if reason := next(wrong, None):
-        raise WorkerFailure(f"what is to be configured does not fit: {reason}")
+        raise WorkerFailure(f"a configuration is not valid: {reason}")
 
 
 def check_plan(plan: Plan, longest: int) -> None:
@@ -49,7 +49,7 @@ def check_plan(plan: Plan, longest: int) -> None:
         WorkerFailure: the plan is invalid.
     """
     if reason := next(_plan(plan, longest), None):
-        raise WorkerFailure(f"a plan does not fit: {reason}")
+        raise WorkerFailure(f"a plan is not valid: {reason}")
 
 
 def check_vectors(configuration: Configuration, coding: Coding) -> None:
@@ -60,7 +60,7 @@ def check_vectors(configuration: Configuration, coding: Coding) -> None:
     """
     found = configuration.rows // max(len(configuration.reads), 1) if configuration.reads else 0
     if found != (wanted := ENCODINGS[coding.encoding].vectors(coding)):
-        raise WorkerFailure(f"a plan does not fit: {found} vectors of each point, where {coding} needs {wanted}")
+        raise WorkerFailure(f"a plan is not valid: {found} vectors for each point, where {coding} needs {wanted}")
 
 
 def _vectors(vectors: Vectors, sizes: TapSizes, width: int) -> Iterator[str]:

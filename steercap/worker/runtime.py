@@ -154,7 +154,7 @@ class Runtime:
         try:
             plan = Plan.decode(plan_bytes)
         except InvalidFrame as error:  # to raise would end the engine for all; this client is told of no rows
-            _LOG.error("steercap leaves a request alone: %s", error)
+            _LOG.error("steercap neither captures nor steers a request: %s", error)
             return
         owner = Owner(plan.key, sample)
         known = owner in self._kept or self._steering.record(owner) is not None
@@ -162,7 +162,7 @@ class Runtime:
             check_plan(plan, self._longest)
             self._enter(request_id, owner, plan)
         except Exception as error:  # noqa: BLE001 -- for the same reason
-            _LOG.exception("steercap leaves a request alone")
+            _LOG.exception("steercap neither captures nor steers a request")
             self.forget([request_id])
             if not known:
                 self._release([owner])
@@ -364,7 +364,7 @@ class Runtime:
             try:
                 self._listener = Listener(self.answer, self.device)
             except OSError as error:
-                _LOG.warning("the client asks by RPC alone: %s", error)
+                _LOG.warning("the client will use RPC only: %s", error)
                 return ""
         return self._listener.address
 
@@ -480,7 +480,7 @@ class Runtime:
     def _read(self, ranges: Sequence[LineRange]) -> bytes:
         arena, lines = self._attached(), sum(item.count for item in ranges)
         if lines * LINE_BYTES > WIRE_BYTES:
-            raise WorkerFailure(f"{lines:,} lines are asked for, more than go in a frame")
+            raise WorkerFailure(f"{lines:,} lines are asked for, more than fit in a frame")
         return b"".join(arena.stored(item.start, item.count).numpy().tobytes() for item in ranges)
 
     def _count(self) -> Counted:

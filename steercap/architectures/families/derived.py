@@ -135,7 +135,9 @@ def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Fami
     if len(hidden) != 1 or "" in hidden:
         pairs = zip(layers, arguments, strict=True)
         shown = "; ".join(f"{type(layer).__name__}({', '.join(names)})" for layer, names in pairs)
-        raise UnsupportedModel(f"steercap cannot tell which argument of these layers carries the stream: {shown}")
+        raise UnsupportedModel(
+            f"steercap cannot tell which argument of these layers carries the residual stream: {shown}"
+        )
     whole = Family(
         **dict.fromkeys(FIELDS.values(), ""),  # type: ignore[arg-type]
         residual_output=None,
