@@ -32,7 +32,7 @@ from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapErro
 LOOK_SECONDS: Final = 0.1
 #: Seconds for which a check serves the requests that come after it, such as the others of its call.
 FRESH_SECONDS: Final = 0.01
-_LOG: Final = "its log, on this process's stderr, says more"
+_LOG: Final = "its log, on stderr of this process, has details"
 #: Thread that has ended when the connection of a socket is closed, by socket.
 _THREADS: Final = {
     "input_socket": "its thread that reads requests has ended",

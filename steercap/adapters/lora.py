@@ -216,7 +216,10 @@ def _misfit(manager: Any, number: int, *, whole: bool) -> str:
             has = (down.shape[-1], up.shape[0])
             wants = (module.lora_a_stacked[index].shape[-1], module.lora_b_stacked[index].shape[-2])
             if has != wants:
-                return f"{name} of the adapter is {has[0]} to {has[1]} wide, and the model's {wants[0]} to {wants[1]}"
+                return (
+                    f"{name} of the adapter is {has[0]} to {has[1]} wide, and that of the model {wants[0]} to "
+                    f"{wants[1]}"
+                )
     return ""
 
 

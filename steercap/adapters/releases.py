@@ -249,7 +249,7 @@ def importing() -> Iterator[None]:
 
 
 def _refusal(reason: str) -> str:
-    return f"in vLLM {installed()}, {reason}; steercap has been tried with {RANGE}, so install one of these"
+    return f"in vLLM {installed()}, {reason}; steercap was tested with {RANGE}, so install one of these"
 
 
 def _has(thing: Any, need: str) -> bool:

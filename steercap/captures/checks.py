@@ -155,7 +155,7 @@ def check_finite(
     """
     capture = expected.plan.capture
     assert capture is not None
-    remedy = "CaptureSpec(..., allow_nonfinite=True) hands such rows over"
+    remedy = "CaptureSpec(..., allow_nonfinite=True) returns such rows"
     found = [captured_rows.nonfinite for captured_rows in delivery.shares if captured_rows.nonfinite]
     if found:
         position, point = min(found)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 #: Advice in the error of an attempted copy.
-INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
+INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is needed"
 #: Default maximum size of a whole attention pattern: 32 heads and 1,400 tokens.
 PATTERN_BYTES: Final = 256 << 20
 #: Default number of rows of a chunk.

@@ -31,7 +31,7 @@ from steercap.files.journal import Journal
 #: Action of a folder without room: later requests are left out, or the oldest segments are removed.
 WhenFull: TypeAlias = Literal["drop", "rotate"]
 #: Words of each manifest on what its requests are.
-COUNTED: Final = "a prompt with all its samples, or a beam; one of a client may be several"
+COUNTED: Final = "a prompt with all its samples, or one beam; a client's request may be several"
 #: Name of the file that locks out other servers.
 LOCK: Final = "recording.lock"
 _SEGMENT: Final = re.compile(r"\d{6,}")

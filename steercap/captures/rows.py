@@ -69,8 +69,8 @@ class Captures(Mapping[Point, torch.Tensor]):
         rows = self._rows[point]
         if isinstance(rows, tuple):
             raise InvalidSpec(
-                f"the rows of {point} were not gathered: there are {len(rows)} shards of them; take "
-                "captures.shards(layer, site), or capture with gather=True"
+                f"the rows of {point} were not gathered, and are in {len(rows)} shards; use captures.shards(layer, "
+                "site), or capture with gather=True"
             )
         return rows
 

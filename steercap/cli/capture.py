@@ -43,7 +43,7 @@ class RowOptions:
     codec: Annotated[
         str | None,
         typer.Option(
-            help="Codec of stored rows: raw (default), full8, ..., or @FILE: those that steercap codecs check chose.",
+            help="Codec of stored rows: raw (default), full8, ..., or @FILE, as written by steercap codecs check.",
             rich_help_panel=PANEL,
         ),
     ] = None
@@ -67,7 +67,8 @@ class RowOptions:
         typer.Option(help="When memory for rows is full: wait, error or spill (to disk).", rich_help_panel=PANEL),
     ] = None
     overflow_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that a request waits while nothing runs.", rich_help_panel=PANEL)
+        float | None,
+        typer.Option(help="Seconds that a request waits for memory while no other runs.", rich_help_panel=PANEL),
     ] = None
     spill_folder: Annotated[str | None, typer.Option(help="Folder for the spill file.", rich_help_panel=PANEL)] = None
     spill_bytes: Annotated[
@@ -79,9 +80,7 @@ class RowOptions:
     ] = None
     attention: Annotated[
         int | None,
-        typer.Option(
-            help="Keep this many tokens that each head attends to most, instead of rows.", rich_help_panel=PANEL
-        ),
+        typer.Option(help="Keep the N tokens that each head attends to most, instead of rows.", rich_help_panel=PANEL),
     ] = None
 
     def settings(self) -> dict[str, Any]:

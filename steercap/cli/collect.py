@@ -222,7 +222,7 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
         with bar, heartbeat(bar, terminal.err):
             yield tell
     except asyncio.CancelledError:
-        terminal.say(f"{there} shards are there and stay; the same command goes on")
+        terminal.say(f"{there} shards are written and stay; the same command resumes")
         raise
 
 

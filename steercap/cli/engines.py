@@ -133,7 +133,7 @@ class ReachOptions(ModelOptions):
         str | None,
         typer.Option(
             metavar="URL",
-            help="Ask this server in place of an engine: http://HOST:PORT, or unix:SOCKET.",
+            help="Use this server instead of an engine: http://HOST:PORT, or unix:SOCKET.",
             rich_help_panel=PANEL,
         ),
     ] = None
@@ -236,7 +236,7 @@ async def unopened(
         The errors of `SteerModel`.
     """
     if reason is None and is_warm():
-        reason = "this command needs the model in its own process, and cannot ask a warm engine"
+        reason = "this command needs the model in its own process, and cannot use a warm engine"
     if reason:
         terminal.say(f"starting an engine: {reason}")
     with terminal.status(f"loading {options.model}"):

@@ -98,7 +98,7 @@ async def answer(
     found = [[PrintedAnswer(prompt.shown, sample) for sample in range(params.get("n", 1))] for prompt in prompts]
 
     def take(number: int, raw: Generation | None, _handle: object) -> None:
-        assert raw is not None, "a pooling model answers nothing"
+        assert raw is not None, "a pooling model generates no text"
         # of a server it is OpenAI's Completion
         samples = raw.output.choices if hasattr(raw.output, "choices") else raw.output.outputs
         for sample, given in enumerate(samples):

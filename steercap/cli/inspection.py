@@ -229,7 +229,7 @@ def _inspect(app: typer.Typer) -> None:
         """Describe a file or folder: captures, steering, vectors, directions or a sketch of steercap, a Parquet table
         of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures, a
         data set of activations, an SAE or a model. Shows shapes, layers, texts and origin; rows of captures and data
-        sets are read only with --verify. Exit code 1 means that their files differ from the list.
+        sets are read only with --verify. Exit code 1 means that files differ from their list.
         """
         document, tables = inspected(file, verify=verify)
         terminal.show(document, *tables)

@@ -172,7 +172,7 @@ class SteerOptions:
         from steercap.steering.spec import SteeringSpec
 
         if isinstance(content, SteeringSpec):
-            _refuse(said, f"{self.steer} holds edits that say so themselves")
+            _refuse(said, f"{self.steer} holds edits, which have their own")
             return content
         return self._added(only(directions_in(content, self.steer), self.name))
 

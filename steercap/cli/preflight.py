@@ -249,7 +249,7 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
     named = options.model if options.url and options.model != SMOLLM2 else None
     async with SteerModel.connect(url, api_key=options.api_key, model=named) as remote:
         terminal.say(
-            f"asking {remote.url}: {remote.served_name}, {remote.origin['dtype']}, {remote.max_model_len} tokens"
+            f"using {remote.url}: {remote.served_name}, {remote.origin['dtype']}, {remote.max_model_len} tokens"
         )
         yield remote
 
@@ -279,7 +279,7 @@ def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[
         return reason
     if engine.flags:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in engine.flags)
-        return f"it was given {flags}, which no command asks for; --url {engine.url} asks it all the same"
+        return f"it was started with {flags}, which commands do not expect; --url {engine.url} uses it anyway"
     if engine.keyed and options.api_key is None:
         return "it wants an API key; give --api-key"
     given = {**settings, **options.said()}
@@ -287,7 +287,7 @@ def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[
     own = {name: value for name, value in given.items() if name in names}
     ours = environment.settings(**own)
     if lacking := set(ours.sites) - set(engine.settings["sites"]):
-        return f"it has no site {', '.join(sorted(lacking))}; give `steercap up` --sites"
+        return f"it has no site {', '.join(sorted(lacking))}; start it by `steercap up` with --sites"
     said = COMPARED | own.keys() | environment.from_environment().keys()
     for name in sorted(said - {"sites"}):
         here, known = as_stored(getattr(ours, name)), engine.settings[name]

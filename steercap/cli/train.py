@@ -66,10 +66,13 @@ class StepOptions:
     ] = None
     max_grad_norm: Annotated[float | None, _step(help="Maximum norm of the gradient (clipping).")] = None
     seed: Annotated[int | None, _step(help="Random seed (default 0).")] = None
-    device_map: Annotated[str | None, _step(help="Spread over several devices, by accelerate: auto or balanced.")] = (
-        None
-    )
-    checkpointing: Annotated[bool | None, _step("--checkpointing", help="Less memory, more time.")] = None
+    device_map: Annotated[
+        str | None, _step(help="Spread the model over several devices with accelerate: auto or balanced.")
+    ] = None
+    checkpointing: Annotated[
+        bool | None,
+        _step("--checkpointing", help="Recompute activations in the backward pass: less memory, more time."),
+    ] = None
 
     def said(self) -> dict[str, Any]:
         """Return the options that are given."""
@@ -234,7 +237,7 @@ def register(app: typer.Typer) -> None:
         a system prompt. A line has prompt and response; prompt, chosen and rejected; or system, prompt and response.
         Examples of one source, such as a question, are held out together; trait says which of several is trained. An
         interrupted run is resumed by the same call. No engine is started; under torchrun several processes share the
-        work. Of a folder, each data set NAME.jsonl is trained at each of --rates, and the best vector is kept.
+        work. Given a folder, it trains on each data set NAME.jsonl at each of --rates, and keeps the best vector.
         """
         from steercap.lab.training import train_datasets, train_many
         from steercap.lab.training.loop import together

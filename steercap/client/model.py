@@ -39,18 +39,18 @@ INSTEAD: Final = "a connection has one owner; connect once more to the same serv
 #: Attributes of a SteerModel that a RemoteModel lacks, with advice.
 LACKING: Final[Mapping[str, str]] = {
     "check_capture": "the server checks each request; `points` says what it has",
-    "checkpoint": "the server has it; `model` is its name there",
+    "checkpoint": "it is on the server's machine; `model` is the name there",
     "factory": "it is the server's model",
     "engine": "it is in the server's process",
-    "generation_config": "the server does not say it",
-    "layers": "the server does not say which classes it loaded",
-    "proof": "the server does not say what was proved when it started",
+    "generation_config": "the server does not report it",
+    "layers": "the server does not report which classes it loaded",
+    "proof": "the server does not report the checks of its start",
     "serving": "it is in the server's process",
     "settings": "they are the server's; `stats()` has its limits",
     "sketch": "a server keeps no statistics; sketch where the model is open, or fetch rows",
-    "tokenizer": "the server has it; `await model.token_ids(text)` asks it, and handles have token ids",
-    "unembed": "the server does not run the norm and unembedding by themselves",
-    "verified": "it is said of each capture, `handle.receipt.verified`",
+    "tokenizer": "it is in the server's process; `await model.token_ids(text)` uses it, and handles have token ids",
+    "unembed": "the server does not run the norm and unembedding separately",
+    "verified": "it is reported for each capture, `handle.receipt.verified`",
 }
 
 

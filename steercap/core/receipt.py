@@ -20,7 +20,7 @@ from steercap.core.tokens import Range
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
 #: Ending of error messages: consequence for the text, and advice.
-_WITHHELD: Final = "its text is withheld; if you ask again, nothing written so far will be reused"
+_WITHHELD: Final = "its text is withheld; if you repeat the request, no keys and values cached so far are reused"
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class Sketching:
                 engines = await self._workers.ask(CommitSketch(tuple(joining for joining, _ in asked)), Folded)
             except BaseException as error:
                 for book in books.values():
-                    book.broken = book.broken or f"rows were to enter, and nobody knows whether they did: {error!r}"
+                    book.broken = book.broken or f"it is unknown whether rows of a request entered it: {error!r}"
                 raise
             return [
                 self._count(known, [[answer.rows[at] for answer in answers] for answers in engines])

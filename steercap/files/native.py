@@ -42,7 +42,7 @@ READERS: Final = {
     "calibration": "Calibration.load",
     "quantiser": "Quantiser.load",
     "codes": "Codes.load",
-    "training": "steercap.lab.training.train, which goes on from it",
+    "training": "steercap.lab.training.train, which resumes from it",
     "axis": "AssistantAxis.load",
 }
 

@@ -89,7 +89,7 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
         else:
             _overflowed(engine, clean, *strange)
             if engine.family.derived:
-                engine.drop(FIELDS, "rows of the start-up probe are not finite, so nothing of it could be proved")
+                engine.drop(FIELDS, "rows of the start-up probe are not finite, so nothing could be tested with them")
     return tuple(claims)
 
 
@@ -101,7 +101,7 @@ def _proved(engine: Engine, claims: Sequence[Claim]) -> list[Claim]:
         bare = PROVED & {point.site for point in engine.armed} - held
         if any(point.site in NEEDS["z"] and point.layer not in engine.attention for point in engine.armed):
             bare |= set(NEEDS["z"])  # claims of other layers say nothing of one whose rule is unknown
-        engine.drop(dropped(bare), "no equation of the proof at start holds it")
+        engine.drop(dropped(bare), "no equation of the checks at start contains it")
     return [claim for claim in found if _armed(engine, claim)]
 
 

@@ -132,9 +132,9 @@ class Recompute:
     def _reason(self) -> str:
         """Return the reason why recomputed rows would not equal the lost ones; "" if there is none."""
         if self.job.prompt.media:
-            return "its prompt has pictures, and a sequence of tokens alone would be read"
+            return "its prompt has images, and recomputing would read token ids only"
         if self.job.change is not None and self.job.change.held:
-            return "a monitor let its steering begin while it ran"
+            return "a monitor started its steering while it ran"
         return ""
 
     def _reading(self) -> Recipe:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 #: Advice in the error of an attempted copy.
-INSTEAD: Final = "its statistics lie in the workers; fetch() gives a Sketch, which can be saved and merged"
+INSTEAD: Final = "its statistics are in the workers; fetch() returns a Sketch, which can be saved and merged"
 
 
 class RunningSketch(NonCopyable, instead=INSTEAD):

@@ -45,7 +45,7 @@ LAYOUTS: Final = (
     SAEFormat("Llama Scope", "checkpoints/final.safetensors", "hyperparams.json", layouts.llama_scope),
     SAEFormat("dictionary_learning", "ae.pt", "config.json", layouts.dictionary_learning),
     SAEFormat("a temporal SAE, whose features depend on earlier tokens too", "latest_ckpt.safetensors", "", None),
-    SAEFormat("sparsify's, whose published descriptions disagree", "sae.safetensors", "", None),
+    SAEFormat("an SAE of sparsify, whose published descriptions disagree", "sae.safetensors", "", None),
 )
 #: Formats of which a folder has many files.
 NAMED: Final = (

@@ -225,8 +225,8 @@ class SAE:
         """
         index, encoder = self._feature(feature), self.encoder
         reasons = {
-            "a transcoder reads at another point than it writes": self.transcodes,
-            "whether a feature of a topk SAE is active depends on all others": encoder.k,
+            "a transcoder reads one point and writes another": self.transcodes,
+            "whether a feature of a topk SAE is active depends on all other features": encoder.k,
             "it normalises rows before it reads them": encoder.normalisation != "none" or encoder.centred,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):

@@ -35,7 +35,7 @@ MOST_BODY: Final = 128 << 20
 #: Fields of a body that belong to steercap.
 FIELDS: Final = ("steercap", "store_activations", "selectors")
 #: Error for a body that uses steercap: vLLM accepts such text, but its engine may fail on it with status 500.
-NO_TEXT: Final = "steercap: the body holds half of a surrogate pair, which no text does"
+NO_TEXT: Final = "steercap: the body holds half of a surrogate pair, which is not text"
 _DONE: Final = b"data: [DONE]"
 #: Types of errors, as vLLM's server names them.
 _KINDS: Final[Mapping[int, str]] = {

@@ -280,7 +280,7 @@ class Steering:
     def _tainting(self, identity: bytes) -> str | None:
         """Return the reason why data written under an identity cannot be trusted; None if it can."""
         if len(self._tainted) >= TAINTS:
-            return f"edits failed for {TAINTS} requests or more; start the engine anew"
+            return f"edits failed for {TAINTS} requests or more; start the engine again"
         return self._tainted.get(identity)
 
     def release(self, owners: Iterable[Owner]) -> None:

@@ -205,9 +205,9 @@ def reading_more(traced: Traced, layer: nn.Module, family: Family) -> dict[str, 
         if not entry or not _located(layer, entry):
             continue
         if not made:
-            wrong[site] = "nothing that was proved depends on it alone"
+            wrong[site] = "no site that passed the checks depends only on it"
         elif not all(map(_alike, made)):
-            wrong[site] = "its block reads more than it"
+            wrong[site] = "its block has other inputs too"
     return wrong
 
 

@@ -165,7 +165,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         if index is not None and index < 0:
             index += self.folder.definition.num_layers
         if index not in places or self._join == "mix" or (layer is None and len(places) > 1):
-            known = ", ".join(map(str, places)) or "none, and collect(attention=8) keeps some"
+            known = ", ".join(map(str, places)) or "none; collect(attention=8) keeps them"
             other = ", and a join= other than 'mix'" if self._join == "mix" else ""
             raise InvalidRequest(f"attention(layer={shown(layer)}); give a layer with targets, {known}{other}")
         numbers = self._numbers(which)

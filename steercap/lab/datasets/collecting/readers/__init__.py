@@ -167,7 +167,7 @@ def values_of(column: Any) -> list[Any]:
 
 def half_of_pair(error: UnicodeEncodeError) -> str:
     """Return the message for a text with an unpaired surrogate, which UTF-8 cannot hold."""
-    return f"{error.object[error.start]!r} is half of a surrogate pair, and no text"
+    return f"{error.object[error.start]!r} is half of a surrogate pair, which is not text"
 
 
 def _value_of(scalar: Any) -> Any:
