@@ -184,8 +184,8 @@ def table_of(results: SweepResults, measure: str) -> Table:
         measure,
         (*varied, "layers", "scale", "steered", "none", "reversed", "random", "outside", "sd"),
         words=varied,
-        caption="outside: distance beyond the range of the random vectors, in widths of that range; sd: distance from their "
-        "mean, in their standard deviations",
+        caption="outside: distance beyond the range of the random vectors, in widths of that range; sd: distance "
+        "from their mean, in their standard deviations",
     )
     for one in effects:
         at = one.condition

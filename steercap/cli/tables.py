@@ -114,8 +114,8 @@ def tried_layers(tried: TriedLayers) -> Table:
         "layers tried, means over the prompts",
         ("layer", f"+{tried.scale:g}", f"-{tried.scale:g}", "apart", "perplexity", "note"),
         words=("note",),
-        caption="effect: distance of the reply from the unsteered one along the direction, in lengths of the direction, read "
-        f"at layer {tried.read_at} without steering; perplexity: without steering",
+        caption="effect: distance of the reply from the unsteered one along the direction, in lengths of it, "
+        f"read at layer {tried.read_at} without steering; perplexity: without steering",
     )
     for one in tried.effects():
         numbers = (_number(value, "+.2f") for value in (one.up, one.down, one.apart))

@@ -187,7 +187,7 @@ def test_a_bias_that_did_not_happen_is_noticed() -> None:
     bench.lay_out(["a"], [PROMPT + 1], [1])  # sampled from as it is
     bench.lay_out(["a"], [PROMPT + 2], [1])
     bench.sample(["a"], [1], [1])
-    with pytest.raises(SteeringNotApplied, match="sampled from logits that had not got their biases"):
+    with pytest.raises(SteeringNotApplied, match="tokens were sampled from logits without their biases"):
         bench.settle("a", PROMPT + 3)
 
     bench = Bench(spec)

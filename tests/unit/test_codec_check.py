@@ -390,8 +390,8 @@ def test_the_file_is_the_codec_of_a_capture(tmp_path) -> None:
         (("--attention", "0"), "attention=0; give an integer from 1 to 128"),
         (("--attention", "4", "--tokens", "generated"), "give 'all' as tokens, or a slice from 0"),
         (("--attention", "4", "--one-in", "3"), "leave --one-in and --probe out"),
-        (("--attention", "4", "--codec", "rp8"), "leave codec= out beside it"),
-        (("--attention", "4", "--sites", "z"), "leave sites= out beside it"),
+        (("--attention", "4", "--codec", "rp8"), "leave codec= out"),
+        (("--attention", "4", "--sites", "z"), "leave sites= out"),
     ],
 )
 def test_targets_of_attention_that_cannot_be_collected_are_told_before_a_start(tmp_path, given, says) -> None:

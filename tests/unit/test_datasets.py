@@ -562,7 +562,7 @@ def test_rows_that_do_not_fit_are_not_written(tmp_path) -> None:
         folder.write(changed(rows=shard_of(definition_of(Coding("full8")), 1).rows))
     with pytest.raises(InvalidRequest, match="documents that are not its own"):
         folder.write(changed(number=2))
-    with pytest.raises(InvalidRequest, match="row 1 of shard 1 is not behind"):
+    with pytest.raises(InvalidRequest, match="row 1 of shard 1 is out of order"):
         folder.write(changed(index=good.index[::-1]))
     with pytest.raises(InvalidRequest, match="the definition has"):
         folder.write(changed(rows={point: good.rows[point]}))
@@ -643,7 +643,7 @@ def test_rows_that_are_looked_at_are_of_all_positions_alike() -> None:
 def test_statistics_of_few_rows_are_warned_of(tmp_path) -> None:
     """A standard deviation of ten rows is no plausible scale."""
     folder_of(tmp_path / "few", definition_of(every=5))
-    with pytest.warns(UserWarning, match=r"goes by \d+ rows of .*; collect it with statistics_every=1"):
+    with pytest.warns(UserWarning, match=r"uses statistics of \d+ rows of .*; collect with statistics_every=1"):
         ActivationDataset(tmp_path / "few", at=[Point(2, "z")], normalise="standard")
     # By itself: the checks of shapes that tests run with are frames between.
     script = """if True:

@@ -308,7 +308,7 @@ def test_nan_in_a_file_is_refused(tmp_path) -> None:
         ({"version": 2}, r"version 2.*upgrade"),
         ({"kind": "pictures"}, r"'pictures'.*upgrade"),
         ({"version": "one"}, "cannot be read"),
-        ({"convention": "layers count from 1"}, "counts layers otherwise"),
+        ({"convention": "layers count from 1"}, "counts layers in another way"),
         ({"content": {"type": "sharpen", "fields": {}}}, r"unknown edit 'sharpen'; known: 'ablate'.*upgrade"),
         ({"content": {"type": "add", "fields": {"vector": [1], "gamma": 1}}}, r"\['gamma'\].*upgrade"),
         ({"content": {"type": "add", "fields": {"layer": 1}}}, r"add lacks \['vector'\]"),
@@ -316,7 +316,7 @@ def test_nan_in_a_file_is_refused(tmp_path) -> None:
         ({"content": {"type": "add", "fields": {"vector": [1], "layer": 1, "tokens": {"tokens": ["odd"]}}}}, "'odd'"),
         ({"content": {"type": "add", "fields": {"vector": [1], "layers": {"range": ["a", 0, 1]}}}}, "does not fit"),
         ({"content": {"type": "SteeringSpec", "fields": {"edits": []}}}, "at least one edit"),
-        ({"content": {"set": [1]}}, "nothing that this steercap knows"),
+        ({"content": {"set": [1]}}, "this version of steercap does not know"),
         ({"content": {"type": "add", "fields": {"vector": [1.0], "layer": 1}}}, "says that it holds steering.*Add"),
     ],
 )

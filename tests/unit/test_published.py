@@ -111,7 +111,7 @@ def test_scales_of_each_element_are_told_by_their_length(tmp_path) -> None:
     square = np.random.default_rng(0).standard_normal((8, 8))
     for axis in (0, 1):
         path = write(tmp_path / "b.npz", square, axis=axis)
-        with pytest.raises(InvalidFile, match=r"may be of the 8 tokens or of the 8 elements; say per_element="):
+        with pytest.raises(InvalidFile, match="which fits 8 tokens and 8 elements; give per_element="):
             PublishedRows.load(path)
         found = PublishedRows.load(path, per_element=axis == 0)
         assert np.abs(found.decoded().double().numpy() - square).max() < 0.02
@@ -165,7 +165,7 @@ def test_ranks_have_files_of_their_own(kept, tmp_path) -> None:
     paths = save_published(one_point(parts[0]), tmp_path)  # of one rank: nothing is left of the two
     assert [one.path for one in published_files(tmp_path)] == paths
     shutil.copy(paths[0], tmp_path / "seq00_layer1_rank0.npz")
-    with pytest.raises(InvalidFile, match="are of one place; keep one"):
+    with pytest.raises(InvalidFile, match="have the same sequence, layer and rank; keep one"):
         published_files(tmp_path)
 
 
@@ -210,7 +210,7 @@ META = np.array('{"mode": "full8", "dim": 5}')
     [
         ({}, "has no q, scale, zero, meta"),
         ({**ROWS}, "has no meta; it has q, scale, zero"),
-        ({**ROWS, "meta": np.array("[")}, "holds something that does not fit"),
+        ({**ROWS, "meta": np.array("[")}, "has content that is not valid"),
         ({**ROWS, "meta": np.array('{"mode": "full8"}')}, "missing required field `dim`"),
         ({**ROWS, "meta": np.array(3)}, "meta is .* of int64; it must be a JSON text"),
         ({**ROWS, "meta": np.array({"mode": 1}, dtype=object)}, "is of object, and must be numbers or text"),
@@ -249,7 +249,7 @@ def test_damaged_files_are_refused(tmp_path) -> None:
 def test_rows_that_have_no_such_form_are_refused(tmp_path) -> None:
     rows = torch.randn(4, 200)
     for coding in (Coding("int4"), Coding("rp8", 64), Coding("topk8", 8)):
-        with pytest.raises(InvalidSpec, match="give rows as they are, or in codec='full8'"):
+        with pytest.raises(InvalidSpec, match="the published form has raw rows or codec='full8'"):
             PublishedRows.of(encoded(rows, coding))
     for given in ([1.0], torch.zeros(5), torch.zeros(2, 5, dtype=torch.int64)):
         with pytest.raises(InvalidSpec, match="give floats"):
@@ -257,7 +257,9 @@ def test_rows_that_have_no_such_form_are_refused(tmp_path) -> None:
     with pytest.raises(InvalidSpec, match="these rows hold NaN or infinity"):
         PublishedRows.of(torch.full((2, 5), torch.nan))
     handle = a_handle(sites=("resid_post", "z"))
-    with pytest.raises(InvalidSpec, match=r"has rows of \['resid_post', 'z'\]; names in this form have no site"):
+    with pytest.raises(
+        InvalidSpec, match=r"has rows of \['resid_post', 'z'\]; file names in this form do not tell the site"
+    ):
         save_published(handle, tmp_path)
     handle = a_handle()
     with pytest.raises(InvalidSpec, match="seq=-1; give a whole number from 0"):

@@ -222,7 +222,7 @@ def test_a_malformed_file_is_refused_by_name(write, said, tmp_path) -> None:
 def test_questions_must_be_said(tmp_path) -> None:
     """By the folder, or beside the table."""
     path = table(tmp_path / "r.csv", ROWS)
-    with pytest.raises(InvalidFile, match="says no questions"):
+    with pytest.raises(InvalidFile, match="has no questions; give"):
         load_roles(path)
     with pytest.raises(InvalidFile, match="row 1: there is no text in the column 'question'"):
         load_roles(path, questions=path)

@@ -552,7 +552,7 @@ def test_an_edit_that_is_given_is_where_training_starts(model, tmp_path, edit) -
     (found,) = trained.spec.of_rows()
     kept = ("read", "write") if isinstance(edit, LowRank) else ("vector", "probe")
     assert all(torch.equal(getattr(found, name), getattr(edit, name)) for name in kept)
-    with pytest.raises(InvalidSpec, match="directions are of Add"):
+    with pytest.raises(InvalidSpec, match="only a spec of Add edits at one site"):
         _ = trained.directions
 
 
