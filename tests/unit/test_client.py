@@ -318,7 +318,7 @@ async def test_what_is_no_server_of_ours_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="no model 'other'; known: 'm', 'm\\+calm'"):
         await model_of(model="other").start()
     with pytest.raises(
-        ServerFailure, match="http://127.0.0.1:9 cannot be reached, or the connection broke: ConnectError"
+        ServerFailure, match=r"http://127.0.0.1:9 cannot be reached, or the connection broke: ConnectError"
     ):
         await RemoteModel("http://127.0.0.1:9").start()
     for wrong in ("there:8000", "", None, "ftp://there"):

@@ -213,7 +213,7 @@ HALF = "a\ud800b"
 )
 def test_half_of_a_surrogate_pair_is_no_text(item):
     """Tokenizers and UTF-8 take none, so the document is named, or skipped and counted."""
-    with pytest.raises(InvalidRequest, match="document 1: .*half of a surrogate pair, which is not text"):
+    with pytest.raises(InvalidRequest, match=r"document 1: .*half of a surrogate pair, which is not text"):
         list(open_source(["a", item]))
     source = open_source(["a", item, "\U0001f600"], bad="skip")
     assert contents(source) == ["a", "\U0001f600"]

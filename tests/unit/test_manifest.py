@@ -204,7 +204,7 @@ def test_npz_of_shards_has_each(tmp_path) -> None:
         for number, shard in enumerate(handle.captures.shards(1, "z")):
             assert torch.equal(torch.from_numpy(found[f"z.1.shard{number}"]).bfloat16(), shard)
         assert json.loads(str(found["about"]))["points"]["z.1"]["shards"] == 2
-    with pytest.raises(InvalidFile, match=r"this writes \.npz"):
+    with pytest.raises(InvalidFile, match=r"this call writes \.npz"):
         handle.save_npz(tmp_path / "a.safetensors")
 
 
@@ -584,7 +584,7 @@ def test_a_listed_name_is_not_written_over(tmp_path) -> None:
         run.add(a_handle(), "a.safetensors")
         nul, surrogate = "a\0.safetensors", "\udcff.safetensors"
         for name in ("a.safetensors", "b/a.safetensors", "../a.safetensors", nul, surrogate, "", tmp_path / "b", 7):
-            with pytest.raises(InvalidRequest, match="already listed in .*, or is not a valid file name"):
+            with pytest.raises(InvalidRequest, match=r"already listed in .*, or is not a valid file name"):
                 run.add(a_handle(), name)
         with pytest.raises(InvalidFile, match=r"writes \.safetensors"):
             run.add(a_handle(), "b.npz")

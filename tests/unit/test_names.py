@@ -48,7 +48,7 @@ def test_a_name_says_its_site_and_maybe_its_layer(name, site, layer) -> None:
         ("blocks.3.hook_embed", "leaves out what is added for positions"),
         ("blocks.3.attn.hook_q", r"before rotary embedding.*attn\.hook_rot_q"),
         ("blocks.3.ln1.hook_normalized", "the norm's weights"),
-        ("blocks.3.hook_nothing", r"unknown name .* behind 'blocks\.<layer>\.'"),
+        ("blocks.3.hook_nothing", r"unknown name .* after 'blocks\.<layer>\.'"),
         ("a.3.b.*.input", "the first number in a path is that of the layer"),
         ("a.*.b.*.input", "the first number in a path is that of the layer"),
         ("*.input", "the first number in a path is that of the layer"),

@@ -529,7 +529,7 @@ def test_traits_trained_together_are_those_trained_alone(model, tmp_path) -> Non
 
 def test_a_training_that_finds_nothing_better_says_so(model, tmp_path) -> None:
     """What it began with is kept, and nobody takes it for something that was learned."""
-    with pytest.warns(UserWarning, match="it: no step lowered the loss"):
+    with pytest.warns(UserWarning, match="it: no step lowered the validation loss"):
         still = train(
             model,
             examples(),

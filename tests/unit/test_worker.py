@@ -280,7 +280,7 @@ async def test_a_pass_that_fails_or_is_short_spoils_its_rows(kind) -> None:
     assert (
         second.failure
         == {
-            "host": "tap 2 saw (3, 8) for 4 tokens, 8 wide",
+            "host": "tap 2 saw a tensor of shape (3, 8); expected 4 tokens × 8",
             "cuda": "1 of 4 tokens of a pass were not copied exactly once at each point",
         }[kind]
     )

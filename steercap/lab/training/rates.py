@@ -255,7 +255,7 @@ class RatesRun:
         left_out = {"steps", "evaluate_every"} if self.settings.epochs is not None else set()
         settings = {key: value for key, value in vars(self.settings).items() if key not in left_out}
         with warnings.catch_warnings(), suppress(TrainingDiverged):
-            warnings.filterwarnings("ignore", message=".*no step lowered the loss", category=UserWarning)
+            warnings.filterwarnings("ignore", message=".*no step lowered the validation loss", category=UserWarning)
             return train(
                 self.model,
                 parts[0],
