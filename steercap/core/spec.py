@@ -256,7 +256,7 @@ class CaptureSpec:
         return tuple(Point(layer, site) for layer in layers for site in self.sites)
 
     def is_open(self, point: Point, num_layers: int) -> bool:
-        """Check if a point is captured only if the model has it: at layers="all", not every layer has a router."""
+        """Return True if a point may be missing from the model: at layers="all", not every layer has a router."""
         if self.at is None:
             return isinstance(self.layers, str)
         names = cast("tuple[Name, ...]", self.at)

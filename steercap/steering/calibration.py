@@ -88,7 +88,7 @@ class Calibration:
         return tuple(self.means)
 
     def reach(self, point: Point) -> Float[torch.Tensor, " width"]:
-        """Return the divisor of rows less their means: float32 [width], none denormal.
+        """Return the divisors of centred rows: float32 [width], none denormal.
 
         It is the spread of each element, at least a hundredth of the median spread above 0; 1 if no element varies.
         """

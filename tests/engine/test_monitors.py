@@ -556,7 +556,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"monitors": [MONITOR], "capture": {"layers": [1]}}, "cannot be computed from"),
     ({"monitors": [MONITOR], "capture": {"layers": [3], "codec": "full8"}}, "cannot be computed from"),
     ({"monitors": [MONITOR], "capture": {"project": "traits"}}, "cannot be computed from"),
-    ({"monitors": [MONITOR], "capture": {"layers": [3], "tokens": "prompt"}}, "keeps rows of fewer"),
+    ({"monitors": [MONITOR], "capture": {"layers": [3], "tokens": "prompt"}}, "captures rows of fewer"),
 ]
 
 

@@ -193,7 +193,7 @@ def test_a_bias_that_did_not_happen_is_noticed() -> None:
     bench = Bench(spec)
     bench.lay_out(["a", "plain"], [0, 0], [PROMPT, 1])
     bench.sample(["plain", "a"], [1, PROMPT], [1, 1])
-    with pytest.raises(SteeringNotApplied, match="are not those of the pass"):
+    with pytest.raises(SteeringNotApplied, match="do not match the pass"):
         bench.settle("a", PROMPT)
 
     bench = Bench(spec)

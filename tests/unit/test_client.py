@@ -344,7 +344,7 @@ async def test_what_is_no_server_of_ours_is_refused() -> None:
         (JSONResponse({"error": {"message": "full"}}, 429), CaptureMemoryFull, "full"),
         (JSONResponse({"error": "Unauthorized"}, 401), ServerFailure, "refuses the API key"),
         (JSONResponse("what?", 503), ServerFailure, "answered 503: what"),
-        (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "says nothing of the edits"),
+        (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "does not report the edits"),
         (JSONResponse({"choices": [choice()], "steercap": {"results": []}}), SteeringNotApplied, "says nothing"),
         (
             JSONResponse({"choices": [choice()], "steercap": {"results": [{"choice": 1, "steering": {}}]}}),
@@ -375,7 +375,7 @@ async def test_a_capture_that_does_not_come_is_an_error() -> None:
 async def test_a_text_that_no_monitor_watched_is_withheld() -> None:
     """A server that knows no monitors answers as if none had been asked for."""
     async with model_of(JSONResponse({"choices": [choice()]})) as model:
-        with pytest.raises(ServerFailure, match="nothing of the monitors"):
+        with pytest.raises(ServerFailure, match="does not report the monitors"):
             await model.run("a", monitors=[steercap.Monitor(torch.ones(4), 1.0, 0)])
 
 
@@ -383,7 +383,7 @@ async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> No
     async with model_of(JSONResponse({"choices": [choice()]})) as model:
         with pytest.raises(InvalidRequest, match="does not work through a server, which captures only"):
             await model.encode("a")
-        with pytest.raises(InvalidRequest, match="lora_request= cannot be asked"):
+        with pytest.raises(InvalidRequest, match="lora_request= cannot be sent"):
             await model.generate("a", lora_request=object())
         with pytest.raises(InvalidPrompt, match="'multi_modal_data' cannot be asked"):
             await model.generate({"prompt": "a", "multi_modal_data": {}})

@@ -158,7 +158,7 @@ def test_patterns_and_several_paths_keep_their_order(tmp_path):
         open_source(tmp_path)
     with pytest.raises(InvalidFile, match="no such file"):
         open_source(tmp_path / "d.jsonl")
-    with pytest.raises(InvalidFile, match="does not say what it is"):
+    with pytest.raises(InvalidFile, match="does not tell the format"):
         open_source(Path(__file__))
 
 

@@ -446,7 +446,7 @@ def test_another_data_set_is_refused_with_what_differs(tmp_path) -> None:
         DatasetFolder.begin(tmp_path, asked)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(RunDiffers, match=r"holds 'thesis\.tex', and is no data set"):
+    with pytest.raises(RunDiffers, match=r"holds 'thesis\.tex', so it is not a data set"):
         DatasetFolder.begin(tmp_path / "other", definition_of())
     with pytest.raises(InvalidFile, match=r"definition\.json cannot be read"):
         DatasetFolder.open(tmp_path / "other")

@@ -192,7 +192,7 @@ def spoilt(name: str, text: str | bytes):
     [
         (spoilt("a.txt", "x"), "neither a folder nor a table"),
         (spoilt("a.csv", "role,text\na,b\n"), "row 1: give a role, and its prompt as text .* it has role, text"),
-        (spoilt("a.csv", "role,prompt\na,b,c\n"), "row 1: it has another number of cells"),
+        (spoilt("a.csv", "role,prompt\na,b,c\n"), "row 1: its number of cells differs"),
         (spoilt("a.csv", "role,prompt\n,b\n"), "row 1: give a role"),
         (spoilt("a.csv", "role,prompt\na,\nb,c\n"), "number 0, counted from 0, is empty"),
         (spoilt("a.csv", "role,prompt,keywords\na,b,no list\n"), "row 1: keywords is 'no list'; give a list"),
