@@ -457,7 +457,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Reasons, by site, why a site is left out of layers of a class that no family knows; empty for other layers."""
+        """Reasons, by site, why layers of a class that no family knows lack the site; empty for other layers."""
         return self.serving.opened().refused
 
     @property

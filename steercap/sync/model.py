@@ -1435,7 +1435,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Reasons, by site, why a site is left out of layers of a class that no family knows; empty for other layers."""
+        """Reasons, by site, why layers of a class that no family knows lack the site; empty for other layers."""
         return self.awaited.refused
 
     @property

@@ -314,7 +314,7 @@ def test_nan_in_a_file_is_refused(tmp_path) -> None:
         ({"content": {"type": "add", "fields": {"layer": 1}}}, r"add lacks \['vector'\]"),
         ({"content": {"type": "add", "fields": {"vector": {"tensor": "x"}}}}, r"'tensor': 'x'"),
         ({"content": {"type": "add", "fields": {"vector": [1], "layer": 1, "tokens": {"tokens": ["odd"]}}}}, "'odd'"),
-        ({"content": {"type": "add", "fields": {"vector": [1], "layers": {"range": ["a", 0, 1]}}}}, "does not fit"),
+        ({"content": {"type": "add", "fields": {"vector": [1], "layers": {"range": ["a", 0, 1]}}}}, "is not valid"),
         ({"content": {"type": "SteeringSpec", "fields": {"edits": []}}}, "at least one edit"),
         ({"content": {"set": [1]}}, "this version of steercap does not know"),
         ({"content": {"type": "add", "fields": {"vector": [1.0], "layer": 1}}}, "says that it holds steering.*Add"),
