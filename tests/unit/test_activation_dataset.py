@@ -110,7 +110,7 @@ def test_points_are_chosen_as_they_are_captured(folder, pair) -> None:
         ActivationDataset(folder, at="resid_post[7]")
     with pytest.raises(InvalidSpec, match="the data set does not say how many layers"):
         ActivationDataset(folder, layers=-1)
-    with pytest.raises(InvalidSpec, match="at= already names the points; leave layers=, sites= and"):
+    with pytest.raises(InvalidSpec, match="at= already names the points"):
         ActivationDataset(folder, layers=1, at="z[2]")
 
 

@@ -652,7 +652,7 @@ def test_statistics_of_few_rows_are_warned_of(tmp_path) -> None:
         ActivationDataset(sys.argv[1], at="z[2]", normalise="standard")
     """
     said = subprocess.run([sys.executable, "-c", script, tmp_path / "few"], check=True, capture_output=True, text=True)
-    assert "<string>:4: UserWarning: normalise='standard' goes by" in said.stderr
+    assert "<string>:4: UserWarning: normalise='standard' uses statistics of" in said.stderr
     ActivationDataset(tmp_path / "few", at=[Point(2, "z")])
     folder_of(tmp_path / "all", definition_of(every=1))
     ActivationDataset(tmp_path / "all", at=[Point(2, "z")], normalise="standard")

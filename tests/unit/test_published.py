@@ -115,7 +115,7 @@ def test_scales_of_each_element_are_told_by_their_length(tmp_path) -> None:
             PublishedRows.load(path)
         found = PublishedRows.load(path, per_element=axis == 0)
         assert np.abs(found.decoded().double().numpy() - square).max() < 0.02
-    with pytest.raises(InvalidFile, match=r"scale is \(30,\), and per_element=False"):
+    with pytest.raises(InvalidFile, match=r"scale is \(30,\), but per_element=False"):
         PublishedRows.load(write(tmp_path / "a.npz", rows, axis=0), per_element=False)
 
 
@@ -213,7 +213,7 @@ META = np.array('{"mode": "full8", "dim": 5}')
         ({**ROWS, "meta": np.array("[")}, "has content that is not valid"),
         ({**ROWS, "meta": np.array('{"mode": "full8"}')}, "missing required field `dim`"),
         ({**ROWS, "meta": np.array(3)}, "meta is .* of int64; it must be a JSON text"),
-        ({**ROWS, "meta": np.array({"mode": 1}, dtype=object)}, "is of object, and must be numbers or text"),
+        ({**ROWS, "meta": np.array({"mode": 1}, dtype=object)}, "is of object, but must be numbers or text"),
         ({**ROWS, "meta": META, "q": np.zeros((3, 5), np.int8)}, r"q is \(3, 5\) of int8; it must be uint8"),
         (
             {**ROWS, "meta": META, "scale": np.ones(4, np.float32)},
@@ -240,7 +240,7 @@ def test_damaged_files_are_refused(tmp_path) -> None:
     with zipfile.ZipFile(path, "w") as archive:  # an array that says to be larger than it is
         header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 9), }"
         archive.writestr("q.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
-    with pytest.raises(InvalidFile, match="says 899,999,999,991 bytes and has 0"):
+    with pytest.raises(InvalidFile, match="declares 899,999,999,991 bytes and has 0"):
         PublishedRows.load(path)
     with pytest.raises(InvalidFile, match="no such file"):
         PublishedRows.load(tmp_path / "b.npz")

@@ -421,7 +421,7 @@ def test_a_mean_is_over_answers_and_not_over_questions() -> None:
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        ({"a": (1,), "b": (1,)}, "give those of 'assistant' and of two roles"),
+        ({"a": (1,), "b": (1,)}, "give those of 'assistant' and of at least two roles"),
         ({"a": (1,), "b": (1, 1), ASSISTANT: (1,)}, "all roles are asked the same questions"),
         ({"a": (1,), "b": (0,), ASSISTANT: (1,)}, r"\['b'\] have no answers"),
     ],
