@@ -149,7 +149,7 @@ class TestHostile:
     def test_nested_calls_are_not_made(self, tmp_path: Path) -> None:
         """What a stand-in returns is not called either, nor what has the name of a function that is known."""
         chain = b"cbuiltins\ngetattr\n(cos\nsystem\nVx\ntR(Vtouch x\ntR."
-        refused(chain, tmp_path, "a call of <stand-in for builtins.getattr>")
+        refused(chain, tmp_path, "the pickle calls <stand-in for builtins.getattr>")
         assert isinstance(read_pickled(zipped(b"cnumpy\ndtype.__reduce__\n(tR.", tmp_path / "b.pt")), StandIn)
         # the state of a function, by which its defaults or code would be changed
         refused(b"ctorch._utils\n_rebuild_tensor_v2\n}V__code__\nI1\nsb.", tmp_path, "opcode BUILD")
@@ -168,7 +168,7 @@ class TestHostile:
             (b"(cos\nsystem\no.", "OBJ"),
             (b"(ios\nsystem\n.", "INST"),
             (b"Pstorage\n.", "PERSID"),
-            (b"I1\nI2\nR.", "a call of 1"),
+            (b"I1\nI2\nR.", "the pickle calls 1"),
             (b"]I1\nb.", "opcode BUILD"),
             (b"I1\n]a.", "the pickle adds items to"),
             (b"}]K\x01s.", "cannot be a key"),
@@ -239,11 +239,11 @@ class TestHostile:
         for pickled, told in [
             (self.tensor("(I5\nt", "(I1\nt"), "out of bounds"),
             (self.tensor("(I2\nt", "(I1\nt", offset=3), "out of bounds"),
-            (self.tensor("(I2\nt", "(I-1\nt"), "other arguments"),
-            (self.tensor("(I2\nt", "(I1\nt", offset=-1), "other arguments"),
+            (self.tensor("(I2\nt", "(I-1\nt"), "arguments that torch never writes"),
+            (self.tensor("(I2\nt", "(I1\nt", offset=-1), "arguments that torch never writes"),
             (self.tensor("(I4\nI1\nt", "(I1\nt"), "mismatch in length|same"),
             (self.tensor("(I1099511627776\nt", "(I0\nt"), "much larger"),
-            (self.tensor("(I4\nt", "(I1\nt", numel=5), "16 bytes are there"),
+            (self.tensor("(I4\nt", "(I1\nt", numel=5), "has only 16 bytes"),
             (self.tensor("(I4\nt", "(I1\nt", numel=2**50), "not read|bytes are there"),
         ]:
             refused(pickled, tmp_path, told, **{"0": data})
