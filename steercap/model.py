@@ -462,7 +462,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Reasons, by site, why layers of a class that no family knows lack it, or it was not proved; else empty."""
+        """Reasons, by site, why layers of a class that no family knows lack the site; empty for other layers."""
         return self.serving.opened().refused
 
     @property

@@ -65,21 +65,24 @@ def check_supported(config: Any) -> None:
         )
     if parallel.data_parallel_backend == "ray":
         raise UnsupportedRunner(
-            "engines that Ray starts would outlive their SteerModel; leave data_parallel_backend out, or have Ray "
-            "start actors with a SteerModel each"
+            "data_parallel_backend='ray': engines that Ray starts would outlive their SteerModel; leave it out, or "
+            "start Ray actors, each with a SteerModel of its own"
         )
     if parallel.use_sequence_parallel_moe:
         raise UnsupportedRunner(
-            "sequence-parallel experts give the router of each rank other tokens than the batch's; switch "
+            "with sequence-parallel experts the router of each rank does not get the tokens of the batch; switch "
             "enable_expert_parallel off, or use one engine (data_parallel_size=1)"
         )
     if config.model_config.runner_type == "pooling" and parallel.data_parallel_size > 1:
         raise UnsupportedRunner(
-            "vLLM's encode takes no engine to run a request on, so rows of pooling models have no place of their own "
-            "with data_parallel_size > 1; use one engine for each"
+            "data_parallel_size > 1 with a pooling model: vLLM's encode cannot be told which engine runs a request, "
+            "so steercap cannot find its rows; start one SteerModel for each GPU"
         )
     if getattr(config.speculative_config, "enable_adaptive_verification", False):
-        raise UnsupportedRunner("adaptive verification lays batches out on the device; switch it off")
+        raise UnsupportedRunner(
+            "adaptive verification arranges batches on the device, where steercap cannot follow them; set "
+            "enable_adaptive_verification=False in speculative_config"
+        )
     if config.model_config.enable_sleep_mode:
         raise UnsupportedRunner(
             "sleep mode would discard the taps' tables along with the weights; switch enable_sleep_mode off"
@@ -103,6 +106,6 @@ def check_heads(config: Any, points: Sequence[Point]) -> None:
     copied = sorted({point.site for point in points if SITES[point.site].per_key_head})
     if copied and 1 < heads < ranks:
         raise UnsupportedRunner(
-            f"this model has {heads} heads of keys, of which some of {ranks} tensor-parallel ranks have copies; leave "
-            f"{', '.join(copied)} out of SteerModel(..., sites=), or use tensor_parallel_size={heads}"
+            f"this model has {heads} key heads, so that some of the {ranks} tensor-parallel ranks hold copies of one; "
+            f"leave {', '.join(copied)} out of SteerModel(..., sites=), or use tensor_parallel_size={heads}"
         )

@@ -65,9 +65,11 @@ def _unknown(attention: Any) -> str:
     if (backend := attention.attn_backend.get_name()) not in _KNOWN:
         return f"its attention backend is {backend}; known: {', '.join(sorted(_KNOWN))}"
     found = {
-        f"it is attention of kind {AttentionType(attention.attn_type).value}": attention.attn_type
+        f"its attention is of kind {AttentionType(attention.attn_type).value}": attention.attn_type
         != AttentionType.DECODER,
-        f"it reads the keys of {attention.kv_sharing_target_layer_name}": attention.kv_sharing_target_layer_name,
+        (
+            f"it reads the keys of another layer, {attention.kv_sharing_target_layer_name}"
+        ): attention.kv_sharing_target_layer_name,
         f"its keys are cached as {attention.kv_cache_dtype}": attention.kv_cache_torch_dtype != attention.dtype,
         "it adds ALiBi's slopes": attention.impl.alibi_slopes is not None or attention.use_alibi_sqrt,
         "tokens of its prompts attend to later ones": attention.use_mm_prefix,

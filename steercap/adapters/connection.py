@@ -32,7 +32,7 @@ from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapErro
 LOOK_SECONDS: Final = 0.1
 #: Seconds for which a check serves the requests that come after it, such as the others of its call.
 FRESH_SECONDS: Final = 0.01
-_LOG: Final = "its log, on this process's stderr, says more"
+_LOG: Final = "its log, on stderr of this process, has details"
 #: Thread that has ended when the connection of a socket is closed, by socket.
 _THREADS: Final = {
     "input_socket": "its thread that reads requests has ended",
@@ -206,7 +206,7 @@ class Connection:
             raise
         except Exception as error:
             if self._llm is None:
-                raise ModelClosed("the model was closed while the workers were asked") from error
+                raise ModelClosed("the model was closed while a call to its workers ran") from error
             await self._require_not_dying()
             raise WorkerFailure(f"a call to the workers failed: {error}") from error
         finally:

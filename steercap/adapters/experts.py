@@ -64,14 +64,17 @@ def _runner(layer: nn.Module, device: torch.device) -> Any:
             from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
         found: list[Any] = [one for one in layer.modules() if isinstance(getattr(one, "router", None), FusedMoERouter)]
         if len(found) != 1:
-            raise InvalidRequest(f"a {type(layer).__name__} has {len(found)} routers of vLLM's")
+            raise InvalidRequest(f"expected one of vLLM's routers in a {type(layer).__name__}, found {len(found)}")
         (runner,) = found
         require("a layer's experts", runner)
     except UnsupportedRunner as error:
         raise InvalidRequest(str(error)) from error
     router, name = runner.router, type(runner.router).__name__
     if not isinstance(runner, MoERunner) or type(runner).forward is not MoERunner.forward:
-        raise InvalidRequest(f"its experts, a {type(runner).__name__}, are chosen by a module of transformers")
+        raise InvalidRequest(
+            f"its experts, a {type(runner).__name__}, are chosen by a module of transformers, not by one of vLLM's "
+            "routers"
+        )
     if name not in _ROUTERS[device.type]:
         raise InvalidRequest(
             f"its router, a {name}, is not one that steercap knows to choose by logits on {device.type}"
@@ -91,7 +94,9 @@ def _as_given(gate: Any, logits: torch.Tensor) -> torch.Tensor:
     dtype = getattr(linear, "out_dtype", None) or linear.params_dtype
     rows = logits.to(dtype)
     if not torch.equal(rows.float(), logits):
-        raise InvalidRequest(f"its logits are {dtype} numbers, and these rows are not; give them as they are captured")
+        raise InvalidRequest(
+            f"its router's logits are {dtype}, which cannot hold these rows exactly; give rows as they were captured"
+        )
     return rows
 
 

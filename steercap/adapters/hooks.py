@@ -86,7 +86,7 @@ def require_whole_batches(layers: Iterable[Any]) -> None:
     """
     if any(getattr(layer, "use_sequence_parallel", False) for layer in layers):
         raise UnsupportedRunner(
-            "these layers are sequence-parallel: each rank has other tokens than the batch's between blocks; switch "
+            "these layers are sequence-parallel: between blocks a rank does not have the tokens of the batch; switch "
             "enable_expert_parallel off, or choose a moe_backend that is not a mega kernel, with one engine "
             "(data_parallel_size=1)"
         )

@@ -74,8 +74,8 @@ class Adapters:
             and wants_prompt_logprobs(params)
         ):
             raise InvalidRequest(
-                "prompt_logprobs on an engine with enable_lora=True: vLLM cannot tell whose rows they are; "
-                "ask an engine without LoRA"
+                "prompt_logprobs on an engine with enable_lora=True: vLLM cannot tell to which request its rows "
+                "belong; use an engine without LoRA"
             )
         if given is None:
             return None
@@ -216,7 +216,10 @@ def _misfit(manager: Any, number: int, *, whole: bool) -> str:
             has = (down.shape[-1], up.shape[0])
             wants = (module.lora_a_stacked[index].shape[-1], module.lora_b_stacked[index].shape[-2])
             if has != wants:
-                return f"{name} of the adapter is {has[0]} to {has[1]} wide, and the model's {wants[0]} to {wants[1]}"
+                return (
+                    f"{name} of the adapter is {has[0]} to {has[1]} wide, and that of the model {wants[0]} to "
+                    f"{wants[1]}"
+                )
     return ""
 
 

@@ -55,16 +55,20 @@ class Observations:
         tensors = self._seen[module, end]
         verb = "reads" if end == "input" else "gives"
         if not tensors:
-            raise UnsupportedModel("no pass calls the module; only what is called with all tokens can be one")
+            raise UnsupportedModel(
+                "no forward pass calls the module; a site must be a module that is called with all tokens"
+            )
         if len(tensors) > 1:
-            raise UnsupportedModel(f"a pass calls the module {len(tensors)} times")
+            raise UnsupportedModel(f"a forward pass calls the module {len(tensors)} times; a site must be called once")
         tensor = tensors[0]
         if not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
-            raise UnsupportedModel(f"it {verb} {type(tensor).__name__}, and no floating-point tensor first")
+            raise UnsupportedModel(f"it {verb} {type(tensor).__name__}, where a floating-point tensor must come first")
         whole = tuple(tensor.shape)
         shape = whole[2:] if whole[:2] == (1, TOKENS) else whole[1:] if whole[:1] == (TOKENS,) else ()
         if not shape:
-            raise UnsupportedModel(f"it {verb} a tensor of shape {list(whole)} for {TOKENS} tokens, not a row each")
+            raise UnsupportedModel(
+                f"it {verb} a tensor of shape {list(whole)} for {TOKENS} tokens, not one row per token"
+            )
         shards = self._shards(module, end, tensor)
         return RowShape((shape[0] * shards, *shape[1:]), shards, str(tensor.dtype).removeprefix("torch."))
 
@@ -80,8 +84,8 @@ class Observations:
         fused = end == "output" and len(getattr(linear, "output_partition_sizes", [0])) > 1
         if whole is None or part is None or whole != part * self._ranks or fused:
             raise UnsupportedModel(
-                f"{self._ranks} ranks have other rows there, of a {type(linear).__name__} that does not say how "
-                "they are parts of whole ones"
+                f"the {self._ranks} ranks hold different rows there, and their {type(linear).__name__} does not say "
+                "how to join them into whole rows"
             )
         return int(self._ranks)
 

@@ -57,8 +57,8 @@ def read_pooling(given: Any, supported: tuple[str, ...], default: str) -> Poolin
         raise InvalidRequest(f"pooling task {task!r}: this model does {', '.join(map(repr, supported))}")
     if task in OF_TOKENS and found.skip_reading_prefix_cache is False:
         raise InvalidRequest(
-            f"skip_reading_prefix_cache=False with task {task!r}: nothing is given for tokens that the cache has; "
-            "leave it out"
+            f"skip_reading_prefix_cache=False with task {task!r}: vLLM returns nothing for tokens that it takes from "
+            "the prefix cache; leave it out"
         )
     return PoolingParams(**{**msgspec.structs.asdict(found), "task": task})
 

@@ -31,8 +31,8 @@ _WORD: Final = "ended.json"
 _PLACE: Final = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid"))
 #: Likely causes of signals that steercap did not send.
 _MEANING: Final[Mapping[int, str]] = {
-    signal.SIGKILL: "by somebody, or by the kernel because memory ran out, which `dmesg` says",
-    signal.SIGBUS: "shared memory that it had mapped could not be had: /dev/shm or its memory is full",
+    signal.SIGKILL: "by a user, or by the kernel because memory ran out; see `dmesg`",
+    signal.SIGBUS: "there was no memory for shared memory that it had mapped: /dev/shm or the machine's memory is full",
 }
 
 
@@ -117,7 +117,7 @@ class Processes:
     @property
     def which(self) -> str:
         """Description of the process that ended first; "" if none has."""
-        return f"process {self._first} of it has ended" if self._first is not None else ""
+        return f"its process {self._first} has ended" if self._first is not None else ""
 
     def close(self) -> None:
         """Stop watching the processes. Idempotent."""

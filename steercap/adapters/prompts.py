@@ -25,7 +25,9 @@ _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_
 #: Keys of vLLM's prompt dicts that are refused here, with the reason.
 _REFUSED: Final = {
     "mm_processor_kwargs": "vLLM ignores names that its processor does not know; give it to SteerModel for all prompts",
-    "multi_modal_uuids": "vLLM takes pictures of one name for one picture; leave it out, and what they show decides",
+    "multi_modal_uuids": (
+        "vLLM takes images with the same name for the same image; leave it out, and vLLM compares their content"
+    ),
 }
 #: Keys of prompts that vLLM refuses itself, with its own reason.
 _FOREIGN: Final = ("prompt_embeds",)

@@ -213,8 +213,8 @@ def warn_of_untried() -> None:
     """Warn if the installed vLLM is none of the tested releases."""
     if not tried(found := installed()):
         warnings.warn(
-            f"vLLM {found}: steercap has been tried with {RANGE}. It looks for what it needs of it and proves its "
-            "taps before the first request; should anything be odd, install one of these",
+            f"vLLM {found}: steercap was tested with {RANGE}. It checks that this version has everything that it "
+            "needs, and tests its taps before the first request; if something goes wrong, install a tested version",
             stacklevel=2,
         )
 
@@ -250,7 +250,7 @@ def importing() -> Iterator[None]:
 
 
 def _refusal(reason: str) -> str:
-    return f"in vLLM {installed()}, {reason}; steercap has been tried with {RANGE}, so install one of these"
+    return f"in vLLM {installed()}, {reason}; steercap was tested with {RANGE}, so install one of these"
 
 
 def _has(thing: Any, need: str) -> bool:

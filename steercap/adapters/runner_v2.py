@@ -84,7 +84,7 @@ def _sample(
     if not biasing:
         return original()
     if getattr(runner, "batch_sharder", None) is not None:
-        biasing.refuse("each tensor-parallel rank samples for some requests alone, where logits cannot be biased")
+        biasing.refuse("each tensor-parallel rank samples for only some of the requests, so logits cannot be biased")
         return original()
     model = runner.model
     compute = model.compute_logits

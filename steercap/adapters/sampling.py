@@ -126,11 +126,11 @@ def _check_numbers(params: SamplingParams) -> None:
         raise InvalidRequest(f"seed={params.seed}; give a whole number of 64 bits, from {low} to {high}")
     biases = params.logit_bias or {}
     if params.allowed_token_ids and all(biases.get(token) == -math.inf for token in params.allowed_token_ids):
-        raise InvalidRequest("logit_bias is -inf for each of allowed_token_ids, so that no token could come")
+        raise InvalidRequest("logit_bias is -inf for each of allowed_token_ids, so no token could be generated")
     for token, bias in biases.items():
         if math.isnan(bias) or bias > _FLOAT32.max:
             raise InvalidRequest(
-                f"logit_bias[{token}]={bias}; give a number that float32 holds, or -inf for a token that must not come"
+                f"logit_bias[{token}]={bias}; give a number that float32 holds, or -inf to forbid the token"
             )
     if not _FLOAT32.tiny <= params.repetition_penalty <= _FLOAT32.max:
         raise InvalidRequest(f"repetition_penalty={params.repetition_penalty}; give a number that float32 holds")

@@ -156,7 +156,9 @@ def listening(flags: argparse.Namespace) -> socket.socket:
         _, found = setup_server(flags, reuse_port=False)
     except OSError as error:
         where = flags.uds if flags.uds is not None else f"--host {flags.host or '0.0.0.0'} --port {flags.port}"  # noqa: S104
-        raise OSError(error.errno, f"{error.strerror}: {where}; give another, or end what listens there") from error
+        raise OSError(
+            error.errno, f"{error.strerror}: {where}; give another address, or end the process that listens there"
+        ) from error
     bound: socket.socket = found
     return bound
 

@@ -134,7 +134,7 @@ class Decoder:
         if not norms and family.derived and not bare:
             children = ", ".join(name for name, _ in self.parent.named_children())
             raise UnsupportedModel(
-                f"steercap finds no norm behind the layers of {type(self.parent).__name__}, which holds {children}"
+                f"steercap finds no norm after the layers of {type(self.parent).__name__}, which holds {children}"
             )
         norm, after = (
             [module for name in names if isinstance(module := getattr(self.parent, name, None), nn.Module)]

@@ -123,10 +123,10 @@ class Layer:
         else:
             for site, (group, apart, factor, read) in blocks.items():
                 self._block(
-                    site, group, read, "" if apart <= 1 else f"it adds {factor:.6g} times what its module gives"
+                    site, group, read, "" if apart <= 1 else f"it adds {factor:.6g} times the output of its module"
                 )
         if any(map(_has_experts, self.traced.calls)):
-            self._refuse(("router",), "no equation of the proof holds the logits of experts")
+            self._refuse(("router",), "no equation of the checks contains the logits of experts")
         for site, others in NEEDS.items():
             if site in self.refused:
                 self._refuse(others, f"{site}, which would prove it, is refused")
@@ -146,8 +146,8 @@ class Layer:
         ]
         error, path = min(tried, default=(inf, "nothing"))
         return (
-            f"no outputs of its modules make its stream's sums; the nearest is {path}, off by {error:.3g} times what "
-            "rounding allows"
+            f"no outputs of its modules add up to its residual stream; the nearest is {path}, off by {error:.3g} times "
+            "the error that rounding allows"
         )
 
     def _in_turn(self) -> dict[str, Any] | None:
@@ -192,7 +192,7 @@ class Layer:
         if sum(attending) != 1:
             return None
         first = attending.index(True)
-        self._refuse(("resid_mid",), "no module reads the stream with what attention adds, and without the rest")
+        self._refuse(("resid_mid",), "no module reads the stream after attention was added and before the rest is")
         return {
             "attn_out": (both[first], apart, fit.factors[first], before),
             "mlp_out": (both[1 - first], apart, fit.factors[1 - first], before),
@@ -230,7 +230,7 @@ class Layer:
         inside = "attn_in" if attends else "mlp_in"
         entry = None if outer is None else self._entry(outer, stream)
         if entry is None:
-            self._refuse((inside,), "no one module of the block reads what the norm of the stream gives")
+            self._refuse((inside,), "no single module of the block reads the output of the stream's norm")
         else:
             self.found[inside] = entry.path
         self._projection(group, outer, entry, attends=attends)
@@ -263,20 +263,22 @@ class Layer:
         linear = [call for call in self._sources(group) if call.linear and call.taken]
         last = [call for call in linear if not any(other.holds(call) for other in linear)]
         if len(last) != 1:
-            return self._refuse((site,), f"{len(last)} linear modules give what the block adds")
+            return self._refuse((site,), f"{len(last)} linear modules have the output that the block adds")
         read = last[0].taken
         if attends:
             attended = [one.given for one in self.traced.attended if outer and outer.holds(one)]
             if len(attended) != 1 or not same(attended[0], read):
-                return self._refuse((site,), "its last projection reads something else than attention gives")
+                return self._refuse((site,), "its last projection does not read the output of attention")
             module: Any = next(one.module for one in self.traced.attended if outer and outer.holds(one))
             named = any(call.module is module for call in self.traced.calls)
             if not named and getattr(module, "head_size_v", self.head_dim) != self.head_dim:
                 return self._refuse((site,), f"its heads are not of {self.head_dim} elements")
         elif any(call.linear and same(call.given, read) for call in self.traced.calls):
-            return self._refuse((site,), "its last projection reads what another gives, with no activation between")
+            return self._refuse(
+                (site,), "its last projection reads the output of another projection, with no activation between"
+            )
         elif last[0] is entry or any(_has_experts(call) for call in self.traced.calls if outer and outer.holds(call)):
-            return self._refuse((site,), "experts, or nothing, come before its last projection")
+            return self._refuse((site,), "before its last projection come experts, or no module")
         self.found[FIELDS[site]] = last[0].path
         return None
 
@@ -285,7 +287,9 @@ class Layer:
         calls = {id(call.module): call for call in self.traced.calls}
         inside = [calls[id(one.module)] for one in self.traced.attended if id(one.module) in calls]
         if len(self.traced.attended) != 1 or len(inside) != 1 or not hasattr(inside[0].module, "head_size_v"):
-            self._refuse(("q", "k", "v"), "its layer calls not one attention module of vLLM's, with its hooks")
+            self._refuse(
+                ("q", "k", "v"), "its layer does not call exactly one attention module of vLLM that hooks can follow"
+            )
         else:
             self.found["attention"] = inside[0].path
 

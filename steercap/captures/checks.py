@@ -130,13 +130,11 @@ def check_labelled(expected: Expected, shares: Sequence[CapturedRows]) -> Ints:
     coding, stored = capture.sent, min(len(known), 1) if capture.reduce else len(known)
     for captured_rows in shares:
         if captured_rows.owner.key != expected.plan.key:
-            raise CaptureIncomplete(
-                f"{expected.name}: rows of {captured_rows.owner.key!r} came, which is another request"
-            )
+            raise CaptureIncomplete(f"{expected.name}: rows of another request came, {captured_rows.owner.key!r}")
         if captured_rows.points and (captured_rows.coding, captured_rows.stored_rows) != (coding, stored):
             raise CaptureIncomplete(
-                f"{expected.name}: {captured_rows.stored_rows} rows came as {captured_rows.coding}, and must be "
-                f"{stored} as {coding}"
+                f"{expected.name}: {captured_rows.stored_rows} rows came as {captured_rows.coding}; expected {stored} "
+                f"as {coding}"
             )
         positions = np.frombuffer(captured_rows.positions, dtype=np.int64)
         token_ids = np.frombuffer(captured_rows.token_ids, dtype=np.int64)
@@ -157,12 +155,14 @@ def check_finite(
     """
     capture = expected.plan.capture
     assert capture is not None
-    remedy = "CaptureSpec(..., allow_nonfinite=True) hands such rows over"
+    remedy = "CaptureSpec(..., allow_nonfinite=True) returns such rows"
     found = [captured_rows.nonfinite for captured_rows in delivery.shares if captured_rows.nonfinite]
     if found:
         position, point = min(found)
         if point >= len(armed):
-            raise CaptureIncomplete(f"{expected.name}: a worker speaks of point {point} of {len(armed)}")
+            raise CaptureIncomplete(
+                f"{expected.name}: a worker reported point number {point}; this engine has {len(armed)}"
+            )
         raise CaptureNotFinite(
             f"{expected.name}: the row of position {position} at {armed[point]} holds NaN or infinity; {remedy}"
         )
@@ -171,4 +171,4 @@ def check_finite(
             numbers = shard.parts.get("scale", shard.parts.get("rest")) if isinstance(shard, CodedRows) else shard
             computed = isinstance(shard, CodedRows) or capture.reduce or capture.vectors
             if computed and numbers is not None and not _all_finite(numbers):
-                raise CaptureNotFinite(f"{expected.name}: what was computed of rows at {at} overflows; {remedy}")
+                raise CaptureNotFinite(f"{expected.name}: a number computed from rows at {at} overflows; {remedy}")

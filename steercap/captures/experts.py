@@ -73,7 +73,10 @@ def logits_of(source: Source, captures: Captures, layer: int, num_layers: int) -
         raise InvalidRequest(f"experts: rows of {point} are from before its edits; capture without before_edits=")
     rows = captures.whole(point)
     if isinstance(rows, CodedRows):
-        raise InvalidRequest(f"experts: rows of {point} are {rows}, which may choose others; capture without a codec")
+        raise InvalidRequest(
+            f"experts: rows of {point} are {rows}, from which a router may choose other experts; capture without a "
+            "codec"
+        )
     if not bool(rows.isfinite().all()):
         raise InvalidRequest(f"experts: rows of {point} are not all finite")
     return point.layer, rows

@@ -67,9 +67,11 @@ class Header(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
         known = {point for point in self.points if 0 <= point.layer < self.num_layers}
         if not known or len(known) < len(self.points):
-            raise ValueError(f"there is no point, one comes twice, or is of none of {self.num_layers} layers")
+            raise ValueError(f"its points must be of layers below {self.num_layers}, at least one and each once")
         if not all(map(_can_be, self.schemas)) or min(self.shards, default=0) < 0:
-            raise ValueError("a point has no elements, or cannot be split into as many shards as it says")
+            raise ValueError(
+                "a point has rows without elements, or of a size that its number of shards does not divide"
+            )
         codec = ENCODINGS.get(self.coding.encoding)
         least, most = (1, MOST_NUMBERS) if codec and codec.default_k else (0, 0)
         if not (least <= self.coding.k <= most and 0 <= self.coding.seed <= MOST_SEED):
@@ -140,14 +142,14 @@ def read(path: Path) -> Saved:
         with blame(path):
             positions, token_ids, prompt, output = _labels(tensors)
             if not all(0 <= span.start < span.stop <= len(prompt) for span in header.media):
-                raise ValueError("it has a picture where its prompt has no tokens")
+                raise ValueError("it has an image at positions outside its prompt")
             rows = {point: _rows(header, tensors, number) for number, point in enumerate(header.points)}
             recorded = {
                 layer: RecordedAttention(positions, *(tensors[f"attention.{part}.{layer}"] for part in ATTENTION))
                 for layer in sorted(int(name.removeprefix(_RECORDED)) for name in tensors if name.startswith(_RECORDED))
             }
     except LookupError as error:
-        raise InvalidFile(f"{path} lacks what its header names: {error}; copy or save it again") from error
+        raise InvalidFile(f"{path} lacks an entry that its header names: {error}; copy or save it again") from error
     return Saved(header, rows, positions, token_ids, prompt.tolist(), output.tolist(), recorded)
 
 
@@ -240,12 +242,12 @@ def _labels(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     found = [tensors[name] for name in LABELS]
     for name, tensor in zip(LABELS, found, strict=True):
         if tensor.dtype != torch.int64 or tensor.dim() != 1:
-            raise ValueError(f"{name!r} is {tuple(tensor.shape)} of {tensor.dtype}, and must be a line of int64")
+            raise ValueError(f"{name!r} is {tuple(tensor.shape)} of {tensor.dtype}, and must be one-dimensional int64")
     positions, token_ids, prompt, output = found
     inputs = torch.cat([prompt, output[:-1]])  # the last token was never read
     known = (positions >= 0) & (positions < len(inputs))
     if not known.all() or (positions.diff() < 1).any() or not torch.equal(inputs[positions], token_ids):
-        raise ValueError("its rows are labelled with other positions or tokens than those of its prompt and output")
+        raise ValueError("the positions or token ids of its rows do not match its prompt and output")
     return found
 
 

@@ -256,5 +256,5 @@ def _bytes(chunk: _Chunk) -> bytes:
         file.seek(chunk.entry.offset)
         found = file.read(chunk.size)
     if len(found) < chunk.size:
-        raise InvalidFile(f"{chunk.path} has become shorter since it was looked at; load it again")
+        raise InvalidFile(f"{chunk.path} has become shorter since it was opened; load it again")
     return found

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 #: Advice in the error of an attempted copy.
-INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
+INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is needed"
 #: Default maximum size of a whole attention pattern: 32 heads and 1,400 tokens.
 PATTERN_BYTES: Final = 256 << 20
 #: Default number of rows of a chunk.
@@ -272,7 +272,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             return summarised(self._attending(layer, tokens), count)
         if count > kept.coding.k:
             raise InvalidRequest(
-                f"top={count}: {kept.coding.k} targets of each head and token were kept; give as many at most"
+                f"top={count}: {kept.coding.k} targets of each head and token were kept; give a number up to "
+                f"{kept.coding.k}"
             )
         at = slice(None) if tokens is None else self._rows_at(tokens)
         return summary_of(kept[at].numbers(), self.positions[at], count)
@@ -307,7 +308,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
     def _attending(self, layer: int, tokens: Tokens | TokenSelection | None) -> Attending:
         if (kept := self._targets(layer)) is not None:
             raise InvalidRequest(
-                f"the handle holds {kept}, and all weights are computed of queries and keys; capture sites=('q', 'k')"
+                f"the handle holds {kept}, and the weights of all tokens are computed from queries and keys; capture "
+                "sites=('q', 'k')"
             )
         queries, keys = self.captures[layer, "q"], self.captures[layer, "k"]
         index = operator.index(layer) % self.num_layers
@@ -373,8 +375,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         if translator is not None:
             if len(translator) != self.num_layers:
                 raise InvalidRequest(
-                    f"lens: {translator!r} is of a model of {len(translator)} layers, and this one has "
-                    f"{self.num_layers}; load that of this model"
+                    f"lens: {translator!r} is of a model of {len(translator)} layers, and this model has "
+                    f"{self.num_layers}; load a tuned lens of this model"
                 )
             rows = translator.translate(rows, point)
         asked: Any = {"normed": point.site == BEHIND, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
@@ -404,7 +406,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
         if not isinstance(source, Source):
             away = "a file" if source is None else "a server"
             raise InvalidRequest(
-                f"experts: the handle is from {away}; the workers of an open model choose, so ask before"
+                f"experts: the handle is from {away}; only workers of an open model can choose experts; call experts() "
+                "on a handle of that model"
             )
         index, rows = logits_of(source, self.captures, layer, self.num_layers)
         at = slice(None) if tokens is None else self._rows_at(tokens)

@@ -165,7 +165,7 @@ def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.
     rounded = rows.detach().to(dtype).cpu()
     stray = ~rounded.isfinite().all(dim=1)
     if stray.any():
-        raise InvalidRequest(f"row {int(stray.nonzero()[0])} holds NaN or infinity in {dtype}, and says no token")
+        raise InvalidRequest(f"row {int(stray.nonzero()[0])} holds NaN or infinity in {dtype}, so it has no logits")
     return rounded
 
 

@@ -59,7 +59,7 @@ class TensorLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         known = isinstance(getattr(torch, self.dtype, None), torch.dtype)
         if not known:
-            raise ValueError(f"{self.dtype!r} is no dtype")
+            raise ValueError(f"unknown dtype {self.dtype!r}")
 
 
 class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,7 +194,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("it lists a file twice")
         for request in self.requests:
             if not 0 <= request.layout < len(self.layouts) or not is_name(request.file):
-                raise ValueError(f"{request.file!r} is not the name of a file, or has no layout")
+                raise ValueError(f"{request.file!r} is not a file name, or its layout is missing")
 
     @property
     def entries(self) -> int:

@@ -121,8 +121,8 @@ def read(path: str | Path) -> dict[str, torch.Tensor]:
     arrays = arrays_in(Path(path))
     if "about" not in arrays:
         raise InvalidFile(
-            f"{path} has no 'about', and is no file of save_npz; one of {', '.join(map(repr, PUBLISHED))} is read by "
-            "steercap.captures.published.PublishedRows.load"
+            f"{path} has no 'about', so it is not a file of save_npz; a file with one of "
+            f"{', '.join(map(repr, PUBLISHED))} is read by steercap.captures.published.PublishedRows.load"
         )
     with blame(Path(path)):
         about = msgspec.json.decode(str(arrays["about"]), type=_About)

@@ -43,7 +43,7 @@ class Encoded:
             InvalidRequest: the task was another; `data` has what it gave.
         """
         if self.task not in _EMBEDDINGS:
-            raise InvalidRequest(f"task {self.task!r} gives no embedding; what it gives is `data`")
+            raise InvalidRequest(f"task {self.task!r} gives no embedding; its result is in `data`")
         return self.data
 
     def __repr__(self) -> str:

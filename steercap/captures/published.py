@@ -118,10 +118,10 @@ class PublishedRows:
         assert isinstance(kept, CodedRows)
         codec, _ = coding_of(kept)
         if codec != MODE or kept.parts["q"].dim() != 2:
-            raise InvalidSpec(f"{kept!r}; give rows as they are, or in codec={MODE!r}: the published form has no other")
+            raise InvalidSpec(f"{kept!r}; the published form has raw rows or codec={MODE!r}: give one of these")
         scale, zero = (kept.parts[name].double()[:, None] for name in ("scale", "zero"))
         if not bool(scale.isfinite().all()):
-            raise InvalidSpec("these rows hold NaN or infinity, which no codes do")
+            raise InvalidSpec("these rows hold NaN or infinity, which codes cannot express")
         scale = torch.where(scale == 0, 1.0, scale)
         q = kept.parts["q"]
         return PublishedRows(q, scale.float(), (-zero / scale).float(), MODE, q.shape[1])
@@ -185,7 +185,7 @@ def published_files(folder: str | Path) -> list[PublishedFile]:
         warn(f"{folder}: {len(others)} files of other names are left out, {', '.join(others[:SHOWN])}")
     for one, other in pairwise(found):
         if one[:3] == other[:3]:
-            raise InvalidFile(f"{one.path} and {other.path.name} are of one place; keep one")
+            raise InvalidFile(f"{one.path} and {other.path.name} have the same sequence, layer and rank; keep one")
     places = {(one.seq, one.layer, one.rank) for one in found}
     for seq, layer, rank in sorted({(one.seq, one.layer, other.rank) for one in found for other in found}):
         if (seq, layer, rank) not in places:
@@ -210,7 +210,10 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
     if number is None or number < 0:
         raise InvalidSpec(f"seq={shown(seq)}; give a whole number from 0")
     if len(sites) != 1:
-        raise InvalidSpec(f"{handle.request_id} has rows of {sorted(sites)}; names in this form have no site: give one")
+        raise InvalidSpec(
+            f"{handle.request_id} has rows of {sorted(sites)}; file names in this form do not tell the site: capture "
+            "one site"
+        )
     parts = {point.layer: _by_rank(rows) for point, rows in handle.as_saved().rows.items()}
     published = {(layer, rank): PublishedRows.of(rows) for layer, ranks in parts.items() for rank, rows in ranks}
     written = [
@@ -249,8 +252,12 @@ def _spread(name: str, array: np.ndarray[Any, Any], shape: tuple[int, ...], per_
     if array.dtype.kind != "f" or not (by_token or by_element) or not np.isfinite(array).all():
         raise ValueError(f"{name} is {array.shape} of {array.dtype}; it must be finite floats, [{tokens}] or [{width}]")
     if by_token and by_element and per_element is None:
-        raise ValueError(f"{name} may be of the {tokens} tokens or of the {width} elements; say per_element=")
+        raise ValueError(
+            f"{name} is {array.shape}, which fits {tokens} tokens and {width} elements; give per_element=True or False"
+        )
     of_elements = by_element if per_element is None else per_element
     if not (by_element if of_elements else by_token):
-        raise ValueError(f"{name} is {array.shape}, and per_element={per_element}")
+        raise ValueError(
+            f"{name} is {array.shape}, but per_element={per_element} needs {width if of_elements else tokens} numbers"
+        )
     return torch.from_numpy(array).reshape((1, width) if of_elements else (tokens, 1))

@@ -146,7 +146,7 @@ class Quantiser:
             raise InvalidSpec(f"files of reductions {sorted(reductions)}; train on rows that were reduced alike")
         layers = resolve_layers(layer, handles[0].num_layers)
         if len(layers) != 1:
-            raise InvalidSpec(f"layer={shown(layer)}; give one, and train codebooks for each")
+            raise InvalidSpec(f"layer={shown(layer)}; give one layer, and train codebooks for each layer separately")
         point = Point(layers[0], site)
         most_rows = _whole("most_rows", most_rows, 1)
         seed = _whole("seed", seed, 0)

@@ -31,7 +31,7 @@ from steercap.files.journal import Journal
 #: Action of a folder without room: later requests are left out, or the oldest segments are removed.
 WhenFull: TypeAlias = Literal["drop", "rotate"]
 #: Words of each manifest on what its requests are.
-COUNTED: Final = "a prompt with all its samples, or a beam; one of a client may be several"
+COUNTED: Final = "a prompt with all its samples, or one beam; a client's request may be several"
 #: Name of the file that locks out other servers.
 LOCK: Final = "recording.lock"
 _SEGMENT: Final = re.compile(r"\d{6,}")
@@ -217,8 +217,8 @@ class RecordingFolder:
             self._remove(next(iter(self._ended)))
         if self.bytes + coming > self.limits.most_bytes:
             raise CaptureMemoryFull(
-                f"{self.path} holds {self.bytes:,} bytes of recordings, and {self.limits.most_bytes:,} may be there; a "
-                f"request of {coming:,} is left out"
+                f"{self.path} holds {self.bytes:,} bytes of recordings, of at most {self.limits.most_bytes:,}; a "
+                f"request of {coming:,} bytes is not recorded"
             )
         run = self._open()
         written = sum(one.bytes for one in run.record(handles, answer_id=answer_id, time=self._clock()))

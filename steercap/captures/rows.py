@@ -69,8 +69,8 @@ class Captures(Mapping[Point, torch.Tensor]):
         rows = self._rows[point]
         if isinstance(rows, tuple):
             raise InvalidSpec(
-                f"the rows of {point} were not gathered: there are {len(rows)} shards of them; take "
-                "captures.shards(layer, site), or capture with gather=True"
+                f"the rows of {point} were not gathered, and are in {len(rows)} shards; use captures.shards(layer, "
+                "site), or capture with gather=True"
             )
         return rows
 
@@ -83,10 +83,11 @@ class Captures(Mapping[Point, torch.Tensor]):
         """
         rows = self.whole(key)
         if isinstance(rows, CodedRows) and rows.is_read:
-            raise InvalidSpec(f"{rows} are features of an SAE, and no rows of the model; capture without sae=")
+            raise InvalidSpec(f"{rows} are features of an SAE, not rows of the model; capture without sae=")
         if isinstance(rows, CodedRows) and rows.is_projected:
             raise InvalidSpec(
-                f"{rows} have no elements of the rows; capture with another codec, or take coded[...].inner(vectors)"
+                f"{rows} do not keep the elements of rows; capture with another codec, or take "
+                "coded[...].inner(vectors)"
             )
         return _decoded(rows)
 

@@ -182,7 +182,7 @@ class CaptureRun:
         name = self._next() if name is None else name
         if not is_name(name) or name in self._requests:
             raise InvalidRequest(
-                f"name={name!r} is listed in {self.folder} already, or no name of a file; give another"
+                f"name={name!r} is already listed in {self.folder}, or is not a valid file name; give another"
             )
         check_extension(self.folder / name, ".safetensors")
         return self.folder / name

@@ -124,10 +124,13 @@ class SiteCodecs:
         names = [name_of_site(site) for site in sites]
         for name in names:
             if name not in self.codings:
-                raise UnknownName(f"no codec is settled for {name!r}; {choices(name, self.codings)}")
+                raise UnknownName(f"no codec is chosen for {name!r}; {choices(name, self.codings)}")
         if len({self.codings[name] for name in names}) > 1:
             known = "; ".join(f"{name}: {self.codings[name]}" for name in names)
-            raise InvalidSpec(f"sites of different codecs, {known}: a capture has one; give the sites of each alone")
+            raise InvalidSpec(
+                f"these sites have different codecs, {known}, and a capture has one codec; capture the sites of each "
+                "codec separately"
+            )
         return self.codings[names[0]]
 
     @property
@@ -257,7 +260,8 @@ def _coding(text: str, whole: str) -> Coding:
         parameter, _, number = one.partition("=")
         if parameter not in _PARAMETERS or not number.isdecimal():
             raise InvalidSpec(
-                f"{whole!r}: {shown(one)} is no parameter of a codec; {choices(parameter, _PARAMETERS)}, such as k=512"
+                f"{whole!r}: {shown(one)} is not a parameter of a codec; {choices(parameter, _PARAMETERS)}, such as "
+                "k=512"
             )
         if parameter in numbers:
             raise InvalidSpec(f"{whole!r} gives {parameter} twice; give it once")
@@ -278,7 +282,7 @@ def read_settings(path: str | Path) -> SiteCodecsFile:
     except (msgspec.MsgspecError, OSError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidFile(f"{path} cannot be read as settings of codecs, a JSON object: {error}") from error
     if nested := [text for text in found.sites if text.startswith(FROM_FILE)]:
-        raise InvalidFile(f"{path} names another file, {shown(nested[0])}; give its sites themselves")
+        raise InvalidFile(f"{path} names another file, {shown(nested[0])}; write the sites of that file into this one")
     own = SiteCodecsFile(())
     if (found.kind, found.version) != (own.kind, own.version):
         raise InvalidFile(

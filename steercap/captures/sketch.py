@@ -68,7 +68,9 @@ class Sketch:
     def __post_init__(self) -> None:
         states = {Point(*point): state for point, state in self.states.items()}
         if not states or len({state.rows for state in states.values()}) != 1:
-            raise InvalidSpec(f"a sketch of points {shown(list(states))}: it has one at least, each of as many rows")
+            raise InvalidSpec(
+                f"points={shown(list(states))}; a sketch has at least one point, all with the same number of rows"
+            )
         for point, state in states.items():
             _check(self._kind, self.size, point, state)
         object.__setattr__(self, "states", FrozenMapping(states))
@@ -130,7 +132,7 @@ class Sketch:
         """
         kind = self._kind
         if not isinstance(kind, FrequentDirections):
-            raise InvalidSpec(f"a {self.kind} sketch has no such rows; use the kind 'frequent_directions'")
+            raise InvalidSpec(f"a {self.kind} sketch keeps no matrix of directions; use the kind 'frequent_directions'")
         rows, bound = kind.matrix(self._state(layer, site, least=0))
         return rows.clone(), bound
 
@@ -227,7 +229,9 @@ class Sketch:
     def _state(self, layer: int, site: str | None, least: int = 2) -> SketchState:
         state = self.states[self._point(layer, site)]
         if state.rows < least:
-            raise InvalidRequest(f"this needs {least} rows, and {state.rows} have come; let more requests join first")
+            raise InvalidRequest(
+                f"this needs at least {least} rows, and the sketch has {state.rows}; run more requests first"
+            )
         return state
 
     def _spectrum(self, point: Point, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,7 +239,9 @@ class Sketch:
         values, directions = self._kind.spectrum(state)
         most = min(len(values), state.rows - 1)
         if (asked := index_of(k)) is None or not 1 <= asked <= most:
-            raise InvalidSpec(f"k={shown(k)}; give a whole number from 1 to {most}, the directions that are known here")
+            raise InvalidSpec(
+                f"k={shown(k)}; give a whole number from 1 to {most}, the number of directions in this sketch"
+            )
         return values[:asked], directions[:asked]
 
     def _require_alike(self, other: Sketch) -> None:
@@ -246,7 +252,7 @@ class Sketch:
             if mine != theirs:
                 raise InvalidSpec(f"{self!r} and {other!r} differ in {what}: {mine!r} and {theirs!r}")
         if set(self.states) != set(other.states):
-            raise InvalidSpec(f"{self!r} and {other!r} have other points; sketch the same in both")
+            raise InvalidSpec(f"{self!r} and {other!r} have different points; sketch the same points in both")
 
 
 def point_in(points: tuple[Point, ...], num_layers: int, layer: Any, site: str | None) -> Point:

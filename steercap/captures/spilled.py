@@ -111,7 +111,7 @@ class GatheredRows:
         """
         count, tensors = len(part.receipt.positions), iter(self._tensors)
         if self._filled + count > self._rows:
-            raise CaptureIncomplete(f"{self._filled + count} rows came of a request that has {self._rows}")
+            raise CaptureIncomplete(f"{self._filled + count} rows came for a request that has {self._rows}")
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             next(tensors)[self._filled : self._filled + count] = tensor
@@ -128,7 +128,7 @@ class GatheredRows:
             CaptureIncomplete: parts are missing.
         """
         if self._filled < self._rows:
-            raise CaptureIncomplete(f"{self._filled} rows came of a request that has {self._rows}")
+            raise CaptureIncomplete(f"{self._filled} rows came for a request that has {self._rows}")
         receipts, tensors = self._receipts, iter(self._tensors)
         positions, token_ids = (
             np.concatenate([getattr(one, name) for one in receipts]) for name in ("positions", "token_ids")

@@ -55,7 +55,10 @@ class TunedLens:
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise InvalidFile(f"{path / CONFIG} does not describe a tuned lens: {error!r}") from error
         if kind not in {"", "linear_tuned_lens"} or not (isinstance(width, int) and isinstance(layers, int)):
-            raise InvalidFile(f"{path / CONFIG}: lens_type={kind!r}, d_model={width!r} is no linear tuned lens")
+            raise InvalidFile(
+                f"{path / CONFIG}: lens_type={kind!r}, d_model={width!r} is not a linear tuned lens; give one with "
+                "lens_type='linear_tuned_lens'"
+            )
         file = next((path / name for name in PARAMS if (path / name).is_file()), None)
         if file is None:
             raise InvalidFile(f"{path} has neither {' nor '.join(PARAMS)}")
@@ -103,7 +106,7 @@ def _tensors(file: Path) -> Mapping[str, torch.Tensor]:
     except Exception as error:  # what unpickling refuses has a type of its own, in a private module
         raise InvalidFile(f"{file} holds more than tensors: {error}") from error
     if not isinstance(found, Mapping):
-        raise InvalidFile(f"{file} holds a {type(found).__name__}, and no tensors by name")
+        raise InvalidFile(f"{file} holds a {type(found).__name__}; expected a dict of tensors by name")
     return found
 
 

@@ -39,7 +39,7 @@ def table_of(part: str, table: pa.Table, rows: int) -> Table:
     from steercap.lab.mechanism.analysis import PARTS, about
 
     once = about(table).get("once")
-    said = None if once is None else f"by chance one number of each vector is beyond |z| = {once:.1f}"
+    said = None if once is None else f"by chance, one number per vector is beyond |z| = {once:.1f}"
     words = {"name", "token", "first", "second", "end"}
     shown = titled(f"{part}: {PARTS[part]}", table.column_names, words=words, caption=said)
     for row in first_rows(part, table, rows):
@@ -160,20 +160,27 @@ def register_comparison(app: typer.Typer) -> None:
         layer: Annotated[int, typer.Option(min=0, help="Layer of the vectors.")],
         components: Annotated[
             Path | None,
-            typer.Option(help="Vectors followed in detail (default: ten principal components)."),
+            typer.Option(help="Vectors to follow in detail (default: ten principal components)."),
         ] = None,
         layers: Annotated[
-            str | None, typer.Option(help="Layers of matrices and attention (default: five before to five after).")
+            str | None,
+            typer.Option(help="Layers of matrices and attention (default: from five before --layer to five after)."),
         ] = None,
         feed_forward_layers: Annotated[
-            str | None, typer.Option(help="Layers of feed-forward blocks (default: seven before to two after).")
+            str | None,
+            typer.Option(help="Layers of feed-forward blocks (default: from seven before --layer to two after)."),
         ] = None,
-        per_group: Annotated[int, typer.Option(min=0, help="Vectors of each group that go through matrices.")] = 5,
-        random: Annotated[int, typer.Option(min=2, help="Random vectors that go through matrices.")] = 20,
-        nulls: Annotated[int, typer.Option(min=20, help="Random pairs that attention is compared with.")] = 200,
-        seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+        per_group: Annotated[int, typer.Option(min=0, help="Vectors of each group to multiply by matrices.")] = 5,
+        random: Annotated[int, typer.Option(min=2, help="Random vectors to multiply by matrices.")] = 20,
+        nulls: Annotated[int, typer.Option(min=20, help="Random pairs of vectors to compare attention with.")] = 200,
+        seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
         correction: Annotated[str, typer.Option(help="Correction of the tests: holm, bh or none.")] = "holm",
-        level: Annotated[str | None, typer.Option(help="Level of persona files (default: see the guide).")] = None,
+        level: Annotated[
+            str | None,
+            typer.Option(
+                help="Level of persona files (default: the one of pos_3, pos_neg_50 and contrast that the files have)."
+            ),
+        ] = None,
         raw: Annotated[bool, typer.Option("--raw", help="Do not subtract the default of persona files.")] = False,
         row_base: Annotated[
             int | None, typer.Option("--base", min=0, max=1, help="Index of layer 0 in a .pt tensor: 0 or 1.")
@@ -182,15 +189,16 @@ def register_comparison(app: typer.Typer) -> None:
             Path, typer.Option(file_okay=False, help="Folder for tables (Parquet) and pictures; resumed.")
         ] = Path("out/comparison"),
     ) -> None:
-        """Compare two checkpoints on the same vectors by their weights, layer by layer: what their matrices, whole
-        feed-forward blocks and attention make of them. No engine is started, and a run that was interrupted goes on.
+        """Compare two checkpoints on the same vectors by their weights, layer by layer: how their matrices, whole
+        feed-forward blocks and attention transform them. No engine is started; an interrupted run is resumed by the
+        same call.
         """
         require("analysis")
         folder_ready(out)
         reading = partial(group_in, layer=layer, base=base_of(row_base), say=terminal.say, level=level, raw=raw)
         groups = {group_name(path): reading(path) for path in vectors}
         if len(groups) < len(vectors):
-            raise typer.BadParameter("two have the same name; rename one", param_hint="--vectors")
+            raise typer.BadParameter("two files or folders have the same name; rename one", param_hint="--vectors")
         from steercap.lab.mechanism.analysis import ModelWeights
         from steercap.lab.mechanism.comparison import CompareSettings
         from steercap.lab.mechanism.comparison import compare as run

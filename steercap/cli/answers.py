@@ -62,9 +62,7 @@ def register(persona: typer.Typer) -> None:
             Literal["trait", "role"], typer.Option(help="Kind of the personas: scored 0 to 100, or 0 to 3.")
         ],
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the means of answers and levels.")],
-        name: Annotated[
-            list[str] | None, typer.Option(help="Name of a persona; may be repeated. All by default.")
-        ] = None,
+        name: Annotated[list[str] | None, typer.Option(help="Name of a persona; repeatable (default: all).")] = None,
         dtypes: Annotated[
             str | None,
             typer.Option(help="dtypes to run in turn, each with folders of its own: float32,bfloat16,float16."),
@@ -76,12 +74,12 @@ def register(persona: typer.Typer) -> None:
             Literal["float32", "bfloat16", "float16"], typer.Option(help="dtype of the means of answers on disk.")
         ] = "float32",
         concurrency: Annotated[
-            int, typer.Option(min=1, help="Answers under way at once; 1 for files equal byte for byte.")
+            int, typer.Option(min=1, help="Answers read concurrently; 1 gives files that are equal byte for byte.")
         ] = 128,
     ) -> None:
-        """Read answers that exist with a model: the mean row of each answer over its tokens, and the means of each
-        score level. Nothing is generated. A call that was interrupted goes on when it is made again with the same
-        --out. A dtype whose model does not fit into memory is refused before anything starts; the others run.
+        """Read existing answers with a model: keep the mean row of each answer over its tokens, and the means of each
+        score level. Nothing is generated. An interrupted run is resumed by the same call. A dtype whose model does not
+        fit into memory is refused before anything starts; the others run.
         """
         from steercap.lab.personas import read_answers, read_answers_by_dtype
         from steercap.lab.personas.answer_files import read_personas

@@ -28,8 +28,8 @@ from steercap.cli import (
 from steercap.cli.command import group_of
 
 app = group_of(
-    "Read and steer what a language model computes while vLLM serves it. Every command has examples: "
-    "[cyan]steercap generate -h[/cyan]. Results go to stdout, or to a file with --out; all else goes to stderr.",
+    "Read and steer what a language model computes while vLLM serves it. Every command has examples: [cyan]steercap "
+    "generate -h[/cyan]. Results go to stdout, or to a file with --out; everything else goes to stderr.",
     name="steercap",
     epilog="Exit codes: 0 done, 1 it failed, 2 called wrongly, 130 interrupted.",
 )

@@ -43,7 +43,7 @@ class RowOptions:
     codec: Annotated[
         str | None,
         typer.Option(
-            help="Codec of stored rows: raw (default), full8, ..., or @FILE: those that steercap codecs check chose.",
+            help="Codec of stored rows: raw (default), full8, ..., or @FILE, as written by steercap codecs check.",
             rich_help_panel=PANEL,
         ),
     ] = None
@@ -67,7 +67,8 @@ class RowOptions:
         typer.Option(help="When memory for rows is full: wait, error or spill (to disk).", rich_help_panel=PANEL),
     ] = None
     overflow_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that a request waits while nothing runs.", rich_help_panel=PANEL)
+        float | None,
+        typer.Option(help="Seconds that a request waits for memory while no other runs.", rich_help_panel=PANEL),
     ] = None
     spill_folder: Annotated[str | None, typer.Option(help="Folder for the spill file.", rich_help_panel=PANEL)] = None
     spill_bytes: Annotated[
@@ -79,9 +80,7 @@ class RowOptions:
     ] = None
     attention: Annotated[
         int | None,
-        typer.Option(
-            help="Keep this many tokens that each head attends to most, instead of rows.", rich_help_panel=PANEL
-        ),
+        typer.Option(help="Keep the N tokens that each head attends to most, instead of rows.", rich_help_panel=PANEL),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -99,7 +98,9 @@ class RowOptions:
         if self.codec is None or not self.codec.startswith("@"):
             return {"codec": self.codec, "k": self.codec_k, "seed": self.codec_seed}
         if self.codec_k is not None or self.codec_seed is not None:
-            raise typer.BadParameter("a file of codecs says k and seed; leave them out", param_hint="--codec")
+            raise typer.BadParameter(
+                "a file of codecs sets k and seed; leave --codec-k and --codec-seed out", param_hint="--codec"
+            )
         from steercap.captures.site_codecs import SiteCodecs
 
         coding = SiteCodecs.load(self.codec[1:]).coding_of(sites)
@@ -208,7 +209,7 @@ def register(app: typer.Typer) -> None:
         folder_ready(out)
         asked, params, spec = prompts.read(), sampling.params(), steer.spec()
         if sampling.n > 1:
-            raise typer.BadParameter("capture keeps one answer to each prompt", param_hint="-n")
+            raise typer.BadParameter("capture keeps one answer per prompt; leave -n out", param_hint="-n")
         if reduce is not None and reduce not in REDUCTIONS:
             raise typer.BadParameter(f"{reduce!r}; give {', '.join(REDUCTIONS)}", param_hint="--reduce")
         if heat is not None and project is None:

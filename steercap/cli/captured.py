@@ -108,7 +108,7 @@ class Store:
             raise error
         self.error = error
         run = self._begin(Path(tempfile.mkdtemp(prefix="steercap-captures-")))
-        self._terminal.say(f"{error}; captures go on in {run.folder}")
+        self._terminal.say(f"{error}; the captures so far are in {run.folder}, and the same command resumes")
         return run
 
     def _begin(self, folder: Path) -> CaptureRun:

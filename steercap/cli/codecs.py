@@ -112,9 +112,9 @@ def _check(app: typer.Typer) -> None:
         ] = None,
         force: Annotated[bool, typer.Option("--force", help="Overwrite the output file.")] = False,
     ) -> None:
-        """Choose the cheapest codec that keeps what you ask of your own texts' rows: ranks of neurons, scores of probes
-        of the labels, cosines with directions, to a correlation of 0.95 with raw rows. The file is one that --codec and
-        --record-site read as @FILE, with all measures in it.
+        """Choose the cheapest codec that preserves what you measure on rows of your own texts: ranks of neurons, scores
+        of probes of the labels, cosines with directions, to a correlation of 0.95 with raw rows. --codec and
+        --record-site read the written file as @FILE; it has all measures.
         """
         from steercap.core.spec import CaptureSpec
         from steercap.lab.measures.codec_check import CANDIDATES, check_codecs, check_labels, codings_of
@@ -128,7 +128,9 @@ def _check(app: typer.Typer) -> None:
         candidates, wanted = codec or CANDIDATES, None if layers is None else layers_of(layers)
         codings_of(candidates)
         if given is not None and given.site not in armed:
-            raise typer.BadParameter(f"they are at {given.site}; add it to --sites", param_hint="--directions")
+            raise typer.BadParameter(
+                f"the directions are at {given.site}; add this site to --sites", param_hint="--directions"
+            )
         check_labels(labels or {})
         there = preflight(options, sites=armed)
         there.check_capture(CaptureSpec(layers="all" if wanted is None else wanted, sites=armed))

@@ -126,7 +126,9 @@ class SampleOptions:
         if attention is not None:
             CaptureSpec(attention=attention, tokens=tokens)  # which must begin at the first
         if attention is not None and not (self.one_in is None and self.probe is None):
-            raise typer.BadParameter("it reads all tokens; leave --one-in and --probe out", param_hint="--attention")
+            raise typer.BadParameter(
+                "--attention reads all tokens; leave --one-in and --probe out", param_hint="--attention"
+            )
         if self.one_in is not None and self.probe is not None:
             raise typer.BadParameter("give --one-in or --probe, not both", param_hint="--probe")
         if self.one_in is not None:
@@ -220,7 +222,7 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
         with bar, heartbeat(bar, terminal.err):
             yield tell
     except asyncio.CancelledError:
-        terminal.say(f"{there} shards are there and stay; the same command goes on")
+        terminal.say(f"{there} shards are written and stay; the same command resumes")
         raise
 
 

@@ -229,7 +229,7 @@ async def _until_stopped(work: Coroutine[Any, Any, None], terminal: Terminal) ->
         came.append(number)
         if len(came) > 1:
             _stop_at_once(number)
-        terminal.say("stopping; once more to stop at once")
+        terminal.say("stopping; press Ctrl-C again to stop at once")
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):

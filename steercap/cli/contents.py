@@ -250,7 +250,7 @@ def _by_extension(target: Path) -> Target:
         return Target(target.suffix.lower().removeprefix("."))
     except ValueError:
         known = ", ".join(f".{one}" for one in Target)
-        raise InvalidSpec(f"{target}: {target.suffix or 'no extension'!r} says no format; use {known}") from None
+        raise InvalidSpec(f"{target}: {target.suffix or 'no extension'!r} is not a known format; use {known}") from None
 
 
 def _write_one(directions: DirectionSet, target: Path, form: Target, base: Literal[0, 1] | None, hint: str) -> None:
@@ -261,13 +261,13 @@ def _write_one(directions: DirectionSet, target: Path, form: Target, base: Liter
         save_control_vector(vectors, target, model_hint=hint)
         return
     if base is None:
-        raise InvalidSpec(f"{target}: say with --base which row is layer 0: 1 if row 0 is the embeddings, or 0")
+        raise InvalidSpec(f"{target}: give --base, the row of layer 0: 1 if row 0 is the embeddings, otherwise 0")
     save_layers_pt(vectors, target, base=base)
 
 
 def _write_steering(spec: SteeringSpec, target: Path, form: Target) -> dict[str, Any]:
     if form is not Target.SAFETENSORS:
-        raise InvalidSpec(f"{target}: edits are more than vectors, and .{form} cannot hold them; use .safetensors")
+        raise InvalidSpec(f"{target}: .{form} holds vectors only, and these are edits; use .safetensors")
     spec.save(target)
     return {"format": form.value, "edits": "; ".join(map(repr, spec.flat()))}
 

@@ -40,10 +40,14 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
         "row": f"{definition.row_bytes:,} bytes at all points",
         **{name: _said(value) for name, value in definition.asked.items()},
         **_counted(receipts),
-        "complete": "yes" if totals is not None else "no; the call that began it goes on",
+        "complete": "yes" if totals is not None else "no; the call that began it resumes it",
         "files": "; ".join(wrong.values())
         or whole
-        or ("as their receipts say, by SHA-256" if verify else "as their receipts say, by size; --verify reads them"),
+        or (
+            "equal to their receipts, by SHA-256"
+            if verify
+            else ("equal to their receipts, by size; --verify reads them")
+        ),
         "sha256": "" if totals is None else totals.sha256,
     }
     document = {

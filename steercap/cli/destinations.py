@@ -95,7 +95,7 @@ def saved(path: Path, save: Callable[[Path], object], terminal: Terminal) -> tup
             rescue = Path(tempfile.mkdtemp(prefix="steercap-")) / path.name
             save(rescue)
         except OSError:
-            terminal.say(f"{path} cannot be written; what was to be in it is on stdout")
+            terminal.say(f"{path} cannot be written; its content is on stdout")
             return None, error
         terminal.say(f"{path} cannot be written; it is {rescue}")
         return rescue, error
@@ -182,7 +182,7 @@ class RecordOptions:
             return None
         if self.record is None:
             if self != RecordOptions():
-                raise typer.BadParameter("nothing is recorded without it", param_hint="--record")
+                raise typer.BadParameter("the other --record-... options need it; give a folder", param_hint="--record")
             return None
         from steercap.architectures.sites import SITES
         from steercap.captures.site_codecs import SiteCodecs

@@ -134,7 +134,7 @@ class ReachOptions(ModelOptions):
         str | None,
         typer.Option(
             metavar="URL",
-            help="Ask this server in place of an engine: http://HOST:PORT, or unix:SOCKET.",
+            help="Use this server instead of an engine: http://HOST:PORT, or unix:SOCKET.",
             rich_help_panel=PANEL,
         ),
     ] = None
@@ -165,7 +165,9 @@ def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise typer.BadParameter(f"{text!r}: give KEY=VALUE, its value in JSON, such as seed=3", param_hint=option)
+            raise typer.BadParameter(
+                f"{text!r}: give KEY=VALUE with the value in JSON, such as seed=3", param_hint=option
+            )
         try:
             yield key.strip().replace("-", "_"), msgspec.json.decode(value)
         except msgspec.DecodeError:

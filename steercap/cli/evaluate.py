@@ -272,7 +272,7 @@ def register(app: typer.Typer) -> None:
     async def rollouts(
         model: ReachOptions,
         terminal: Terminal,
-        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for a folder of each data set.")],
+        out: Annotated[Path, typer.Option(file_okay=False, help="Output folder, with a folder for each data set.")],
         config: Annotated[
             Path, typer.Argument(exists=True, dir_okay=False, metavar="YAML", help="Data sets, vectors.")
         ],
@@ -281,8 +281,9 @@ def register(app: typer.Typer) -> None:
         samples: Samples = None,
         seed: Seed = None,
     ) -> None:
-        """Ask the questions of many data sets under vectors at fixed lengths and at the learned one, scored by a
-        classifier of each data set and a judge. Tables go to a folder of each data set; the same call resumes.
+        """Steer by the vectors of many data sets, at fixed norms and at the learned one, ask each data set's questions,
+        and score the answers by its classifier and by a judge. Tables go to one folder per data set; an interrupted run
+        is resumed by the same call.
         """
         folder_ready(out)
         flags = {"max_tokens": max_tokens, "temperature": temperature, "samples": samples, "seed": seed}

@@ -114,7 +114,10 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for name, one in self.methods.items():
             if one.random:
                 if one.random not in found:
-                    raise InvalidSpec(f"{name!r} is a random control of {one.random!r}; {choices(one.random, found)}")
+                    raise InvalidSpec(
+                        f"{name!r} is a random control of the unknown method {one.random!r}; "
+                        f"{choices(one.random, found)}"
+                    )
                 methods += found[one.random].random(one.count, seed=one.seed)
         return Evaluation(
             methods=methods,

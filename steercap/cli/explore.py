@@ -65,9 +65,10 @@ def register(app: typer.Typer) -> None:
             list[str] | None, typer.Option(metavar="NAME=FOLDER", help="SAE whose features are shown.")
         ] = None,
     ) -> None:
-        """Explore a model in the browser: coloured tokens, layers by tokens, the logit lens, steering by a slider.
-        The page is of the warm engine, if one fits and nothing is given that it lacks, and then yours alone; an engine
-        of its own answers every user of this machine, unless you give a key: -- --api-key KEY.
+        """Explore a model in the browser: coloured tokens, layers by tokens, the logit lens, steering by a slider. It
+        uses the warm engine, if one fits and has everything that is asked for, and then only you can use the page.
+        Otherwise it starts an engine, which every user of this machine can use, unless you give a key: -- --api-key
+        KEY.
         """
         from steercap.server.server import serve as run
 
@@ -75,7 +76,10 @@ def register(app: typer.Typer) -> None:
         if not (flags or vectors or sae):
             engine, reason = await asyncio.to_thread(fitting, ReachOptions(model, engine_arg=engine_arg), {})
         else:
-            engine, reason = None, "vectors, SAEs and vLLM's flags are a server's own" if is_warm() else ""
+            engine, reason = (
+                None,
+                ("vectors, SAEs and vLLM's flags can be given only to a new server") if is_warm() else "",
+            )
         if engine is not None and await until_ready(engine) is not None:
             await _forward(engine, port, terminal, browser=browser)
             return
@@ -107,9 +111,9 @@ async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, br
     """
     if not await asyncio.to_thread(os.path.exists, "/proc/net/tcp"):
         raise InvalidSetting(
-            f"this system does not tell which user opens a connection, and the warm engine of {engine.model} is yours "
-            "alone; end it with `steercap down`, and the explorer starts an engine that every user of this machine can "
-            "ask"
+            "this system does not tell which user opens a connection, so the page cannot keep others from your warm "
+            f"engine of {engine.model}; end that with `steercap down`, and the explorer starts an engine that every "
+            "user of this machine can use"
         )
 
     async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -123,7 +127,7 @@ async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, br
 
     server = await asyncio.start_server(join, HOST, port)
     try:
-        terminal.say(f"asking the warm engine of {engine.model}")
+        terminal.say(f"connecting to the warm engine of {engine.model}")
         await opening(terminal, f"http://{HOST}:{server.sockets[0].getsockname()[1]}", browser=browser)
         await server.serve_forever()
     finally:

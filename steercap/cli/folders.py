@@ -71,7 +71,7 @@ def _persona(path: Path) -> Found:
             "report": _there(path / "report.md"),
         }
     except (OSError, msgspec.MsgspecError, LookupError, TypeError, AttributeError) as error:
-        raise InvalidFile(f"{path / 'settings.json'} is not of a run of personas: {error}") from error
+        raise InvalidFile(f"{path / 'settings.json'} does not describe a run of personas: {error}") from error
     return {**known, "stages_done": done}, [facts(str(path), known)]
 
 

@@ -98,7 +98,7 @@ async def answer(
     found = [[PrintedAnswer(prompt.shown, sample) for sample in range(params.get("n", 1))] for prompt in prompts]
 
     def take(number: int, raw: Generation | None, _handle: object) -> None:
-        assert raw is not None, "a pooling model answers nothing"
+        assert raw is not None, "a pooling model generates no text"
         for sample, given in enumerate(raw.samples):
             tokens = found[number][sample].tokens + len(given.token_ids)
             changed: dict[str, Any] = {"clean" if spec is None else "steered": raw.texts[sample], "tokens": tokens}

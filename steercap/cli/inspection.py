@@ -38,7 +38,7 @@ def inspected(path: Path, *, verify: bool = False) -> tuple[dict[str, Any], list
         InvalidFile: it cannot be read, is none of these, or has no manifest to verify it by.
     """
     if verify and not any((path / name).is_file() for name in ("manifest.json", "definition.json")):
-        raise InvalidFile(f"{path} has no manifest.json and is no data set, so there is nothing to verify its files by")
+        raise InvalidFile(f"{path} has no manifest.json and is not a data set, so its files cannot be verified")
     if path.is_dir():
         return inspected_folder(path, verify=verify)
     how = {"parquet": _parquet, "gguf": _gguf, "pt": _pt, "safetensors": _safetensors}[kind_of(path)]
@@ -229,7 +229,7 @@ def _inspect(app: typer.Typer) -> None:
         """Describe a file or folder: captures, steering, vectors, directions or a sketch of steercap, a Parquet table
         of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures, a
         data set of activations, an SAE or a model. Shows shapes, layers, texts and origin; rows of captures and data
-        sets are read only with --verify. Exit code 1 means that their files differ from the list.
+        sets are read only with --verify. Exit code 1 means that files differ from their list.
         """
         document, tables = inspected(file, verify=verify)
         terminal.show(document, *tables)

@@ -30,15 +30,21 @@ POOLING: Final = frozenset(
 )
 #: State and reason of architectures in vLLM's other tables, whatever their layers are.
 OTHERS: Final[Mapping[str, tuple[str, str]]] = {
-    "speculative_decoding": ("refused", "a draft model; open what it drafts for, with this in speculative_config"),
-    "oot_supported": ("unknown", "vLLM has it in a plug-in alone; with that installed, the proof at start decides"),
-    "transformers_backend": ("unknown", "vLLM's name for whatever runs by transformers' modules; give the model's own"),
+    "speculative_decoding": (
+        "refused",
+        ("a draft model; open the model for which it drafts, and name this one in speculative_config"),
+    ),
+    "oot_supported": ("unknown", "vLLM has it only in a plug-in; with that installed, the checks at start decide"),
+    "transformers_backend": (
+        "unknown",
+        ("vLLM's name for any model that runs with transformers' modules; give the model's own architecture"),
+    ),
     "previously_supported": ("refused", "the installed vLLM no longer has it"),
 }
 #: The same of architectures in none.
 UNREGISTERED: Final = (
     "unknown",
-    "the installed vLLM does not register it; it runs, if at all, by transformers' modules",
+    "the installed vLLM does not register it; it can run only with transformers' modules",
 )
 #: Architectures whose layers run several times in a pass.
 LOOPED: Final = frozenset({"HrmTextForCausalLM", "IQuestLoopCoderForCausalLM"})
@@ -46,7 +52,7 @@ LOOPED: Final = frozenset({"HrmTextForCausalLM", "IQuestLoopCoderForCausalLM"})
 #: Beginning of the reason in records of models that are served, though their rows differ from transformers'.
 DIFFERS: Final = "not proved, not refused"
 #: Meaning of "derived".
-DERIVES: Final = "a start derives its sites, and serves those that its proof shows, or refuses the model"
+DERIVES: Final = "the start derives its sites and serves those that pass its checks, or refuses the model"
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -117,7 +123,7 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
     runs = pools or bool(own & GENERATING) or by_transformers(architecture)
     proved = [one for one in records() if one.architecture in (names if runs else (architecture,))]
     state, reason = _state(architecture, family, proved, {*own, *(base if pools else ())})
-    said = f"it pools, and is served by `encode` alone: {reason}" if pools and state != "refused" else reason
+    said = f"it is a pooling model, served only by `encode`: {reason}" if pools and state != "refused" else reason
     return Standing(architecture, state, said, family, pools)
 
 
@@ -156,8 +162,8 @@ def _state(architecture: str, family: str, proved: Sequence[ProvedModel], tables
     if other is not None:
         return other
     if family:
-        return "known", "not compared with transformers here; the proof at start decides"
-    stream = f"its stream was compared with transformers, vLLM {tried}" if tried else "no family knows it"
+        return "known", "not compared with transformers on this version; the checks at start decide"
+    stream = f"its residual stream was compared with transformers, on vLLM {tried}" if tried else "no family knows it"
     return "derived", f"{stream}: {DERIVES}"
 
 
@@ -312,8 +318,8 @@ def register(app: typer.Typer) -> None:
         ] = False,
     ) -> None:
         """List the proved architectures: a tiny model of each was compared with transformers at every site and for
-        every operation; the worst row's error is shown. Others are served too, if they pass the checks at start. Of a
-        model's folder or hub name, say before a start how it is served: sites, layers, memory, command.
+        every operation; the worst row's error is shown. Others are served too, if they pass the checks at start. Given
+        a model's folder or hub name, show how it would be served, without starting it: sites, layers, memory, command.
         """
         from steercap.architectures.families.proved import TITLES, columns, records
 

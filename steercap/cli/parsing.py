@@ -54,7 +54,7 @@ def names_of(text: str) -> tuple[str, ...]:
     """
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if not names:
-        raise typer.BadParameter(f"{text!r} names nothing")
+        raise typer.BadParameter(f"{text!r} holds no name; give names separated by commas")
     return names
 
 
@@ -164,9 +164,7 @@ class SteerOptions:
         ]
         if self.steer is None:
             if said:
-                raise typer.BadParameter(
-                    f"{said[0]} says how to steer; give what with --steer FILE", param_hint=said[0]
-                )
+                raise typer.BadParameter(f"{said[0]} needs vectors or steering; give --steer FILE", param_hint=said[0])
             return None
         content = load(self.steer, base=base_of(self.base))
         if isinstance(content, dict):
@@ -174,7 +172,7 @@ class SteerOptions:
         from steercap.steering.spec import SteeringSpec
 
         if isinstance(content, SteeringSpec):
-            _refuse(said, f"{self.steer} holds edits that say so themselves")
+            _refuse(said, f"{self.steer} holds edits, which have their own")
             return content
         return self._added(only(directions_in(content, self.steer), self.name))
 
@@ -208,7 +206,8 @@ class SteerOptions:
         ends = layers if isinstance(layers, list) else [layers.start, layers.stop] if isinstance(layers, slice) else []
         if any(end is not None and end < 0 for end in ends):
             raise typer.BadParameter(
-                f"{text!r}: {self.steer} has no end to count from; it has vectors for layers {span(known)}: name those",
+                f"{text!r}: negative layers cannot be used with {self.steer}, which has vectors for layers "
+                f"{span(known)}; name those",
                 param_hint="--layer",
             )
         return list(resolve_layers(layers, max(known) + 1))
@@ -242,7 +241,7 @@ def base_of(base: int | None) -> Literal[0, 1] | None:
 
 
 def _experiment(experiments: dict[str, SteeringSpec], path: Path, name: str | None, said: list[str]) -> SteeringSpec:
-    _refuse([option for option in said if option != "--name"], f"{path} holds experiments that say so themselves")
+    _refuse([option for option in said if option != "--name"], f"{path} holds experiments, which have their own")
     return chosen(experiments, path, name)
 
 

@@ -64,7 +64,9 @@ class ScoreOptions:
     ] = None
     paired: Annotated[
         bool | None,
-        typer.Option("--paired/--unpaired", help="Keep answers with their counterpart.", rich_help_panel=SCORING),
+        typer.Option(
+            "--paired/--unpaired", help="Keep an answer only if its counterpart is kept too.", rich_help_panel=SCORING
+        ),
     ] = None
     min_kept: Annotated[
         int | None, typer.Option(min=2, help="Minimum number of answers of each kind.", rich_help_panel=SCORING)
@@ -112,8 +114,8 @@ def table_of(result: PersonaResult) -> Table:
         f"{result.directions.model}, {result.directions.site}",
         ("trait", "kept", "of", "score", "layer", "AUC held out", "chance", "of a row"),
         words=("trait",),
-        caption="score: mean, 0 to 100; AUC: at this layer, where it is highest; chance: AUC of 95 of 100 worthless "
-        "vectors",
+        caption="score: mean, 0 to 100; AUC: at this layer, where it is highest; chance: 95 % range of the AUC of "
+        "vectors without meaning",
     )
     for name, one in result.outcomes.items():
         table.add_row(
@@ -204,9 +206,9 @@ def _register_run(app: typer.Typer) -> None:
             typer.Option("--read-system/--no-read-system", help="Read answers with the system prompt before them."),
         ] = True,
     ) -> None:
-        """Find the vectors of traits, as persona vectors are found: the model answers under contrasting system
-        prompts, answers are scored and filtered, read once more, and their mean rows compared. A run that was
-        interrupted goes on when it is called again with the same --out.
+        """Find the vectors of traits by the method of persona vectors: the model answers under contrasting system
+        prompts, answers are scored and filtered, read once more, and their mean rows compared. An interrupted run is
+        resumed by the same call.
         """
         from steercap.core.spec import resolve_layers
         from steercap.lab.personas import run as pipeline
@@ -281,7 +283,7 @@ def report(
         facts("", {"directions": result.folder / "directions.safetensors", "report": result.report}),
     )
     if commands and not terminal.json:
-        terminal.write("\nWhether a vector causes its trait is what a sweep says, against random vectors:")
+        terminal.write("\nA sweep tests whether a vector causes its trait, against random vectors:")
         for command in commands:  # not in a table, which would break the lines: it is meant for pasting
             terminal.write(folded(command))
     if failed is not None:

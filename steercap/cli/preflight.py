@@ -214,7 +214,7 @@ def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: i
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
         raise typer.BadParameter(f"{seed}; give a whole number of 64 bits", param_hint="--seed")
     if not 1 <= max_tokens < 1 << 63:
-        raise typer.BadParameter(f"{max_tokens}; give 1 or more, in 63 bits", param_hint="--max-tokens")
+        raise typer.BadParameter(f"{max_tokens}; give a whole number from 1 to 2**63 - 1", param_hint="--max-tokens")
 
 
 @asynccontextmanager
@@ -243,13 +243,13 @@ async def reached(options: ReachOptions, terminal: Terminal, **settings: Any) ->
                 yield model
             return
     elif said := [word for word in options.flags() if word.startswith("--") and word not in {"--model", "--url"}]:
-        raise typer.BadParameter("the server of --url has its own; leave it out", param_hint=said[0])
+        raise typer.BadParameter("the server at --url decides this; leave it out", param_hint=said[0])
     from steercap.model import SteerModel
 
     named = options.model if options.url and options.model != SMOLLM2 else None
     async with SteerModel.connect(url, api_key=options.api_key, model=named) as remote:
         terminal.say(
-            f"asking {remote.url}: {remote.served_name}, {remote.origin['dtype']}, {remote.max_model_len} tokens"
+            f"using {remote.url}: {remote.served_name}, {remote.origin['dtype']}, {remote.max_model_len} tokens"
         )
         yield remote
 
@@ -279,7 +279,7 @@ def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[
         return reason
     if engine.flags:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in engine.flags)
-        return f"it was given {flags}, which no command asks for; --url {engine.url} asks it all the same"
+        return f"it was started with {flags}, which commands do not expect; --url {engine.url} uses it anyway"
     if engine.keyed and options.api_key is None:
         return "it wants an API key; give --api-key"
     given = {**settings, **options.said()}
@@ -287,7 +287,7 @@ def _mismatch(engine: warm.WarmEngine, options: ReachOptions, settings: Mapping[
     own = {name: value for name, value in given.items() if name in names}
     ours = environment.settings(**own)
     if lacking := set(ours.sites) - set(engine.settings["sites"]):
-        return f"it has no site {', '.join(sorted(lacking))}; give `steercap up` --sites"
+        return f"it has no site {', '.join(sorted(lacking))}; start it by `steercap up` with --sites"
     said = COMPARED | own.keys() | environment.from_environment().keys()
     for name in sorted(said - {"sites"}):
         here, known = as_stored(getattr(ours, name)), engine.settings[name]

@@ -222,5 +222,7 @@ def _said(path: str, messages: list[dict[str, str]]) -> list[str]:
         InvalidFile: the conversation has messages that are not the user's.
     """
     if any(message.get("role") != "user" for message in messages):
-        raise InvalidFile(f"{path}: a question of several turns holds what the user says alone; the model answers each")
+        raise InvalidFile(
+            f"{path}: a question of several turns must hold only the user's messages; the model answers each"
+        )
     return [message["content"] for message in messages]

@@ -29,7 +29,7 @@ SCORING: Final = "Scoring"
 ScorerArguments = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY=VALUE", help="Argument of the scorer, its value in JSON; may be repeated.", rich_help_panel=SCORING
+        metavar="KEY=VALUE", help="Argument of the scorer, value in JSON; repeatable.", rich_help_panel=SCORING
     ),
 ]
 
@@ -43,7 +43,7 @@ class AnswerOptions:
         typer.Option("--small", help="Sizes for a small model on a CPU: minutes, not hours.", rich_help_panel=SIZES),
     ] = False
     n_samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Answers to each question.", rich_help_panel=SIZES)
+        int | None, typer.Option("--samples", min=1, help="Number of answers per question.", rich_help_panel=SIZES)
     ] = None
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of an answer.", rich_help_panel=SIZES)
@@ -51,7 +51,7 @@ class AnswerOptions:
     temperature: Annotated[float | None, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=SIZES)] = (
         None
     )
-    seed: Annotated[int | None, typer.Option(help="Seed of everything that is drawn.", rich_help_panel=SIZES)] = None
+    seed: Annotated[int | None, typer.Option(help="Sampling seed.", rich_help_panel=SIZES)] = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RoleOptions(AnswerOptions):
     questions: Annotated[
         Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
     ] = None
-    role: Annotated[list[str] | None, typer.Option(help="Name of a role; may be repeated. All by default.")] = None
+    role: Annotated[list[str] | None, typer.Option(help="Name of a role; repeatable (default: all).")] = None
     n_questions: Annotated[
         int | None, typer.Option("--n-questions", min=2, help="Number of questions to ask.", rich_help_panel=SIZES)
     ] = None
@@ -72,7 +72,8 @@ class RoleOptions(AnswerOptions):
     scorer: Annotated[
         str | None,
         typer.Option(
-            help="Scorer of whether an answer plays its role: minilm, keywords or judge. Left out, all are kept.",
+            help="Scorer of how well an answer plays its role: minilm, keywords or judge (default: none, and all "
+            "answers are kept).",
             rich_help_panel=SCORING,
         ),
     ] = None
@@ -105,7 +106,7 @@ class RoleOptions(AnswerOptions):
 
         if path is None and self.questions is not None:
             raise typer.BadParameter(
-                "the shipped roles have their questions; give roles of yours, too", param_hint="--questions"
+                "the shipped roles have their own questions; give ROLES too", param_hint="--questions"
             )
         found = shipped_roles() if path is None else load_roles(path, questions=self.questions)
         return found.select(self.role) if self.role else found
@@ -163,8 +164,8 @@ def _register_roles(app: typer.Typer) -> None:
         ] = "0/1",
     ) -> None:
         """Have a model play roles: each role, and the default assistant, answers the same questions, and the rows of
-        its answers are averaged. A run that was interrupted goes on when it is called again with the same --out;
-        several processes, each with another --shard, may share one. What it comes to, `steercap persona axis` says.
+        its answers are averaged. An interrupted run is resumed by the same call; several processes, each with another
+        --shard, may share one --out. `steercap persona axis` shows the result.
         """
         from steercap.core.spec import CaptureSpec, resolve_layers
         from steercap.lab.personas.roles import run_share
@@ -213,13 +214,13 @@ def _register_axis(app: typer.Typer) -> None:
             int | None, typer.Option(help="Layer at which roles are ranked (default: the middle one).")
         ] = None,
         over: Annotated[
-            Literal["questions", "roles"], typer.Option(help="What the halves do not share: questions, or roles too.")
+            Literal["questions", "roles"], typer.Option(help="Split into halves by questions, or by roles too.")
         ] = "questions",
         splits: Annotated[int, typer.Option(min=1, help="Number of random splits into halves.")] = 20,
     ) -> None:
-        """Say what the assistant axis of a run is: where the roles lie on it, how much of their variance it has, and
-        whether it is found again in halves, beside chance. Starts no engine. Writes axis-HOW.safetensors and
-        pictures into the folder.
+        """Compute the assistant axis of a run, and show where the roles lie on it, how much of their variance it
+        explains, and how well it is found again in halves of the data, compared with chance. Starts no engine. Writes
+        axis-HOW.safetensors and pictures into the folder.
         """
         from steercap.lab.personas.roles import assistant_axis, load_run, plot_positions, plot_stability, stability
 
@@ -267,8 +268,8 @@ def _register_cap(app: typer.Typer) -> None:
         ] = 25.0,
         force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     ) -> None:
-        """Make steering that holds rows above what is usual for the default assistant: its answers of the run are read
-        again, their tokens projected on the axis, and a percentile becomes the floor at each layer.
+        """Make steering that keeps rows from falling below the default assistant's usual place on the axis: its answers
+        of the run are read again, their tokens projected on the axis, and a percentile becomes the floor at each layer.
         """
         from steercap.core.spec import resolve_layers
         from steercap.lab.personas.roles import assistant_axis, calibrated_capping, load_run

@@ -35,7 +35,7 @@ def by_layer(axis: AssistantAxis, found: Stability) -> Table:
         f"the axis ({axis.how}) by layer",
         ("layer", "length", "cosine with PC1", "variance of PC1", "assistant on PC1", "halves", "dealt out", "random"),
         caption=f"halves: cosine of the axes of two halves of the {shared}, median and 90 % of {found.splits} splits; "
-        "dealt out: the same where the answers are dealt out to the roles anew",
+        "dealt out: the same with the answers assigned to roles at random",
     )
     ways = [(found.median(axis.how, of), found.band(axis.how, of)) for of in ("found", "permuted", "random")]
     for layer, length in axis.vectors.norms().items():

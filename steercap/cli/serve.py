@@ -21,7 +21,7 @@ from steercap.files.fingerprint import digest_of
 if TYPE_CHECKING:
     from steercap.server.server import Names, ServerSettings
 
-KEPT: Final = "What is kept"
+KEPT: Final = "Vectors and captures"
 #: Flags of vLLM that override a model's config.json.
 CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
 
@@ -39,7 +39,7 @@ class ServeOptions:
     ] = None
     idle: Annotated[
         float | None,
-        typer.Option(min=0, help="Minutes without a request until it ends; 0: never (default: 0, of up 30)."),
+        typer.Option(min=0, help="Minutes without a request until it ends; 0: never (default 0, for up 30)."),
     ] = None
     vectors: Annotated[
         list[str] | None,
@@ -141,7 +141,9 @@ def _serve(app: typer.Typer) -> None:
         options: ServeOptions,
         record: RecordOptions,
     ) -> None:
-        """Serve a model by vLLM's own OpenAI-compatible server; requests capture and steer by the field `steercap`."""
+        """Serve a model with vLLM's own OpenAI-compatible server; requests capture and steer through the field
+        `steercap`.
+        """
         from steercap.server.server import serve as run
 
         model, flags = parted(model, flags)

@@ -145,8 +145,8 @@ def register(app: typer.Typer) -> None:
         ] = None,
         plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Plot each measure against the scale.")] = True,
     ) -> None:
-        """Steer by each vector at each layer and scale, on the same prompts, and measure the answers. Controls are run
-        beside: no steering, the negated vector, and random vectors of equal norm. An effect within their range is no
+        """Steer by each vector at each layer and scale, on the same prompts, and measure the answers. Controls run
+        alongside: no steering, the negated vector, and random vectors of equal norm. An effect within their range is no
         effect. Finished work is kept in --out; an interrupted sweep is resumed by the same call. The YAML file has the
         keys of the flags.
         """
@@ -184,8 +184,8 @@ def table_of(results: SweepResults, measure: str) -> Table:
         measure,
         (*varied, "layers", "scale", "steered", "none", "reversed", "random", "outside", "sd"),
         words=varied,
-        caption="outside: beyond the range of the random vectors, in widths of it; sd: from their mean, in their "
-        "standard deviations",
+        caption="outside: distance beyond the range of the random vectors, in widths of that range; sd: distance "
+        "from their mean, in their standard deviations",
     )
     for one in effects:
         at = one.condition

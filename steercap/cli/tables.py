@@ -86,7 +86,7 @@ def advice(directions: DirectionSet, name: str) -> dict[str, str]:
     held = "{} and {}".format(*directions.provenance.held_out[name])
     low, high = found.chance
     return {
-        "chance": f"AUC {low:.2f} to {high:.2f} in 95 of 100 worthless directions, with {held} texts held out",
+        "chance": f"AUC {low:.2f} to {high:.2f} in 95 % of directions without meaning, with {held} texts held out",
         "layers tie": f"{len(found.tied)} of {found.layers} at AUC {found.auc:.3f}: {runs_of(found.tied)}"
         if len(found.tied) > 1
         else "",
@@ -114,8 +114,8 @@ def tried_layers(tried: TriedLayers) -> Table:
         "layers tried, means over the prompts",
         ("layer", f"+{tried.scale:g}", f"-{tried.scale:g}", "apart", "perplexity", "note"),
         words=("note",),
-        caption=f"effect: how far the reply lies along the direction from the unsteered one, in lengths of it, read at "
-        f"layer {tried.read_at} without steering; perplexity: without steering",
+        caption="effect: distance of the reply from the unsteered one along the direction, in lengths of it, "
+        f"read at layer {tried.read_at} without steering; perplexity: without steering",
     )
     for one in tried.effects():
         numbers = (_number(value, "+.2f") for value in (one.up, one.down, one.apart))
@@ -131,7 +131,7 @@ def best_tried(tried: TriedLayers) -> str:
     """Say which layer steered best, and by what."""
     best = next((one for one in tried.effects() if one.layer == tried.best), None)
     if best is None:
-        return "none: no layer moved the replies along the direction without breaking their text"
+        return "none: at no layer did the replies move along the direction with their text intact"
     return f"layer {best.layer}: its replies are {best.apart:.2f} apart; try it with random controls: steercap sweep"
 
 

@@ -66,10 +66,13 @@ class StepOptions:
     ] = None
     max_grad_norm: Annotated[float | None, _step(help="Maximum norm of the gradient (clipping).")] = None
     seed: Annotated[int | None, _step(help="Random seed (default 0).")] = None
-    device_map: Annotated[str | None, _step(help="Spread over several devices, by accelerate: auto or balanced.")] = (
-        None
-    )
-    checkpointing: Annotated[bool | None, _step("--checkpointing", help="Less memory, more time.")] = None
+    device_map: Annotated[
+        str | None, _step(help="Spread the model over several devices with accelerate: auto or balanced.")
+    ] = None
+    checkpointing: Annotated[
+        bool | None,
+        _step("--checkpointing", help="Recompute activations in the backward pass: less memory, more time."),
+    ] = None
 
     def said(self) -> dict[str, Any]:
         """Return the options that are given."""
@@ -117,7 +120,7 @@ def check_options(examples: Path, of_file: Mapping[str, Any], of_folder: Mapping
     if wrong:
         kind = "a file of examples, not a folder" if examples.is_dir() else "a folder of data sets, not a file"
         hint = "; give --rates" if wrong[0] == "lr" else ""
-        raise typer.BadParameter(f"it is for {kind}{hint}", param_hint=f"--{wrong[0].replace('_', '-')}")
+        raise typer.BadParameter(f"this option is for {kind}{hint}", param_hint=f"--{wrong[0].replace('_', '-')}")
 
 
 def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) -> AnyEdit:
@@ -131,7 +134,7 @@ def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) 
 
     if edit not in set(TrainableKind):
         if layers is not None:
-            raise typer.BadParameter("a file says its own layers; leave it out", param_hint="--layers")
+            raise typer.BadParameter("a file of steering has its own layers; leave --layers out", param_hint="--layers")
         return steering_of(Path(edit))
     if layers is None:
         raise typer.BadParameter("give layers such as 14, or 10,14", param_hint="--layers")
@@ -149,7 +152,7 @@ def steering_of(path: Path) -> SteeringSpec:
 
     content = load(path)
     if not isinstance(content, SteeringSpec):
-        raise InvalidFile(f"{path} holds vectors, and no edits that say what is done with them; give steering")
+        raise InvalidFile(f"{path} holds vectors without edits; give a file of steering")
     return content
 
 
@@ -234,7 +237,7 @@ def register(app: typer.Typer) -> None:
         a system prompt. A line has prompt and response; prompt, chosen and rejected; or system, prompt and response.
         Examples of one source, such as a question, are held out together; trait says which of several is trained. An
         interrupted run is resumed by the same call. No engine is started; under torchrun several processes share the
-        work. Of a folder, each data set NAME.jsonl is trained at each of --rates, and the best vector is kept.
+        work. Given a folder, it trains on each data set NAME.jsonl at each of --rates, and keeps the best vector.
         """
         from steercap.lab.training import train_datasets, train_many
         from steercap.lab.training.loop import together

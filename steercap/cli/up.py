@@ -37,7 +37,7 @@ LINES: Final = 12
 STEPS: Final = (
     ("Started server process", "opening the socket"),
     ("Capturing CUDA graphs", "capturing CUDA graphs"),
-    ("100% Completed", "preparing the model, and proving every tap"),
+    ("100% Completed", "preparing the model, and testing every tap"),
     ("checkpoint shards", "loading weights"),
     ("(Worker", "starting the engine's processes"),
     ("(EngineCore", "starting the engine's processes"),
@@ -115,7 +115,7 @@ async def _turn(path: Path, terminal: Terminal) -> AsyncIterator[None]:
     lock = os.open(path.with_suffix(".up"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         if not warm.locked(lock, fcntl.LOCK_EX):
-            with terminal.status("another steercap up starts it"):
+            with terminal.status("another steercap up is starting it"):
                 while not warm.locked(lock, fcntl.LOCK_EX):  # noqa: ASYNC110 -- the kernel tells nobody when
                     await asyncio.sleep(warm.PAUSE)
         yield

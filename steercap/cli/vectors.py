@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 #: Hint for other formats, for error messages.
-CONVERTED: Final = "; steercap vectors convert brings it into .gguf or .pt"
+CONVERTED: Final = "; steercap vectors convert makes .gguf or .pt of it"
 
 
 #: Number of pairs that a comparison shows.
@@ -129,7 +129,7 @@ def texts_between(positive: Path, negative: Path) -> ExtractTexts:
     """
     (ours, groups), (theirs, others) = texts_in(positive), texts_in(negative)
     if (groups is None) != (others is None):
-        raise InvalidFile(f"of {positive} and {negative} one says groups and the other does not; give both or none")
+        raise InvalidFile(f"only one of {positive} and {negative} has groups; give groups in both or in neither")
     return ExtractTexts(ours, theirs, groups, others)
 
 
@@ -340,9 +340,14 @@ def _register_compare(app: typer.Typer) -> None:
         first: Annotated[
             Path, typer.Argument(exists=True, help="Folder of NAME.pt or NAME/steering_vector.pt, or directions.")
         ],
-        second: Annotated[Path, typer.Argument(exists=True, help="The same, to compare with.")],
+        second: Annotated[Path, typer.Argument(exists=True, help="Folder or file to compare with, in the same form.")],
         terminal: Terminal,
-        level: Annotated[str | None, typer.Option(help="Level of persona files (default: see the guide).")] = None,
+        level: Annotated[
+            str | None,
+            typer.Option(
+                help="Level of persona files (default: the one of pos_3, pos_neg_50 and contrast that the files have)."
+            ),
+        ] = None,
         raw: Annotated[bool | None, typer.Option("--raw", help="Do not subtract the default of persona files.")] = None,
         model: Annotated[
             str | None,

@@ -94,8 +94,8 @@ class RemoteAnswers:
         """
         if call.encoding:
             raise InvalidRequest(
-                "encode cannot be asked of a server, which captures of models that generate; open it here: "
-                "`SteerModel(..., runner='pooling')`"
+                "encode() does not work through a server, which captures only from models that generate; open the "
+                "model with SteerModel(..., runner='pooling')"
             )
         rendered = await self._rendered(prompts, call)
         params = each(_READ if call.reading else call.sampling_params, len(prompts), "sampling_params")
@@ -306,7 +306,7 @@ class RemoteAnswers:
             receipts = handles = monitors = None
             edited = [results.get(choice["index"], {}).get("steering") for choice in choices]
             if asked.steering is not None and not all(edited):
-                raise SteeringNotApplied(f"{self.connection.url} says nothing of the edits that were asked for")
+                raise SteeringNotApplied(f"{self.connection.url} does not report the edits of this request")
             if choices and all(edited):  # a preset steers those who do not ask
                 receipts = tuple(_receipt(said) for said in edited)
             if asked.spec is not None:
@@ -320,10 +320,14 @@ class RemoteAnswers:
         header = msgspec.json.decode(msgspec.json.encode(capture["header"]), type=files.Header)
         prompt, output = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
         if (len(prompt), len(output)) != (capture["prompt_tokens"], capture["output_tokens"]):
-            raise ServerFailure(f"{self.connection.url} has rows of another sequence than the text's; report it")
+            raise ServerFailure(
+                f"{self.connection.url} returned rows of another sequence than the text; please report this"
+            )
         path = capture["url"]
         if not path.startswith("/v1/steercap/captures/"):
-            raise ServerFailure(f"{self.connection.url} says that rows are at {shown(path)}, which is no place of its")
+            raise ServerFailure(
+                f"{self.connection.url} says that rows are at {shown(path)}, which is not an address of that server"
+            )
         self.connection.hold(path)
         rows = RemoteRows(self.connection, path, capture["bytes"], header.request_id, header.points, (*prompt, *output))
         reply = MessageSpan("assistant", None, len(prompt), len(prompt) + len(output))
@@ -366,8 +370,8 @@ def _prompt_asked(prompt: Any) -> str | list[int]:
     given = [name for name in prompt if name != "cache_salt"]
     if len(given) != 1 or (name := given[0]) not in _PROMPT:
         raise InvalidPrompt(
-            f"a prompt dict with {', '.join(map(repr, prompt))} cannot be asked of a server; give a str, token ids, or "
-            "a dict of one of 'prompt' and 'prompt_token_ids', with 'cache_salt' if you like"
+            f"a prompt dict with {', '.join(map(repr, prompt))} cannot be sent to a server; give a str, token ids, or "
+            "a dict of one of 'prompt' and 'prompt_token_ids'"
         )
     found = prompt[name]
     if isinstance(found, str):
@@ -379,8 +383,8 @@ def _options_asked(call: CallArguments) -> dict[str, Any]:
     options = call.options
     if options.get("lora_request") is not None:
         raise InvalidRequest(
-            "lora_request= cannot be asked of a server: it names its adapters itself; connect(url, model=NAME) asks "
-            "for one"
+            "lora_request= cannot be sent to a server, which has its own adapters; choose one by connect(url, "
+            "model=NAME)"
         )
     return {"priority": options["priority"]} if options.get("priority") else {}
 

@@ -25,9 +25,9 @@ from steercap.steering.spec import SteeringSpec
 MOST_NUMBERS: Final = 4096
 #: Fields of a CaptureSpec that a server does not support, with advice.
 _REFUSED: Final[Mapping[str, str]] = {
-    "calibration": "a server keeps codes without one; leave it out",
-    "sae": "a server reads with its own SAEs, by their names in HTTP; capture the rows and use SAE.encode here",
-    "gather": "a server hands over whole rows; leave it out",
+    "calibration": "a server codes rows without a calibration; leave it out",
+    "sae": "a server uses its own SAEs, named in HTTP requests; capture the rows and use SAE.encode here",
+    "gather": "a server returns whole rows; leave it out",
 }
 
 
@@ -49,7 +49,7 @@ def require_specs(spec: Any) -> None:
     plain = CaptureSpec()
     for name, reason in _REFUSED.items():
         if getattr(spec, name) != getattr(plain, name):
-            raise InvalidRequest(f"CaptureSpec({name}=) cannot be asked of a server: {reason}")
+            raise InvalidRequest(f"CaptureSpec({name}=) cannot be sent to a server: {reason}")
 
 
 def capture_asked(spec: CaptureSpec, project: str | None) -> dict[str, Any]:

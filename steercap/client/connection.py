@@ -162,7 +162,10 @@ class Connection:
                 f"{self.url} cannot be reached: {error.strerror}; `steercap status` lists engines"
             ) from error
         if owner != os.geteuid():
-            raise ServerFailure(f"{self.url} is of user {owner}, and this process of {os.geteuid()}; give your own")
+            raise ServerFailure(
+                f"{self.url} belongs to user {owner}, and this process to user {os.geteuid()}; connect to a server of "
+                "your own"
+            )
 
     async def _describe(self) -> Described:
         listed = await self.ask("GET", "/v1/models")
@@ -170,8 +173,8 @@ class Connection:
             said = await self.ask("GET", "/v1/steercap/model")
         except InvalidRequest as error:  # 404
             raise ServerFailure(
-                f"{self.url} is a server, but none of steercap's: it can neither capture nor steer; "
-                "start it with `steercap serve`"
+                f"{self.url} is a server, but not one of steercap: it can neither capture nor steer; start it with "
+                "`steercap serve`"
             ) from error
         with self.answering():
             names = {one["id"]: one.get("max_model_len") for one in listed["data"]}
@@ -302,8 +305,8 @@ class Connection:
             if self._closed:
                 raise ModelClosed("the connection was closed while this request ran") from error
             raise ServerFailure(
-                f"{self.url} cannot be reached, or broke off: {type(error).__name__}: {error}; is `steercap serve` "
-                "running there? What was asked was not asked again"
+                f"{self.url} cannot be reached, or the connection broke: {type(error).__name__}: {error}; is `steercap "
+                "serve` running there? The request was not sent again"
             ) from error
 
     @contextlib.contextmanager
@@ -342,7 +345,9 @@ class Connection:
         message = str(said.get("message", said) if isinstance(said, Mapping) else said)
         message = message.removesuffix(" (parameter=steercap)")
         if status in {401, 403}:
-            return ServerFailure(f"{self.url} refuses the API key; give it as SteerModel.connect(url, api_key=...)")
+            return ServerFailure(
+                f"{self.url} refuses the API key; give the right one as SteerModel.connect(url, api_key=...)"
+            )
         kind = getattr(errors, name, None) if name else None
         if isinstance(kind, type) and issubclass(kind, SteercapError):
             return kind(message)

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"
 #: Attributes of a SteerModel that a RemoteModel lacks, with advice.
 LACKING: Final[Mapping[str, str]] = {
-    "checkpoint": "the server has it; `model` is its name there",
+    "checkpoint": "it is on the server's machine; `model` is the name there",
     "factory": "it is the server's model",
     "engine": "it is in the server's process",
-    "layers": "the server does not say which classes it loaded",
-    "proof": "the server does not say what was proved when it started",
+    "layers": "the server does not report which classes it loaded",
+    "proof": "the server does not report the checks of its start",
     "settings": "they are the server's; `stats()` has its limits",
-    "sketch": "a server keeps no statistics; sketch in `SteerModel(...)`, or `collect` rows, whose means it keeps",
-    "unembed": "the server does not run the norm and unembedding by themselves; open the model: `SteerModel(...)`",
-    "verified": "it is said of each capture, `handle.receipt.verified`",
+    "sketch": "a server keeps no statistics; sketch with a model opened by SteerModel, or `collect` rows, whose means it keeps",
+    "unembed": "the server does not run the norm and unembedding separately; open the model with SteerModel",
+    "verified": "it is reported for each capture, `handle.receipt.verified`",
 }
 
 

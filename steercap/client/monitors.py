@@ -72,7 +72,9 @@ def reports_of(monitors: Sequence[Monitor], said: Sequence[Said] | None) -> tupl
     """
     found = msgspec.convert(list(said or ()), tuple[MonitorReport, ...])
     if tuple(one.monitor for one in found) != labels_of(monitors):
-        raise ServerFailure("the server says nothing of the monitors that were asked for; use the same version there")
+        raise ServerFailure(
+            "the server does not report the monitors of this request; use the same version of steercap there"
+        )
     return found
 
 

@@ -67,7 +67,7 @@ class RemoteRows:
         loaded: CaptureHandle = delivery
         read = (*loaded.prompt_token_ids, *loaded.output_token_ids)
         if (loaded.request_id, loaded.points, read) != (self.request, self.points, self.tokens):
-            raise CaptureIncomplete(f"{self.request}: what the server sent is the capture of {loaded.request_id}")
+            raise CaptureIncomplete(f"{self.request}: the server sent the capture of {loaded.request_id} instead")
         return loaded.lifecycle.require_here()
 
     def give_back(self) -> None:
@@ -91,9 +91,9 @@ async def _fetched(one: RemoteRows) -> CaptureHandle | SteercapError:
             written = await scoped(download)
         except InvalidRequest as error:  # 404
             return CaptureReleased(
-                f"{one.request}: its rows are no longer at the server ({error}). Fetch them before that, or have "
-                "`steercap serve --captures-seconds` keep them longer"
+                f"{one.request}: the server no longer has its rows ({error}). Fetch rows sooner, or keep them longer "
+                "by `steercap serve --captures-seconds`"
             )
         if written != one.size:
-            return CaptureIncomplete(f"{one.request}: {written:,} bytes of {one.size:,} came; fetch again")
+            return CaptureIncomplete(f"{one.request}: {written:,} of {one.size:,} bytes came; fetch again")
         return await asyncio.to_thread(CaptureHandle.load, path)

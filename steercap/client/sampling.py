@@ -64,7 +64,7 @@ def sampling_asked(given: Any) -> dict[str, Any]:
     asked = dict(DEFAULTS)
     for name, value in _fields(given).items():
         if name not in KNOWN:
-            raise InvalidRequest(f"sampling parameter {name!r} cannot be asked of a server; {choices(name, KNOWN)}")
+            raise InvalidRequest(f"sampling parameter {name!r} cannot be sent to a server; {choices(name, KNOWN)}")
         if value is not None or name == "max_tokens":  # None is as many as the context holds
             asked[name] = _plain(value)
     return asked

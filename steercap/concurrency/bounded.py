@@ -31,7 +31,7 @@ async def each_of(items: Iterable[Item], work: Callable[[Item], Awaitable[Result
         The first error that one of them raised, by itself rather than in a group; the others are cancelled.
     """
     if limit < 1:
-        raise InvalidSetting(f"{limit} at once; give 1 or more")
+        raise InvalidSetting(f"{limit} items at once; give a limit of 1 or more")
     left, results = enumerate(items), dict[int, Result]()
 
     async def work_off(first: tuple[int, Item]) -> None:

@@ -69,12 +69,12 @@ SETTINGS: Final[Mapping[str, Variable]] = {
     "sketch_bytes": Variable("maximum device memory of sketches on each worker, in bytes", int),
     "sae_bytes": Variable("maximum device memory of SAEs on each worker, in bytes", int),
     "overflow": Variable("action of a request without room: `wait`, `error` or `spill`", str, flag=True),
-    "overflow_timeout": Variable("seconds that it waits while nothing runs", float, flag=True),
+    "overflow_timeout": Variable("seconds that a request waits for room while no other runs", float, flag=True),
     "spill_folder": Variable("folder of the file that rows spill to", str, flag=True, default="`TMPDIR`, or /var/tmp"),
-    "spill_bytes": Variable("most bytes that rows spill to disk", int, flag=True),
+    "spill_bytes": Variable("maximum size of the spill file, in bytes", int, flag=True),
     "transport": Variable("how rows reach the client: `auto`, `shared` or `wire`", str, flag=True),
     "steering_slots": Variable("steering configurations in use at once", int),
-    "vector_bytes": Variable("memory of all vectors, bytes a worker", int),
+    "vector_bytes": Variable("memory of all vectors on each worker, in bytes", int),
     "edits_per_point": Variable("rank-one edits of one spec at one point", int),
     "restart": Variable("whether an engine that has died is started again", bool, flag=True),
 }
@@ -128,8 +128,8 @@ def check_names() -> None:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and not name.startswith(TESTS) and name not in {*known, *OWN}:
             raise InvalidSetting(
-                f"{name} is set in the environment, and is no setting of steercap; unset it, or see docs/settings.md; "
-                f"{choices(name, known)}"
+                f"{name} is set in the environment, but steercap has no such setting; unset it, or see "
+                f"docs/settings.md; {choices(name, known)}"
             )
 
 
@@ -177,7 +177,7 @@ def _converted(name: str, text: str) -> Any:
         Settings(**{name: value})
     except (msgspec.ValidationError, SteercapError) as error:
         raise InvalidSetting(
-            f"{variable_of(name)}={shown(text)} in the environment does not fit: {error}; "
-            f"it is {SETTINGS[name].says.replace('`', '')}"
+            f"{variable_of(name)}={shown(text)} in the environment is not valid: {error}; it is "
+            f"{SETTINGS[name].says.replace('`', '')}"
         ) from error
     return value

@@ -59,9 +59,9 @@ def read(decoder: msgspec.msgpack.Decoder[Any], frame: object, what: str) -> Any
         InvalidFrame: not bytes, longer than `MOST_BYTES`, of another version, damaged, or with a value out of bounds.
     """
     if not isinstance(frame, (bytes, bytearray)):
-        raise InvalidFrame(f"{what}: {type(frame).__name__} came where bytes must")
+        raise InvalidFrame(f"{what}: expected bytes, got {type(frame).__name__}")
     if len(frame) > MOST_BYTES:
-        raise InvalidFrame(f"{what}: {len(frame):,} bytes came; {MOST_BYTES:,} are read")
+        raise InvalidFrame(f"{what}: {len(frame):,} bytes came; at most {MOST_BYTES:,} are read")
     if frame[: len(HEADER)] != HEADER:
         raise InvalidFrame(f"{what}: {_difference(bytes(frame[: len(HEADER)]))}")
     try:
@@ -72,6 +72,6 @@ def read(decoder: msgspec.msgpack.Decoder[Any], frame: object, what: str) -> Any
 
 def _difference(header: bytes) -> str:
     if header[: len(_MAGIC)] != _MAGIC or len(header) < len(HEADER):
-        return f"it begins with {header!r}, which is no frame of steercap's"
+        return f"it begins with {header!r}, which is not a frame of steercap"
     version = int.from_bytes(header[len(_MAGIC) :], "little")
     return f"it is of version {version} of steercap's frames, this process reads {VERSION}; install one steercap on all"

@@ -101,14 +101,14 @@ def read_name(name: str) -> Name:
     if within in _OTHERS:
         raise UnknownName(f"{shown(name)} is not the same here: {_OTHERS[within]}")
     if block and within not in TRANSFORMER_LENS:
-        raise UnknownName(f"unknown name {shown(name)}; behind 'blocks.<layer>.': {choices(within, TRANSFORMER_LENS)}")
+        raise UnknownName(f"unknown name {shown(name)}; after 'blocks.<layer>.': {choices(within, TRANSFORMER_LENS)}")
     if within in TRANSFORMER_LENS:
         return Name(TRANSFORMER_LENS[within], None if layer == EVERY else _number(layer, name))
     if not is_module(name):
         return Name(FORK_HOOKS.get(name, name))
     layers = _LAYER.findall(name)
     if name.count(EVERY) > 1 or (EVERY in name and layers[:1] != [EVERY]):
-        raise UnknownName(f"{shown(name)}: the first number in a path is that of the layer, which alone may be '*'")
+        raise UnknownName(f"{shown(name)}: the first number in a path is the layer, and only the layer may be '*'")
     if not layers:
         return Name(name)
     return Name(_LAYER.sub(f".{EVERY}.", name, count=1), None if layers[0] == EVERY else _number(layers[0], name))
@@ -119,7 +119,7 @@ def _bracketed(name: str) -> Name:
     if found := _SHOWN.fullmatch(name):
         inner = read_name(found[1])
         if inner.layer is not None:
-            raise UnknownName(f"{shown(name)} says its layer twice, {inner.layer} and {found[2]}; say it once")
+            raise UnknownName(f"{shown(name)} gives its layer twice, {inner.layer} and {found[2]}; give it once")
         return inner._replace(layer=_number(found[2], name))
     path = re.sub(r"\[(\d+|\*)\]", r".\1", name, flags=re.ASCII)
     if is_module(path):

@@ -23,8 +23,8 @@ Renderings = Generator[list[Mapping[str, Any]], str | None, _T]
 
 LEFT_OUT: Final = "is not in the prompt: the chat template leaves it out"
 UNCLEAR: Final = (
-    "cannot be placed in the prompt: the chat template decides by what it says, or writes it otherwise; "
-    "take its rows by position"
+    "cannot be placed in the prompt: the chat template depends on its content, or changes it; select its rows by "
+    "position"
 )
 #: Maximum number of renderings with marks for one text: two tags that a template branches on take about forty.
 PROBES: Final = 64

@@ -205,11 +205,11 @@ def prompts_or_conversations(prompts: Any, template_kwargs: Any) -> tuple[bool, 
         many, found = listed(prompts)
     others = [one for one in found if not is_conversation(one)]
     if lonely := [one for one in others if isinstance(one, Mapping) and "role" in one]:
-        raise InvalidPrompt(f"{shown(lonely[0])} is a message alone; give a list of {{'role', 'content'}} dicts")
+        raise InvalidPrompt(f"{shown(lonely[0])} is a single message; give a list of {{'role', 'content'}} dicts")
     if template_kwargs is not None and others:
         raise InvalidRequest(
-            f"chat_template_kwargs= with the prompt {shown(others[0])}, which is no conversation; leave it out, or "
-            "give a list of {'role', 'content'} dicts"
+            f"chat_template_kwargs= with the prompt {shown(others[0])}, which is not a conversation; leave it out, or "
+            f"give a list of {{'role', 'content'}} dicts"
         )
     return many, found
 

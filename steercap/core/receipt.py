@@ -20,7 +20,7 @@ from steercap.core.tokens import Range
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
 #: Ending of error messages: consequence for the text, and advice.
-_WITHHELD: Final = "its text is withheld; if you ask again, nothing written so far will be reused"
+_WITHHELD: Final = "its text is withheld; if you repeat the request, no keys and values cached so far are reused"
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,9 @@ def check_edits(
     assert plan.steering is not None
     ran = knowing(found)
     if len(ran) > 1:
-        raise SteeringNotApplied(f"{request}: engines {', '.join(map(str, ran))} all ran this request; {_WITHHELD}")
+        raise SteeringNotApplied(
+            f"{request}: engines {', '.join(map(str, ran))} all ran this request, and only one should have; {_WITHHELD}"
+        )
     records = found[ran[0]] if ran else [answer for answers in found for answer in answers]
     known: list[SteeringRecord] = []
     for worker, record in enumerate(records):
@@ -168,7 +170,7 @@ def check_edits(
     if total > plan.limit:
         raise SteeringNotApplied(f"{request}: {total} tokens were inputs, more than the {plan.limit} it can have")
     if any(len(one.computed) != -(-total // 8) for one in known):
-        raise SteeringNotApplied(f"{request}: its workers speak of other tokens than its {total}; {_WITHHELD}")
+        raise SteeringNotApplied(f"{request}: its workers do not report on exactly its {total} tokens; {_WITHHELD}")
     # Biases can be large, and would be kept as long as what is remembered.
     rows_expected = _rows_expected.__wrapped__ if configuration.biases else _rows_expected
     expected, computed = rows_expected(configuration, plan.steering.scopes, plan.limit, total, known[0].computed)

@@ -74,7 +74,7 @@ def latest_per_position(positions: npt.NDArray[np.integer]) -> Ints:
     """
     flat = np.asarray(positions)
     if flat.ndim != 1 or flat.dtype.kind not in "iu":
-        raise InvalidSpec(f"positions are {flat.dtype} of shape {flat.shape}; give one whole number a row")
+        raise InvalidSpec(f"positions are {flat.dtype} of shape {flat.shape}; give one whole number per row")
     _, from_the_end = np.unique(flat[::-1], return_index=True)
     kept: Ints = len(flat) - 1 - from_the_end.astype(np.int64)
     return kept

@@ -160,7 +160,7 @@ class CaptureSpec:
         object.__setattr__(self, "layers", parse_layers(self.layers))
         if self.at is not None:
             if self.layers != "all" or self.sites != ("resid_post",) or self.project is not None:
-                raise InvalidSpec("at= says which points are meant; leave layers=, sites= and project= out beside it")
+                raise InvalidSpec("at= already names the points; leave layers=, sites= and project= out")
             object.__setattr__(self, "at", parse_points(self.at))
         if self.project is not None and self.reduce is not None:
             raise InvalidSpec(
@@ -179,9 +179,11 @@ class CaptureSpec:
         if self.sae is None:
             return
         if self.project is not None or self.reduce is not None:
-            raise InvalidSpec("sae= gives features of each token, project= and reduce= something else; give only one")
+            raise InvalidSpec("sae=, project= and reduce= each replace rows by something else; give only one of them")
         if self.layers != "all" or self.sites != ("resid_post",) or self.at is not None:
-            raise InvalidSpec("sae= reads the points that its SAEs are of; leave layers=, sites= and at= out")
+            raise InvalidSpec(
+                "sae= already names the points, those that its SAEs read; leave layers=, sites= and at= out"
+            )
 
     def _check_attention(self) -> None:
         """Check that nothing else is given beside `attention` that fixes the sites or changes the rows."""
@@ -193,9 +195,7 @@ class CaptureSpec:
         if self.sites not in {("resid_post",), QUERIES_AND_KEYS}:
             given.append("sites")
         if given:
-            raise InvalidSpec(
-                f"attention= summarises the queries and keys that the model read; leave {given[0]}= out beside it"
-            )
+            raise InvalidSpec(f"attention= summarises the queries and keys that the model read; leave {given[0]}= out")
         require_start(self.selection)
         object.__setattr__(self, "sites", QUERIES_AND_KEYS)
 
@@ -256,7 +256,7 @@ class CaptureSpec:
         return tuple(Point(layer, site) for layer in layers for site in self.sites)
 
     def is_open(self, point: Point, num_layers: int) -> bool:
-        """Check if a point is captured only if the model has it: at layers="all", not every layer has a router."""
+        """Return True if a point may be missing from the model: at layers="all", not every layer has a router."""
         if self.at is None:
             return isinstance(self.layers, str)
         names = cast("tuple[Name, ...]", self.at)
@@ -306,7 +306,7 @@ def name_of_site(site: str) -> str:
     """
     found = read_name(site)
     if found.layer is not None:
-        raise InvalidSpec(f"{shown(site)} names a layer, and a site is asked for; capture it by at={site!r}")
+        raise InvalidSpec(f"{shown(site)} names a layer, but sites= takes names of sites; give at={site!r} instead")
     return found.site
 
 
@@ -437,7 +437,7 @@ def _plain_slice(layers: slice) -> slice:
     given = (layers.start, layers.stop, layers.step)
     parts = [None if part is None else _integer(part) for part in given]
     if parts[2] == 0:
-        raise InvalidSpec(f"layers={shown(layers)} has step 0, which goes nowhere")
+        raise InvalidSpec(f"layers={shown(layers)} has step 0; give another step, such as 1")
     return slice(*parts)
 
 

@@ -46,11 +46,11 @@ def given_ids(text: Any) -> list[int]:
     try:
         nothing = not len(text)
     except TypeError as error:  # such as a single id, where the ids of one text were given in place of several texts
-        raise InvalidSpec(f"{shown(text)} is no text; give several in a list: str, token ids, or Exchange") from error
+        raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange") from error
     if nothing:
         return []
     if isinstance(text, Mapping) or any(isinstance(part, (str, bytes, Sequence, Mapping)) for part in text):
-        raise InvalidSpec(f"{shown(text)} is no text; give several in a list: str, token ids, or Exchange")
+        raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange")
     _, (prompt,) = listed(list(text))
     return list(prompt["prompt_token_ids"])
 

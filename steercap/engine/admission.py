@@ -114,7 +114,7 @@ class Admission:
             self.relief.begin()
         while self.relief is None and (ticket := self.budget.hopeless()) is not None:
             self._refuse(
-                ticket, "what is in the way are handles of the same call, which nobody can release before it ends"
+                ticket, "the memory is held by handles of the same call, which cannot be released before the call ends"
             )
         if not self.budget.stalled and self._watch:
             self._watch.cancel()

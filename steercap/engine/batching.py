@@ -42,7 +42,7 @@ class Batcher(Generic[Item, Result]):
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        closed = ModelClosed("the model was closed while the workers were asked")
+        closed = ModelClosed("the model was closed while a call to its workers ran")
         _fail([answer for _, answer in self._pending], closed)
         self._pending = []
 
@@ -57,7 +57,7 @@ class Batcher(Generic[Item, Result]):
             except Exception as error:  # noqa: BLE001 -- it is theirs who asked
                 _fail(answers, error)
             except BaseException:
-                _fail(answers, ModelClosed("the model was closed while the workers were asked"))
+                _fail(answers, ModelClosed("the model was closed while a call to its workers ran"))
                 raise
             else:
                 for answer, result in paired:

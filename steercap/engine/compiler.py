@@ -242,8 +242,8 @@ class Compiler:
             queries = [self._armed[point] for point in own if point.site == "q"]
             if any(Point(point.layer, "k") not in own for point in own if point.site == "q"):
                 raise InvalidRequest(
-                    f"attention={coding.k}: keys that several tensor-parallel ranks share are kept by one, and the "
-                    "others cannot summarise; capture sites=('q', 'k'), and take handle.attention(layer)"
+                    f"attention={coding.k}: several tensor-parallel ranks share key heads, which one of them keeps, so "
+                    "the others cannot summarise attention; capture sites=('q', 'k'), and take handle.attention(layer)"
                 )
             kept = rank.kept([self._armed[point] for point in own])
             _check_smaller(f"attention={coding.k}", kept, rank.kept(queries), coding, "attention=")
@@ -267,7 +267,7 @@ def _check_smaller(
     computed, kept = record_of(raw).lines, record_of(stored, coding).lines
     if kept > computed:
         raise InvalidSpec(
-            f"{named} takes more bytes for these rows than codec='raw', {kept} lines of 64 instead of {computed}"
+            f"{named} takes more bytes for these rows than codec='raw', {kept} lines of 64 bytes instead of {computed}"
             + (f"; give a smaller {smaller}" if coding.k else "")
         )
 

@@ -169,7 +169,7 @@ class Configurations:
             while not await self._loads.ask((grant, lowered)):
                 refused = refused or clock()
                 if clock() - refused > PATIENCE_SECONDS:
-                    raise WorkerFailure(f"requests that have ended have held their slots for {PATIENCE_SECONDS} s")
+                    raise WorkerFailure(f"slots of requests that have ended were not freed within {PATIENCE_SECONDS} s")
                 await asyncio.sleep(RETRY_SECONDS)
         finally:
             del self._loading[grant.digest]

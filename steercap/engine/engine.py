@@ -419,7 +419,7 @@ class Engine:
             CaptureIncomplete: the file does not hold what was written.
             ModelClosed: the model was closed meanwhile.
         """
-        assert self.spilling is not None, "somebody has moved them there"
+        assert self.spilling is not None, "they were moved there"
         return await self.spilling.read(work)
 
     def _spills(self) -> Spilling:

@@ -92,7 +92,7 @@ class _Order:
             found.sort(key=lambda one: one[0])
             numbers = [number for number, _ in found]  # whole rows have no shard number
             if len(found) != wanted[point] or (wanted[point] > 1 and numbers != list(range(wanted[point]))):
-                failure = f"{len(found)} of {wanted[point]} shards of a point came"
+                failure = f"{len(found)} of {wanted[point]} shards of a point arrived"
                 return Delivery(shares, {}, failure)
         return Delivery(shares, {point: tuple(rows for _, rows in found) for point, found in shards.items()}, None)
 

@@ -79,13 +79,13 @@ def _converted(file: Path, size: int) -> int:
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         if length > file.stat().st_size:
-            raise ValueError(f"{file} is no file of safetensors")
+            raise ValueError(f"{file} is not a safetensors file")
         header = content.read(length)
     try:
         tensors = [one for name, one in json.loads(header).items() if name != "__metadata__"]
         held = [(one["data_offsets"][1] - one["data_offsets"][0], _CONVERTED.get(one["dtype"])) for one in tensors]
     except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{file} is no file of safetensors: {error}") from error
+        raise ValueError(f"{file} is not a safetensors file: {error}") from error
     return sum(stored if element is None else stored // element * size for stored, element in held)
 
 

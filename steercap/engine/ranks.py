@@ -59,10 +59,10 @@ class Rank:
         The caller that takes the rows compares their positions and token ids with those of the request.
         """
         if unknown := [point for point in captured_rows.points if point not in self.schemas]:
-            return f"rows came of points {unknown}, which the worker does not keep"
+            return f"rows of points {unknown} came, which the worker does not capture"
         encoding = ENCODINGS.get(captured_rows.coding.encoding)
         if encoding is None or not encoding.takes(captured_rows.coding):
-            return f"rows came as {captured_rows.coding!r}, which is no encoding"
+            return f"rows came as {captured_rows.coding!r}, which is not an encoding"
         if len(captured_rows.positions) != len(captured_rows.token_ids) or len(captured_rows.positions) % _LABEL_BYTES:
             positions, tokens = len(captured_rows.positions), len(captured_rows.token_ids)
             return f"rows came with {positions} bytes of positions, {tokens} of tokens"
@@ -70,7 +70,7 @@ class Rank:
         if (captured_rows.points and captured_rows.stored_rows > lines) or sum(
             one.count for one in captured_rows.lines
         ) > lines:
-            return f"the worker names more lines than the {lines:,} that it may have"
+            return f"the worker names more lines than its limit of {lines:,}"
         return None
 
     def kept(self, points: Sequence[int]) -> list[PointSchema]:

@@ -71,7 +71,8 @@ class Book:
         """
         if self.closed:
             raise SketchClosed(
-                "this sketch has ended with its context, and what it held is freed; fetch() it before, and read that"
+                "this sketch ended with its `async with` block, and its statistics are freed; call fetch() inside the "
+                "block, and use its result"
             )
         if self.broken:
             raise SketchIncomplete(f"this sketch cannot be trusted: {self.broken}; begin another one")
@@ -179,7 +180,7 @@ class Sketching:
                 engines = await self._workers.ask(CommitSketch(tuple(joining for joining, _ in asked)), Folded)
             except BaseException as error:
                 for book in books.values():
-                    book.broken = book.broken or f"rows were to enter, and nobody knows whether they did: {error!r}"
+                    book.broken = book.broken or f"it is unknown whether rows of a request entered it: {error!r}"
                 raise
             return [
                 self._count(known, [[answer.rows[at] for answer in answers] for answers in engines])
@@ -243,7 +244,7 @@ def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) ->
     """
     sent = sum(len(part.data) for part in parts)
     if sent != kind.nbytes(width, size):
-        raise SketchIncomplete(f"a worker sent {sent:,} bytes of a state that has {kind.nbytes(width, size):,}")
+        raise SketchIncomplete(f"a worker sent {sent:,} bytes for a state of {kind.nbytes(width, size):,}")
     stored = torch.frombuffer(bytearray(b"".join(part.data for part in parts)), dtype=torch.uint8)
     tensors, before = {}, 0
     for name, (shape, dtype) in kind.shapes(width, size).items():
@@ -263,6 +264,6 @@ def _joined(shards: Sequence[SketchState]) -> SketchState:
     if len(shards) == 1:
         return shards[0]
     if len({shard.rows for shard in shards}) != 1:
-        raise SketchIncomplete(f"the ranks hold {[shard.rows for shard in shards]} rows of their shards")
+        raise SketchIncomplete(f"the ranks hold different numbers of rows, {[shard.rows for shard in shards]}")
     tensors = {name: torch.cat([shard.tensors[name] for shard in shards]) for name in shards[0].tensors}
     return SketchState(shards[0].rows, sum(shard.squares for shard in shards), tensors)

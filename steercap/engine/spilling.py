@@ -136,8 +136,8 @@ class Spilling:
         if self._task is not None:
             return f"and moving rows to {file.folder} takes longer than that"
         return (
-            f"and of spill_bytes={file.most_bytes:,} in {file.folder} {file.bytes_in_use:,} are in use, "
-            f"by {file.stored} handles"
+            f"and {file.bytes_in_use:,} of spill_bytes={file.most_bytes:,} in {file.folder} are in use, by "
+            f"{file.stored} handles"
         )
 
     async def read(self, work: Callable[[], Value]) -> Value:

@@ -239,7 +239,7 @@ class Workers:
             found = [set(positions) for positions in known if any(one is not None for one in positions)]
             if len(found) != 1 or len(found[0]) != 1:
                 raise SteeringNotApplied(
-                    f"{owner.key}: steering was to begin, and its workers begin at positions {known}"
+                    f"{owner.key}: its workers must begin to steer at one position, and they begin at {known}"
                 )
             (start,) = found[0]
             assert start is not None
@@ -260,12 +260,12 @@ class Workers:
         """
         answers = (await self.ask(Unembed(*_sent(rows), **asked), Unembedded))[engine]
         if not answers:
-            raise WorkerFailure(f"no worker of engine {engine} has the end of the model")
+            raise WorkerFailure(f"no worker of engine {engine} has the last layers of the model")
         found = answers[0]
         for data, item in ((found.logits, _FLOAT_BYTES), (found.top, _INT_BYTES), (found.best, _FLOAT_BYTES)):
             _require_rows(data, len(rows), item)
         if any(len(edge) != len(rows) for edge in (found.least, found.most, found.spread, found.total)):
-            raise WorkerFailure(f"a worker unembedded other than the {len(rows)} rows that it was asked for")
+            raise WorkerFailure(f"a worker did not unembed exactly the {len(rows)} rows that it was sent")
         return found
 
     async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int) -> torch.Tensor:
@@ -354,7 +354,7 @@ class Workers:
             self._close_channels()
             await self._vllm.rpc(encode(Call((), GetStats())))  # which says what has died
             # Not asked again: a worker that has answered may have forgotten what it was asked for.
-            raise WorkerFailure(f"a worker closed the channel on which it was asked: {error}") from error
+            raise WorkerFailure(f"a worker closed its channel during a call: {error}") from error
         finally:
             asked.cancel()
         return [[next(answers) for _ in engine] for engine in channels]

@@ -71,7 +71,10 @@ def check_extension(path: Path, extension: str) -> None:
     if path.suffix.lower() != extension:
         said = f"of {path.suffix}" if path.suffix else "without an extension"
         others = "; ".join(f"{known} is written by {how}" for known, how in WRITTEN.items() if known != extension)
-        raise InvalidFile(f"{path} is the name of a file {said}, and this writes {extension}: name it so ({others})")
+        raise InvalidFile(
+            f"{path} is a file name {said}, and this call writes {extension}; give a name that ends in {extension} "
+            f"({others})"
+        )
 
 
 def require_file(path: Path) -> None:
@@ -229,7 +232,7 @@ def blame(path: Path) -> Iterator[None]:
     except InvalidFile:
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidFile(f"{path} holds something that does not fit: {error}") from error
+        raise InvalidFile(f"{path} has content that is not valid: {error}") from error
 
 
 def read_pt(path: Path, *, mapped: bool = False) -> Any:
@@ -274,7 +277,7 @@ def array_shape(
         shape, _, dtype = (lib.read_array_header_1_0 if version == (1, 0) else lib.read_array_header_2_0)(file)
         size, header = int(np.prod(shape, dtype=object)) * dtype.itemsize, file.tell()
     if dtype.kind not in kinds:
-        raise ValueError(f"{member.filename} is of {dtype}, and must be {said}")
+        raise ValueError(f"{member.filename} is of {dtype}, but must be {said}")
     if header + size != member.file_size:
-        raise ValueError(f"{member.filename} says {size:,} bytes and has {member.file_size - header:,}")
+        raise ValueError(f"{member.filename} declares {size:,} bytes and has {member.file_size - header:,}")
     return tuple(shape)

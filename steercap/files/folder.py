@@ -137,8 +137,8 @@ class FolderKind(Generic[Definition]):
             what = self.differing(found, wanted(found))
         except (LookupError, TypeError, AttributeError) as error:
             raise InvalidFile(
-                f"{file} lacks what this steercap must know to go on ({type(error).__name__}: {error}); "
-                "it was written by another version, or changed: choose another folder"
+                f"{file} lacks settings that this version of steercap needs to resume it ({type(error).__name__}: "
+                f"{error}); it was written by another version, or changed: choose another folder"
             ) from error
         if what:
             more = f"; and {len(what) - NAMED} more" if len(what) > NAMED else ""

@@ -47,7 +47,9 @@ class Said(NamedTuple, Generic[Entry]):
             return self.entries
         if self.after + len(self.entries) <= known:
             return []
-        raise InvalidFile(f"{path} goes on after {self.after} entries, and {known} are there: it is of another run")
+        raise InvalidFile(
+            f"{path} continues after {self.after} entries, but {known} are there: it belongs to another run"
+        )
 
 
 class Journal(Generic[Entry]):

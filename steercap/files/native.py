@@ -42,7 +42,7 @@ READERS: Final = {
     "calibration": "Calibration.load",
     "quantiser": "Quantiser.load",
     "codes": "Codes.load",
-    "training": "steercap.lab.training.train, which goes on from it",
+    "training": "steercap.lab.training.train, which resumes from it",
     "axis": "AssistantAxis.load",
 }
 
@@ -167,7 +167,7 @@ def _header(path: Path, text: str) -> NativeHeader:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}; save it again") from error
     if header.convention != CONVENTION:
-        raise InvalidFile(f"{path} counts layers otherwise: {header.convention!r}; steercap reads {CONVENTION!r}")
+        raise InvalidFile(f"{path} counts layers in another way, {header.convention!r}; steercap reads {CONVENTION!r}")
     return header
 
 
@@ -281,7 +281,7 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: FileKind) -> 
         case {"map": pairs}:
             found = dict(_unpack(pairs, tensors, kind))
         case dict():
-            raise InvalidSpec(f"{value!r} is nothing that this steercap knows; upgrade it, or save the file again")
+            raise InvalidSpec(f"this version of steercap does not know {value!r}; upgrade it, or save the file again")
         case _:
             found = value
     return found

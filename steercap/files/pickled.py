@@ -66,10 +66,12 @@ class PickledArray(StandIn):
                 swapped = isinstance(end, tuple) and end[1:2] == (">",)
                 kind = np.dtype((">" if swapped else "") + text.lstrip("<>|=")) if _DTYPE.fullmatch(text) else None
                 if kind is None or not _sizes(shape) or math.prod(shape) * kind.itemsize != len(data):
-                    raise ValueError(f"an array {shown(shape)} of {shown(text)} in {len(data)} bytes")
+                    raise ValueError(
+                        f"{len(data)} bytes do not fit an array of shape {shown(shape)} and dtype {shown(text)}"
+                    )
                 rows = np.frombuffer(data, dtype=kind).astype(kind.newbyteorder("="))
                 return rows.reshape(shape, order="F" if axes else "C")
-        raise ValueError("an array that is not of numbers or text")
+        raise ValueError("an array holds something other than numbers or text")
 
 
 def read_pickled(path: Path) -> Any:
@@ -157,7 +159,7 @@ def _read_legacy(path: Path, budget: _Budget) -> Any:
 
 def _elements(data: bytes, dtype: torch.dtype, numel: int, there: int | None = None) -> torch.Tensor:
     if len(data) != numel * dtype.itemsize or there not in {None, numel}:
-        raise ValueError(f"a storage of {numel} {dtype}, of which {len(data)} bytes are there")
+        raise ValueError(f"a storage of {numel} {dtype} has only {len(data)} bytes")
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
@@ -216,13 +218,13 @@ class _Machine:
             case "BINPERSID":
                 self._stack.append(self._storage(*self._popped(1)[0]))
             case _:
-                raise ValueError(f"the opcode {opcode}, which is not carried out on {shown(self._stack[-2:])}")
+                raise ValueError(f"the pickle opcode {opcode} is not supported on {shown(self._stack[-2:])}")
 
     def _popped(self, count: int | None) -> list[Any]:
         """Remove and return the last `count` values, or those since the last mark."""
         start = self._marks.pop() if count is None else len(self._stack) - count
         if start < (self._marks[-1] if self._marks else 0):
-            raise ValueError("a pickle that takes more than it has")
+            raise ValueError("the pickle takes more values from its stack than there are")
         found, self._stack[start:] = self._stack[start:], []
         return found
 
@@ -233,19 +235,19 @@ class _Machine:
         elif isinstance(target, (dict, set)):
             target.update(_dict(items) if isinstance(target, dict) else map(_key, items))
         else:
-            raise TypeError(f"items for {shown(target)}")
+            raise TypeError(f"the pickle adds items to {shown(target)}, which is not a list, dict or set")
 
     def _call(self, what: Any, args: Any, _: Any = None) -> Any:
         """Return a value of our own for a call of a known function, and a stand-in for any other."""
         if not isinstance(what, _Global) or not isinstance(args, tuple):
-            raise TypeError(f"a call of {shown(what)}")
+            raise TypeError(f"the pickle calls {shown(what)}, which is not allowed")
         name = ".".join(what)
         return _KNOWN[name](self, *args) if name in _KNOWN else StandIn(name, args)
 
     def _storage(self, kind: Any, storage: Any, key: Any, _location: Any, numel: Any, *view: Any) -> Any:
         module, name = _text(storage[0]), _text(storage[1]).removesuffix("Storage")
         if (kind, module) != ("storage", "torch") or name not in _STORAGES or not _sizes((numel,)) or any(view):
-            raise ValueError(f"a storage of {shown(name)}, which is not read")
+            raise ValueError(f"storages of {shown(name)} are not supported")
         return self._find(getattr(torch, name.lower()), _text(key), numel)
 
     def tensor(self, elements: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor | None:
@@ -253,27 +255,27 @@ class _Machine:
         if elements is None:
             return None
         if not isinstance(elements, torch.Tensor) or not all(map(_sizes, [(offset,), size, stride])):
-            raise ValueError("a tensor of other arguments than torch gives")
+            raise ValueError("a tensor is built from arguments that torch never writes")
         self._budget.take(math.prod(size) * elements.itemsize)
         return elements.as_strided(size, stride, offset)  # which refuses what is beyond the end
 
     def encode(self, text: str, encoding: str) -> bytes:
         """Return the bytes that protocol 2 writes as text."""
         if encoding != "latin1":
-            raise ValueError(f"text in {shown(encoding)}")
+            raise ValueError(f"text in encoding {shown(encoding)}, where only latin1 is read")
         self._budget.take(len(text))
         return text.encode("latin1")
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{shown(value)} where text is expected")
+        raise TypeError(f"expected text, got {shown(value)}")
     return value
 
 
 def _key(value: Any) -> Any:
     if not isinstance(value, (str, bytes, int, float, type(None))):  # the hash of nested tuples can take for ever
-        raise TypeError(f"{shown(value)} as a key")
+        raise TypeError(f"{shown(value)} cannot be a key")
     return value
 
 

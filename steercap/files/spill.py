@@ -210,8 +210,8 @@ class SpillFile:
             self._stored += extents is not None
         if extents is None:
             raise CaptureMemoryFull(
-                f"{blocks * BLOCK_BYTES:,} bytes are to go to disk, and of spill_bytes={self.most_bytes:,} "
-                f"{self.bytes_in_use:,} are in use"
+                f"{blocks * BLOCK_BYTES:,} bytes need to go to disk, but {self.bytes_in_use:,} of "
+                f"spill_bytes={self.most_bytes:,} are in use"
             )
         return extents
 

@@ -238,7 +238,7 @@ def only_engine(model: str | None = None) -> WarmEngine:
 def outdated(engine: WarmEngine) -> str:
     """Describe why an engine's answers may not be those of one that started now, "" if it is not outdated."""
     if engine.code != code():
-        return f"it runs steercap {engine.code}, this is {code()}"
+        return f"it runs steercap {engine.code}, and this process {code()}"
     if engine.weights != files_of(engine.path, engine.arguments.get("revision")):
         return f"the files of {engine.path} have changed since its start"
     return ""

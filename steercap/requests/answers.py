@@ -125,7 +125,9 @@ def one_to_stream(prompt: Any, call: CallArguments) -> Any:
     many, given = listed(prompt)
     spec = call.spec
     if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and (spec.reduce or spec.attention)):
-        raise InvalidRequest("stream takes one prompt, and rows rather than their reduction or summary; use generate")
+        raise InvalidRequest(
+            "stream() takes one prompt, and captures rows, not a reduction or summary of them; use generate() for these"
+        )
     return given[0]
 
 

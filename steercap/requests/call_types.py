@@ -129,5 +129,5 @@ class Generation(Generic[Handle]):
 
 def _only(values: Sequence[Value], name: str, several: str) -> Value:
     if len(values) != 1:
-        raise InvalidRequest(f"this generation has {len(values)} samples, and no one {name}; use {several}")
+        raise InvalidRequest(f"this generation has {len(values)} samples, each with a {name} of its own; use {several}")
     return values[0]

@@ -82,9 +82,10 @@ def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
     for other in sketches_in_force(model):
         if (other.spec.selection, other.spec.before_edits) != (sketch.spec.selection, sketch.spec.before_edits):
             raise InvalidRequest(
-                f"a request keeps rows once: sketches inside each other are of the same tokens, and these are of "
-                f"{shown(str(other.tokens))} and {shown(str(sketch.tokens))}, or of rows before edits and after; "
-                "make the calls one after the other"
+                "nested sketches must read the same tokens, and all before edits or all after them; these read "
+                f"tokens={shown(str(other.tokens))}, before_edits={other.spec.before_edits} and "
+                f"tokens={shown(str(sketch.tokens))}, before_edits={sketch.spec.before_edits}; make separate calls in "
+                "each sketch"
             )
     token = _sketches.set((*_sketches.get(), (model, sketch)))
     try:

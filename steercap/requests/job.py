@@ -338,7 +338,9 @@ def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
     reasons = {
         f"its rows are reduced, by {plan.reduce!r}": plan.reduce,
         "its rows are projections": job.projected,
-        f"its rows are kept as {plan.coding}, and weights of codes differ from the model's": plan.coding != RAW,
+        (
+            f"its rows are kept as {plan.coding}, and attention computed from codes differs from that of the model"
+        ): plan.coding != RAW,
         "its rows are those before the edits of their points": plan.before_edits and job.change,
     }
     unknown = "; ".join(reason for reason, holds in reasons.items() if holds)

@@ -69,8 +69,8 @@ def reader_for(
         raw = coding == RAW and spec.keeps_rows and spec.gather
         if place not in points or spec.before_edits or (column is None and not raw):
             raise InvalidSpec(
-                f"a request keeps rows once, and {monitor} cannot be read of {spec}: capture rows of {place} as they "
-                "are, or project= on the probe itself, or leave the capture to a request of its own"
+                f"{monitor} cannot be computed from {spec}: capture unchanged rows of {place}, or give project= the "
+                "probe itself, or capture in a separate request"
             )
         found.append((place, column))
     return found
@@ -100,12 +100,13 @@ def monitor_readers_of(monitors: Sequence[Monitor], read_at: ReadAt, plan: Plan)
         wanted = selected(ranges, plan.limit)
         if (wanted & ~kept).any():
             raise InvalidSelection(
-                f"{monitor} reads tokens={monitor.selection}, and the request keeps rows of fewer; capture these too"
+                f"{monitor} reads tokens={monitor.selection}, and the request captures rows of fewer tokens; capture "
+                "these too"
             )
         if monitor.do == "stop" and wanted[: plan.prompt_len].any():
             raise InvalidSelection(
-                f"{monitor} reads tokens={monitor.selection}, and a text ends at a generated token alone; give "
-                "tokens='generated'"
+                f"{monitor} reads tokens={monitor.selection}, but do='stop' can end a text only at a generated token; "
+                "give tokens='generated'"
             )
         found.append(MonitorReader(monitor, label, point, ranges, column))
     return found

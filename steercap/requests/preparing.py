@@ -98,7 +98,7 @@ async def prepare(
     kept = _kept(engine, spec, sketches, watching)
     held = held_back(watching)
     if held is not None and steering is not None:
-        raise InvalidSpec("a monitor with do='steer' beside steering=; a request has the one or the other")
+        raise InvalidSpec("give a monitor with do='steer' or steering=, not both")
     steering = held or steering
     lowered = None if steering is None else engine.lowered(steering)
     asked = await _asked(engine, params, encoding=encoding)
@@ -136,9 +136,7 @@ async def prepare(
         plan = Plan(engine.new_key(), prompt_len, limit, asked.samples, capture)
     if held is not None and change is not None and plan is not None:
         if change.biased or change.replaced:
-            raise InvalidSpec(
-                "a monitor's steering holds edits that say what they add to a row; no LogitBias, no Replace"
-            )
+            raise InvalidSpec("a monitor's steering= must hold edits that add to rows; leave LogitBias and Replace out")
         change = replace(change, held=plan.key)
     watch = None
     if watching and plan is not None:
@@ -196,7 +194,7 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
     if own is not None and not isinstance(own, CaptureSpec):
         raise InvalidSpec(f"capture={own!r}; give a CaptureSpec, or capture_layers= for layers alone")
     if monitors and sketches:
-        raise InvalidSpec("a request keeps rows once: make calls with monitors= outside of model.sketch()")
+        raise InvalidSpec("monitors= cannot be used inside model.sketch(); make the call outside")
     if monitors and own is None:
         places = engine.probe_points(monitors)
         projected, columns = engine.probed(monitors, places)
@@ -256,10 +254,10 @@ def _check_biases(asked: _Asked, change: CompiledSteering, prompt_len: int) -> N
     if not change.biased:
         return
     if asked.task is not None:
-        raise InvalidSpec("LogitBias: a pooling model makes no logits; edit rows")
+        raise InvalidSpec("LogitBias: a pooling model computes no logits; edit rows instead")
     params = cast("SamplingParams", asked.params)
     if wants_prompt_logprobs(params) and any(selected(ranges, prompt_len - 1).any() for ranges in change.biased):
         raise InvalidSpec(
-            "LogitBias with prompt_logprobs: the logits of a prompt's positions are made apart, and not biased; give "
-            "tokens=['last_prompt', 'generated'], or leave prompt_logprobs out"
+            "LogitBias with prompt_logprobs: the logits for prompt_logprobs are computed separately and cannot be "
+            "biased; give tokens=['last_prompt', 'generated'], or leave prompt_logprobs out"
         )

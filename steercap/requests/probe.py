@@ -89,7 +89,7 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
         else:
             _overflowed(engine, clean, *strange)
             if engine.family.derived:
-                engine.drop(FIELDS, "rows of the start-up probe are not finite, so nothing of it could be proved")
+                engine.drop(FIELDS, "rows of the start-up probe are not finite, so nothing could be tested with them")
     return tuple(claims)
 
 
@@ -101,7 +101,7 @@ def _proved(engine: Engine, claims: Sequence[Claim]) -> list[Claim]:
         bare = PROVED & {point.site for point in engine.armed} - held
         if any(point.site in NEEDS["z"] and point.layer not in engine.attention for point in engine.armed):
             bare |= set(NEEDS["z"])  # claims of other layers say nothing of one whose rule is unknown
-        engine.drop(dropped(bare), "no equation of the proof at start holds it")
+        engine.drop(dropped(bare), "no equation of the checks at start contains it")
     return [claim for claim in found if _armed(engine, claim)]
 
 
@@ -118,9 +118,9 @@ def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> No
     point = engine.vllm.points[index]
     named = f"the row of position {position} of the start-up probe at {point} holds NaN or infinity"
     if bool(clean.rows[engine.end][position].isfinite().all()):
-        raise TapsNotInstalled(f"{named}, and the last row of the stream, which depends on it, does not")
+        raise TapsNotInstalled(f"{named}, but the last row of the residual stream, which depends on it, is finite")
     warnings.warn(
-        f"{named}, so neither its rows nor what edits do could be proved; look at it with "
+        f"{named}, so neither rows nor edits could be tested there; look at its rows with "
         "CaptureSpec(allow_nonfinite=True)",
         stacklevel=3,
     )
@@ -197,9 +197,9 @@ def _check(engine: Engine, delivery: Delivery) -> None:
     for point, shards in delivery.shards.items():
         if not all(isinstance(values, torch.Tensor) and values.any() for values in shards):
             raise TapsNotInstalled(
-                f"the start-up probe read nothing but zeros at {armed[point]}: of a block whose weights are zero they "
-                "cannot be told from those of a tap that is in the wrong place; leave it out, by SteerModel(sites=) or "
-                "SteerModel(layers=)"
+                f"the start-up probe read only zeros at {armed[point]}: either the block's weights are zero, or the "
+                "tap is in the wrong place, and the probe cannot tell which; leave that site or layer out by "
+                "SteerModel(sites=) or SteerModel(layers=)"
             )
         seen.add(point)
     missing = [str(armed[point]) for point in engine.armed.values() if point not in seen]

@@ -125,16 +125,16 @@ class Recompute:
             SteeringNotApplied: a worker did not make every edit.
         """
         if reason := self._reason():
-            raise EngineDied(f"{self.job.engine.death}; its rows are not computed again, since {reason}")
+            raise EngineDied(f"{self.job.engine.death}; its rows cannot be recomputed, since {reason}")
         found = await self.recipe.serving.with_restart(self._read)
         return found._replace(receipt=replace(found.receipt, recomputed=True))
 
     def _reason(self) -> str:
         """Return the reason why recomputed rows would not equal the lost ones; "" if there is none."""
         if self.job.prompt.media:
-            return "its prompt has pictures, and a sequence of tokens alone would be read"
+            return "its prompt has images, and recomputing would read token ids only"
         if self.job.change is not None and self.job.change.held:
-            return "a monitor let its steering begin while it ran"
+            return "a monitor started its steering while it ran"
         return ""
 
     def _reading(self) -> Recipe:

@@ -162,7 +162,9 @@ class Serving:
                 if not self.outlives(asked):
                     raise
                 if not lives:
-                    raise EngineDied(f"{error}; {LIVES} engines have died under this") from error
+                    raise EngineDied(
+                        f"{error}; {LIVES} engines have died during this call, so it is not tried again"
+                    ) from error
             engine = None
         raise AssertionError
 
@@ -181,7 +183,7 @@ class Serving:
                     self.engine = await self._start()
                 except (EngineFailure, OSError) as error:
                     if tries == len(BACKOFF):
-                        self._given_up = EngineDied(f"{dead.death}; it was started again {tries} times: {error}")
+                        self._given_up = EngineDied(f"{dead.death}; restarting it failed {tries} times: {error}")
                         self._given_up.__cause__ = error
                         raise self._given_up from error
                 else:

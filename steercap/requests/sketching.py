@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 #: Advice in the error of an attempted copy.
-INSTEAD: Final = "its statistics lie in the workers; fetch() gives a Sketch, which can be saved and merged"
+INSTEAD: Final = "its statistics are in the workers; fetch() returns a Sketch, which can be saved and merged"
 
 
 class RunningSketch(NonCopyable, instead=INSTEAD):
@@ -172,8 +172,9 @@ def joint_capture(
     raw = own.attention is None and engine.coding(own) == engine.coding(spec)  # which may follow from settings
     if not raw or dataclasses.replace(own, **same) != spec or not set(wanted) <= set(points):
         raise InvalidSpec(
-            f"a request in a sketch keeps rows once: {own} must have at least the sketch's points, its tokens "
-            f"({spec.selection}) and raw rows, and {spec} is sketched; capture these, or make the call outside"
+            "a request inside a sketch has one set of captured rows, so its capture must have raw rows, the tokens "
+            f"{spec.selection} and at least the points of the sketch; {own} differs from {spec} of the sketch: capture "
+            "these, or make the call outside"
         )
     return own, points, indices
 

@@ -48,7 +48,9 @@ def saes_of(spec: CaptureSpec) -> tuple[SAE, ...]:
     found = tuple(one for one in spec.saes if isinstance(one, SAE))
     points = [one.input for one in found]
     if twice := next((point for point in points if points.count(point) > 1), None):
-        raise InvalidSpec(f"sae= has two that read {twice}; a request has one of each point, so make two requests")
+        raise InvalidSpec(
+            f"sae= has two SAEs that read {twice}; a request takes one SAE per point, so make two requests"
+        )
     return found
 
 

@@ -38,7 +38,7 @@ class Features:
             InvalidSpec: they came as something else.
         """
         if not rows.is_read:
-            raise InvalidSpec(f"{rows} are no features of an SAE; capture with CaptureSpec(sae=)")
+            raise InvalidSpec(f"{rows} are not features of an SAE; capture with CaptureSpec(sae=)")
         parts = rows.parts
         return Features(parts["indices"], parts["q"], parts["active"], parts["rest"], rows.schema.width)
 

@@ -45,7 +45,7 @@ LAYOUTS: Final = (
     SAEFormat("Llama Scope", "checkpoints/final.safetensors", "hyperparams.json", layouts.llama_scope),
     SAEFormat("dictionary_learning", "ae.pt", "config.json", layouts.dictionary_learning),
     SAEFormat("a temporal SAE, whose features depend on earlier tokens too", "latest_ckpt.safetensors", "", None),
-    SAEFormat("sparsify's, whose published descriptions disagree", "sae.safetensors", "", None),
+    SAEFormat("an SAE of sparsify, whose published descriptions disagree", "sae.safetensors", "", None),
 )
 #: Formats of which a folder has many files.
 NAMED: Final = (
@@ -92,7 +92,7 @@ def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> S
     if path.is_dir():
         return _first(lambda name: path / name if (path / name).is_file() else None, folder, str(path / folder))
     if not isinstance(source, str) or named.startswith((".", "/", "~")) or named.count("/") != 1:
-        raise InvalidFile(f"{named!r} is no folder; give one, or the name of a repository on the hub: owner/name")
+        raise InvalidFile(f"{named!r} is not a folder; give one, or the name of a repository on the hub: owner/name")
     place = f"{named}/{folder}" if folder else named
     where = f"{place} (as far as the hub, or its cache here, can be read)"
     return _first(lambda name: _from_hub(named, name, revision), folder, where)
@@ -161,4 +161,4 @@ def _from_hub(repository: str, name: str, revision: str | None) -> Path | None:
         return None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise InvalidFile(f"{repository}/{name} cannot be had from the hub: {reason}") from error
+        raise InvalidFile(f"{repository}/{name} cannot be fetched from the hub: {reason}") from error

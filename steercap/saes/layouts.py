@@ -99,8 +99,8 @@ def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
         found[known] = name
     if (factor := found.pop("scaling_factor", None)) and not bool((tensors.read(factor) - 1).abs().le(1e-5).all()):
         raise InvalidFile(
-            f"{tensors.path} holds scaling_factor, by which activations are multiplied, other than 1, and steercap "
-            "does not do that; fold it into W_dec and save the SAE again"
+            f"{tensors.path} holds a scaling_factor other than 1, by which activations would be multiplied, which "
+            "steercap does not support; fold it into W_dec and save the SAE again"
         )
     flipped = {
         known
@@ -264,8 +264,8 @@ def _fields(place: SAEPlace, pattern: re.Pattern[str], text: str) -> tuple[str, 
     found = set(pattern.findall(text))
     if len(found) != 1:
         raise InvalidFile(
-            f"{place.weights}: its format says model, layer and k in names alone, and {text!r} has not one part like "
-            f"{pattern.pattern}; keep the names of the repository and the file"
+            f"{place.weights}: its format tells model, layer and k only in names, and {text!r} must have exactly one "
+            f"part like {pattern.pattern}; keep the names of the repository and the file"
         )
     one = found.pop()
     return (one,) if isinstance(one, str) else tuple(one)

@@ -166,8 +166,8 @@ def _check_shapes(tensors: Tensors, recipe: SAESettings) -> tuple[str, ...]:
         raise InvalidFile(f"{path} lacks {', '.join(missing)}, which a {recipe.architecture} SAE has")
     if others := sorted(set(tensors.shapes) - set(wanted) - recipe.unused):
         raise InvalidFile(
-            f"{path} holds {', '.join(others)}, which steercap knows no use for in a {recipe.architecture} SAE, and "
-            "would be wrong to leave out"
+            f"{path} holds {', '.join(others)}, which steercap does not know in a {recipe.architecture} SAE; leaving "
+            "them out would give wrong features"
         )
     shapes = {name: tensors.shapes[name] for name in wanted}
     d_in, d_sae, d_out = _sizes(path, shapes["W_enc"], shapes["W_dec"], transcodes=recipe.transcodes)

@@ -95,13 +95,13 @@ class SAE:
         for point, name, hook in zip((reads, writes), ("input", "output"), recipe.hooks, strict=True):
             if point is None:
                 raise InvalidFile(
-                    f"{found.weights}: it is of {shown(hook)}, whose rows no point of steercap is known to have; if "
-                    f"one has them, say so: SAE.load(..., {name}=(layer, site))"
+                    f"{found.weights}: it is for {shown(hook)}, which steercap cannot match to a point; if a point has "
+                    f"the same rows, name it: SAE.load(..., {name}=(layer, site))"
                 )
         assert reads is not None
         assert writes is not None
         if writes != reads and not recipe.transcodes:
-            raise InvalidSpec(f"{found.weights} is no transcoder: it reads {reads}, so it cannot write {writes}")
+            raise InvalidSpec(f"{found.weights} is not a transcoder: it reads {reads}, so it cannot write {writes}")
         return SAE(
             parts.encoder,
             parts.decoder,
@@ -183,7 +183,7 @@ class SAE:
             if self.encoder.normalisation == "none" and self.skip is None:
                 return found
             if rows is None:
-                raise InvalidSpec("the reconstruction depends on the rows themselves too; give rows=")
+                raise InvalidSpec("the reconstruction also needs the rows that were encoded; give rows=")
             flat = self._flat(rows).float()
             if self.skip is not None:
                 return found + flat @ self.skip.T
@@ -225,8 +225,8 @@ class SAE:
         """
         index, encoder = self._feature(feature), self.encoder
         reasons = {
-            "a transcoder reads at another point than it writes": self.transcodes,
-            "whether a feature of a topk SAE is active depends on all others": encoder.k,
+            "a transcoder reads one point and writes another": self.transcodes,
+            "whether a feature of a topk SAE is active depends on all other features": encoder.k,
             "it normalises rows before it reads them": encoder.normalisation != "none" or encoder.centred,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
@@ -278,8 +278,8 @@ def _read(found: SAEFiles, source: str, scale: float | None, centred: bool | Non
     recipe = layout.recipe(SAEPlace(path, found.configuration, source, tensors, scale, flag_of(centred)))
     if layout is not SAE_LENS and (centred or (scale is not None and recipe.scale != scale)):
         raise InvalidFile(
-            f"{path}: SAEs of {layout.name} say how rows are scaled, and none is centred; leave activation_scale= and "
-            "centred= out"
+            f"{path}: files of {layout.name} already say how rows are scaled, and none takes centred rows; leave "
+            "activation_scale= and centred= out"
         )
     return recipe, parts_of(tensors, recipe)
 

@@ -65,7 +65,10 @@ def read_recipe(place: SAEPlace) -> SAESettings:
     transcodes = "transcoder" in architecture
     shifted = said.get("apply_b_dec_to_input", not transcodes)
     if not isinstance(shifted, bool) or (shifted and transcodes):
-        raise InvalidFile(f"{path}: apply_b_dec_to_input={shown(shifted)} of a {architecture}")
+        raise InvalidFile(
+            f"{path}: apply_b_dec_to_input={shown(shifted)} of a {architecture}; it must be true or false, and false "
+            "for a transcoder"
+        )
     rescaled = said.get("rescale_acts_by_decoder_norm", False)
     if not isinstance(rescaled, bool):
         raise InvalidFile(f"{path}: rescale_acts_by_decoder_norm={shown(rescaled)}; it is true or false")
@@ -106,8 +109,8 @@ def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
         architecture, response = "topk", "relu"
     if isinstance(architecture, str) and architecture in TRAINED:
         raise InvalidFile(
-            f"{path}: {architecture} is how an SAE is trained; save_inference_model of SAELens writes what it is used "
-            "as"
+            f"{path}: {architecture} is an architecture of training; save the SAE for inference, with SAELens' "
+            "save_inference_model"
         )
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES or response != "relu":
         raise InvalidFile(

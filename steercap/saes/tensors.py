@@ -48,7 +48,7 @@ def read_configuration(path: Path) -> dict[str, object]:
         with path.open("rb") as file:
             text = file.read(MOST_CONFIGURATION + 1)
         if len(text) > MOST_CONFIGURATION:
-            raise InvalidFile(f"{path} has more than {MOST_CONFIGURATION:,} bytes, and is no configuration")
+            raise InvalidFile(f"{path} has more than {MOST_CONFIGURATION:,} bytes, too many for a configuration")
         return msgspec.json.decode(text, type=dict[str, object])
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise InvalidFile(f"{path} cannot be read as a JSON object: {error}") from error

@@ -250,13 +250,13 @@ def layer_vectors(name: str, library: Library, owner: str) -> LayerVectors:
             )
         return content
     if not isinstance(content, DirectionSet):
-        raise InvalidSpec(f"{name!r} is no vector: {first!r} holds steering; give the name of vectors")
+        raise InvalidSpec(f"{name!r} is not a vector: {first!r} holds steering; give the name of vectors")
     known = list(content)
     if not slash and len(known) == 1:
         return content[known[0]]
     if direction in content:
         return content[direction]
-    why = f"{first!r} has no direction {direction!r}" if slash else f"{first!r} is no vector: it holds directions"
+    why = f"{first!r} has no direction {direction!r}" if slash else f"{first!r} is not a vector: it holds directions"
     listed = "" if slash else f" {', '.join(known)}"
     raise InvalidSpec(f"{why}{listed}; give one of them, such as {f'{first}/{known[0]}'!r}")
 

@@ -188,7 +188,7 @@ def _point(point: Point, kept: Rows, place: Mapping[str, Any]) -> dict[str, Any]
     size = sum(tensor.nbytes for _, tensor in named(point, kept))
     said = _tensor(dtype, (len(first), *row), size, place)
     if codec != "raw":
-        said["note"] += f"; {codec} codes, of which CaptureHandle.load makes such rows"
+        said["note"] += f"; {codec} codes, which CaptureHandle.load decodes to such rows"
     return {"layer": point.layer, "site": point.site, "selector": str(point), "codec": codec, **parameters, **said}
 
 
@@ -216,9 +216,12 @@ async def logits_of(handle: CaptureHandle, vocabulary: int, deliver: Callable[[b
     size, place, why = 4 * math.prod(shape), dict[str, Any](), ""
     dtype, codec = torch.float32, coding_of(shape_of(next(iter(handle.as_saved().rows.values()))).first)[0]
     if codec != "raw":
-        why = f": the server keeps rows in {codec}, of which they would be others than the model's"
+        why = f": the server keeps rows in {codec}, and logits of decoded rows would differ from the model's"
     elif size > MOST_LOGITS:
-        why = f": they take {size:,} bytes, and {MOST_LOGITS:,} are made; POST .../captures/ID/lens gives the likeliest"
+        why = (
+            f": they take {size:,} bytes, of at most {MOST_LOGITS:,}; POST .../captures/ID/lens gives the most likely "
+            "tokens"
+        )
     else:
         found = (await handle.lens(full=True, top=1, max_bytes=MOST_LOGITS)).logits
         assert found is not None

@@ -114,13 +114,13 @@ class CaptureStore:
         held = self.held(owner)
         if held + size > self.most_of_a_key or (not size and held >= self.most_of_a_key):
             raise CaptureMemoryFull(
-                f"{held:,} bytes of your captures wait to be fetched, and {self.most_of_a_key:,} may; DELETE those "
-                f"that you do not need, or wait: each goes after {self.time_to_live:.0f} s"
+                f"{held:,} bytes of your captures wait to be fetched, of at most {self.most_of_a_key:,}; DELETE those "
+                f"that you do not need, or wait: each is removed after {self.time_to_live:.0f} s"
             )
         total = self.held()
         if total + size > self.most_bytes:
             raise CaptureMemoryFull(
-                f"{total:,} bytes of captures wait on this server, and {self.most_bytes:,} may; ask again in a while"
+                f"{total:,} bytes of captures wait on this server, of at most {self.most_bytes:,}; try again later"
             )
 
     def held(self, owner: str | None = None) -> int:
@@ -212,13 +212,13 @@ class CaptureFolder:
         mine = self._written[owner]
         if mine + size > self.most_of_a_key or mine >= self.most_of_a_key:
             raise CaptureMemoryFull(
-                f"your requests have written {mine:,} bytes to this server's folder, and may write "
+                f"your requests have written {mine:,} bytes to this server's folder, of at most "
                 f"{self.most_of_a_key:,}; fetch rows instead, or ask its operator"
             )
         if self._held + size > self.most_bytes or self._held >= self.most_bytes:
             raise CaptureMemoryFull(
-                f"this server's folder holds {self._held:,} bytes, and {self.most_bytes:,} may be there; fetch rows "
-                "instead, or ask its operator"
+                f"this server's folder holds {self._held:,} bytes, of at most {self.most_bytes:,}; fetch rows instead, "
+                "or ask its operator"
             )
 
     async def write(self, handles: Sequence[CaptureHandle], owner: str) -> list[Request]:
@@ -241,7 +241,7 @@ class CaptureFolder:
         try:
             with self._writing:
                 if self._closed:
-                    raise ServerFailure("this server ends, and its folder is closed")
+                    raise ServerFailure("this server is shutting down, and its folder is closed")
                 request = self._run.add(handle)
         except OSError as error:  # which names the file: clients are not told of paths
             _LOG.exception("%s: a capture cannot be written", self._run.folder)

@@ -140,10 +140,12 @@ class Library:
             mine, others = (sum(size for whose, size in taken if (whose == owner) is own) for own in (True, False))
             if owner != OPERATOR and mine > self.most_of_a_key:
                 raise CaptureMemoryFull(
-                    f"your files would take {mine:,} bytes, and {self.most_of_a_key:,} may be kept; DELETE some"
+                    f"your files would take {mine:,} bytes, of at most {self.most_of_a_key:,}; DELETE some"
                 )
             if owner != OPERATOR and mine + others > self._most_of_all:
-                raise CaptureMemoryFull(f"this server keeps {self._most_of_all:,} bytes of files, and no more")
+                raise CaptureMemoryFull(
+                    f"this server keeps at most {self._most_of_all:,} bytes of files, and has no room for this one"
+                )
 
         try:
             came(0)

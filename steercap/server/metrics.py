@@ -61,8 +61,8 @@ GAUGES: Final[Mapping[str, tuple[str, str]]] = {
     "steering_slots_in_use": ("steering_slots_used", "Steering configurations in use."),
     "vector_bytes": ("vector_memory_bytes", "Memory of the vector bank on each worker."),
     "vector_bytes_in_use": ("vector_memory_used_bytes", "Part of it with vectors of running requests."),
-    "reductions": ("reductions_limit", "Reductions that can run along with their requests in each engine."),
-    "reductions_running": ("reductions_running", "Reductions that run along, in the fullest engine."),
+    "reductions": ("reductions_limit", "Maximum running reductions in each engine."),
+    "reductions_running": ("reductions_running", "Running reductions, in the fullest engine."),
 }
 
 
@@ -142,7 +142,7 @@ class Metrics:
                 yield GaugeMetricFamily(f"steercap_{name}", says, value=getattr(stats, field))
         waiting = "Bytes of captures that wait to be fetched."
         yield GaugeMetricFamily("steercap_unfetched_captures_bytes", waiting, value=self._captures.held())
-        failed = "Requests that failed with an error of steercap's, by its class."
+        failed = "Requests that failed with an error of steercap, by its class."
         yield _labelled("steercap_failed_requests", failed, "error", self._failures)
         if self._recorder is not None:
             yield from _of_recorder(self._recorder)
@@ -204,7 +204,7 @@ def _of_recorder(recorder: Recorder) -> Iterator[Metric]:
     yield _labelled(
         "steercap_recording_dropped_requests", dropped, "reason", dict.fromkeys(DROPPED, 0) | recorder.dropped
     )
-    skipped = "Engine requests that were not to be recorded, by reason."
+    skipped = "Engine requests that were skipped by the settings, by reason."
     yield _labelled(
         "steercap_recording_skipped_requests", skipped, "reason", dict.fromkeys(SKIPPED, 0) | recorder.skipped
     )

@@ -35,7 +35,7 @@ MOST_BODY: Final = 128 << 20
 #: Fields of a body that belong to steercap.
 FIELDS: Final = ("steercap", "store_activations", "selectors")
 #: Error for a body that uses steercap: vLLM accepts such text, but its engine may fail on it with status 500.
-NO_TEXT: Final = "steercap: the body holds half of a surrogate pair, which no text does"
+NO_TEXT: Final = "steercap: the body holds half of a surrogate pair, which is not text"
 _DONE: Final = b"data: [DONE]"
 #: Types of errors, as vLLM's server names them.
 _KINDS: Final[Mapping[int, str]] = {
@@ -155,14 +155,16 @@ class SteercapRoute:
             both = steering if asked.steering is None else steering + asked.steering
             asked = replace(asked, steering=both)
         if given.get("use_beam_search"):
-            raise InvalidSpec("steercap: beams of a beam search are requests of their own; leave use_beam_search out")
+            raise InvalidSpec(
+                "steercap: vLLM runs each beam of a beam search as a request of its own; leave use_beam_search out"
+            )
         return json.dumps(given).encode(), SteercapRequest(asked, owner) if asked else None
 
 
 def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
     """Convert `store_activations` and `selectors` to the `steercap` field."""
     if field is not None and (not isinstance(field, Mapping) or "capture" in field):
-        raise InvalidSpec("store_activations and selectors say what steercap.capture says; give one of them")
+        raise InvalidSpec("store_activations and selectors do the same as steercap.capture; give one of them")
     if store is not None and not isinstance(store, bool):
         raise InvalidSpec(f"store_activations={shown(store)}; give true or false")
     if not store:

@@ -61,11 +61,11 @@ class Elsewhere:
         given, is_text = decoded(body)
         given = given if isinstance(given, dict) else {}
         if asked := [name for name in FIELDS if given.get(name) is not None]:
-            await refuse(send, 400, f"{path} answers no {asked[0]!r}; ask {' or '.join(PATHS)}")
+            await refuse(send, 400, f"{path} does not take {asked[0]!r}; use {' or '.join(PATHS)}")
             return
         steering = self._presets.of(given.get("model"))
         if steering is not None and (path not in (*STEERED, *AT_REST) or given.get("use_beam_search")):
-            await refuse(send, 400, f"{path} cannot be steered; ask {', '.join((*PATHS, *STEERED))}, or another model")
+            await refuse(send, 400, f"{path} cannot be steered; use {', '.join((*PATHS, *STEERED))}, or another model")
             return
         call = None
         if steering is not None and path in STEERED:

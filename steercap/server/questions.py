@@ -63,7 +63,7 @@ async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
     try:
         given = msgspec.json.decode(b"".join(parts) or b"{}")
     except (ValueError, RecursionError) as error:  # msgspec's own, and bytes that are no UTF-8
-        raise InvalidSpec(f"the body is no JSON: {error}") from error
+        raise InvalidSpec(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict) or (unknown := [name for name in given if name not in known]):
         if not isinstance(given, dict):
             raise InvalidSpec(f"the body is {shown(given)}; give an object with {', '.join(known)}")

@@ -136,7 +136,7 @@ class Recorder:
             self.dropped[reason] += 1
             count = self.dropped[reason]
         if str(count).strip("0") == "1":  # 1, 10, 100, ...
-            _LOG.warning("%d requests are not recorded so far, of reason %r", count, reason, exc_info=error)
+            _LOG.warning("%d requests were not recorded so far; reason: %r", count, reason, exc_info=error)
         return False
 
     def _skip(self, reason: str) -> bool:
@@ -273,7 +273,7 @@ class Recorder:
             while (one := self._queue.get_nowait()) is not None:
                 self._done(one, "ended")
         self._queue.put(None)  # for when it takes them after all
-        _LOG.warning("%s takes no bytes; %d bytes of rows may not be recorded", self.folder.path, self.pending)
+        _LOG.warning("writing to %s does not end; %d bytes of rows may not be recorded", self.folder.path, self.pending)
 
 
 def _source(handle: CaptureHandle) -> Source:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: Bytes of a capture sent at once, so that a slow client's capture is not copied as a whole.
 _PART: Final = 1 << 20
 #: Error for an unknown capture.
-NOT_WAITING: Final = "no such capture is waiting: it was deleted, its time is over, or it is not yours"
+NOT_WAITING: Final = "no such capture is waiting: it was deleted, it has expired, or it is not yours"
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 EXPLORER: Final = "/explorer"
 PAGE: Final = "index.html"
@@ -219,7 +219,7 @@ class Routes:
         """Delete the caller's vectors or steering of the name in the path; answer 404 if there are none."""
         name, owner = _named(request)
         if not self._library.remove(name, owner):
-            return refused(404, "no vector or steering of yours has the name")
+            return refused(404, "you have no vector or steering of this name")
         return JSONResponse({"name": name, "deleted": True})
 
 
@@ -268,7 +268,7 @@ def explorer_routes() -> list[Route]:
     async def part(request: Request) -> Response:
         name = request.path_params["name"]  # looked up among the assets: it never becomes part of a path
         if name not in parts:
-            return Response("no such part of the page", 404, media_type="text/plain")
+            return Response("the page has no such part", 404, media_type="text/plain")
         return Response(parts[name], 200, dict(PAGE_HEADERS), KINDS[name.rpartition(".")[2]])
 
     return [

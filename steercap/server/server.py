@@ -236,8 +236,8 @@ async def serve(
 def _require_no_restart(model: SteerModel) -> None:
     if model.settings.restart:
         raise InvalidSetting(
-            "restart=True: vLLM's server ends with its engine; leave it out, and have what watches over the server "
-            "start that again"
+            "restart=True: vLLM's server ends with its engine; leave it out, and let your process supervisor restart "
+            "the server"
         )
 
 

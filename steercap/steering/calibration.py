@@ -88,7 +88,7 @@ class Calibration:
         return tuple(self.means)
 
     def reach(self, point: Point) -> Float[torch.Tensor, " width"]:
-        """Return the divisor of rows less their means: float32 [width], none denormal.
+        """Return the divisors of centred rows: float32 [width], none denormal.
 
         It is the spread of each element, at least a hundredth of the median spread above 0; 1 if no element varies.
         """
@@ -130,7 +130,7 @@ def _point(point: Any) -> Point:
     layer, site = point if isinstance(point, tuple) and len(point) == 2 else (None, None)
     index = index_of(layer)
     if index is None or index < 0 or not isinstance(site, str):
-        raise InvalidSpec(f"Calibration: {shown(point)} is no point; give Point(layer, site), layers from 0")
+        raise InvalidSpec(f"Calibration: {shown(point)} is not a point; give Point(layer, site), layers from 0")
     return Point(index, site)
 
 
@@ -196,7 +196,7 @@ def compile_calibration(
     """
     if missing := [point for point in points if point not in calibration.points]:
         raise InvalidSpec(
-            f"calibration= knows nothing of {', '.join(map(str, missing))}; it was made at "
+            f"calibration= has no means and spreads at {', '.join(map(str, missing))}; it was made at "
             f"{', '.join(map(str, calibration.points))}"
         )
     for point in points:

@@ -174,7 +174,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return replace(self, directions={name: self[name] for name in wanted})
 
     def at_layers(self, layers: Iterable[int]) -> DirectionSet:
-        """Return the same directions at some of their layers alone.
+        """Return the same directions with only some of their layers.
 
         Raises:
             LayerOutOfRange: a layer they have no vectors for.

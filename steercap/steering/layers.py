@@ -119,7 +119,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return other
 
     def at_layers(self, layers: Iterable[int]) -> LayerVectors:
-        """Return the same vectors at some of their layers alone, under the same name.
+        """Return the same vectors with only some of their layers, under the same name.
 
         Raises:
             InvalidSpec: no layer.
@@ -148,7 +148,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return self._each(lambda layer, vector: vector / norms[layer]).named(self.name)
 
     def dot(self, other: LayerVectors) -> dict[int, float]:
-        """Return the scalar product with another's vector of each layer.
+        """Return the scalar products with the vectors of `other`, layer by layer.
 
         Raises:
             InvalidSpec: it is of another model, both of them named, or of another site, width or other layers.
@@ -157,7 +157,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return {layer: float(vector.double() @ other[layer].double()) for layer, vector in self.items()}
 
     def cosine(self, other: LayerVectors) -> dict[int, float]:
-        """Return the cosine with another's vector of each layer, in [-1, 1].
+        """Return the cosines with the vectors of `other`, layer by layer, in [-1, 1].
 
         Raises:
             InvalidSpec: it is of another model, both of them named, or of another site, width or other layers.

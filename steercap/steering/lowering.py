@@ -273,12 +273,12 @@ def _parts(
     if others or len(shape) == 1:
         found = " and ".join("×".join(map(str, one)) for one in shapes)
         raise InvalidSpec(
-            f"{named} is of rows with several axes, the same at all points; those at {points[0].site} are {found}"
+            f"{named} needs rows with several axes, of one shape at all points; those at {points[0].site} are {found}"
         )
     if keeps_norm or any(one.response.relative for one in lowered):
         raise InvalidSpec(
-            f"{named} leaves other parts alone, and relative= and preserve_norm= are of whole rows; leave part= out, "
-            "and give vectors whole, flat"
+            f"{named} edits one part, while relative= and preserve_norm= need the norm of whole rows; leave part= out, "
+            "and give flat vectors of the whole row's width"
         )
     count, width = shape[0], prod(shape[1:])
     if edit.part != "each" and not -count <= edit.part < count:
@@ -316,7 +316,7 @@ def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *,
                 )
             )
     if not schema.writable:
-        raise InvalidSpec(f"{edit}: rows at {point} can be read, and not changed")
+        raise InvalidSpec(f"{edit}: rows at {point} can be read but not changed")
     if schema.shards > 1 and (keeps_norm or part.response.relative or not _in_one_shard(part, schema)):
         raise InvalidSpec(
             f"{edit}: it needs whole rows at {point}, which are {schema}, and no rank has all of one; add, replace, or "

@@ -207,7 +207,7 @@ def compile_probes(
         InvalidSpec: probes of different widths.
     """
     if len({len(one.weights) for one in monitors}) > 1:
-        raise InvalidSpec("monitors of one request read rows of one width; ask for those of another apart")
+        raise InvalidSpec("all monitors of a request must read rows of one width; use another request for the others")
     at: dict[Point, list[torch.Tensor]] = {}
     columns = []
     for monitor, point in zip(monitors, points, strict=True):

@@ -52,7 +52,9 @@ class SteeringSpec:
         if not self.edits:
             raise InvalidSpec("SteeringSpec([]) changes nothing; give at least one edit, or steering=None")
         if self.preserve_norm and not self.of_rows():
-            raise InvalidSpec("SteeringSpec: preserve_norm is of rows, and a LogitBias changes none; leave it out")
+            raise InvalidSpec(
+                "SteeringSpec: preserve_norm= is for rows, which a LogitBias does not change; leave it out"
+            )
 
     def __add__(self, other: SteeringSpec) -> SteeringSpec:
         return SteeringSpec([self, other])

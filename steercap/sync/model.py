@@ -1470,7 +1470,7 @@ class SteerModel(NonCopyable, LocalTwin, instead="an engine has one owner; make 
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Reasons, by site, why layers of a class that no family knows lack it, or it was not proved; else empty."""
+        """Reasons, by site, why layers of a class that no family knows lack the site; empty for other layers."""
         return self.awaited.refused
 
     @property

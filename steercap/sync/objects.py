@@ -78,7 +78,7 @@ class ActivationStream(
 class CaptureHandle(
     NonCopyable,
     HandleTwin,
-    instead="its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted",
+    instead="its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is needed",
 ):
     """Captured activations of one finished request, fetched on demand.
 
@@ -405,7 +405,7 @@ class CaptureHandle(
 class RunningSketch(
     NonCopyable,
     Twin[AwaitedRunningSketch],
-    instead="its statistics lie in the workers; fetch() gives a Sketch, which can be saved and merged",
+    instead="its statistics are in the workers; fetch() returns a Sketch, which can be saved and merged",
 ):
     """Statistics of the rows of every request made inside `SteerModel.sketch`, which yields this object.
 

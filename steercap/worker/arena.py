@@ -51,7 +51,9 @@ class Arena:
         self.device = device
         pages = capture_bytes // shape.page_bytes
         if not pages:
-            raise WorkerFailure(f"capture_bytes={capture_bytes} holds no page of rows; {shape.page_bytes:,} at least")
+            raise WorkerFailure(
+                f"capture_bytes={capture_bytes} is less than one page of rows; give at least {shape.page_bytes:,}"
+            )
         self.pages = PageAllocator(pages)
         self.segment = SharedSegment.create(pages * shape.page_bytes)
         #: All lines: uint8 [lines, LINE_BYTES].
@@ -76,7 +78,7 @@ class Arena:
             lines = min(SPARSE * most_bytes // LINE_BYTES, MOST_LINES - len(self.lines))
             self.file = ChunkFile(folder, len(self.lines), lines)
         except InvalidSetting as error:
-            _LOG.warning("all rows of a request must fit in memory here: %s", error)
+            _LOG.warning("rows cannot move to disk, so all rows of a request must fit in memory: %s", error)
 
     def allocate(self, count: int) -> Ints:
         """Allocate `count` pages, or as many as are free: int64 page numbers."""

@@ -59,7 +59,7 @@ class AttentionBuffer(ArenaBuffer):
             self.stop()
             self._work = self._summarising(self.selected(total))
         elif total != self._total:
-            self.fail(f"its attention was summarised for {self._total} inputs, and is asked for with {total}")
+            self.fail(f"its attention was summarised for {self._total} inputs, but {total} were requested")
         try:
             while left > 0 and not self._summarised and not self.failure:
                 left -= next(self._work, 0)

@@ -114,7 +114,7 @@ class Biasing:
     def begin(self, batch: BatchRows) -> None:
         """Begin a pass; its logits come later. Fail the requests of the last pass if its biases were never added."""
         if (last := self._batch) is not None:
-            self._fail(last, "tokens were sampled from logits that had not got their biases")
+            self._fail(last, "tokens were sampled from logits without their biases")
         self._batch = batch if self._requests else None
         self._complete(lambda pending: pending.ready is None or pending.ready.query())
 
@@ -143,7 +143,7 @@ class Biasing:
         if batch is None:
             return logits
         if list(request_ids) != list(batch.request_ids) or int(counts.sum()) != len(logits):
-            self._fail(batch, "the rows of its logits are not those of the pass that was laid out")
+            self._fail(batch, "the rows of its logits do not match the pass that was prepared")
             return logits
         chosen = self._choose(batch, counts, logits.shape[1])
         if not chosen:
@@ -170,7 +170,7 @@ class Biasing:
         for name, stop, count in zip(batch.request_ids, stops, counts.tolist(), strict=True):
             steered = self._requests.get(name)
             if steered is not None and steered.highest >= vocabulary:
-                steered.fail(f"token {steered.highest} of a bias is not among the {vocabulary} that logits are of")
+                steered.fail(f"token {steered.highest} of a bias is outside the {vocabulary} tokens of the logits")
             elif steered is not None:
                 for along in range(count):
                     position = stop - count + along

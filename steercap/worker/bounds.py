@@ -35,7 +35,7 @@ def check_configure(asked: Configure, sizes: TapSizes, width: int) -> None:
         (reason for placed in asked.configurations for reason in _placed(placed, sizes)),
     )
     if reason := next(wrong, None):
-        raise WorkerFailure(f"what is to be configured does not fit: {reason}")
+        raise WorkerFailure(f"a configuration is not valid: {reason}")
 
 
 def check_plan(plan: Plan, longest: int) -> None:
@@ -49,7 +49,7 @@ def check_plan(plan: Plan, longest: int) -> None:
         WorkerFailure: the plan is invalid.
     """
     if reason := next(_plan(plan, longest), None):
-        raise WorkerFailure(f"a plan does not fit: {reason}")
+        raise WorkerFailure(f"a plan is not valid: {reason}")
 
 
 def check_vectors(configuration: Configuration, coding: Coding) -> None:
@@ -60,13 +60,13 @@ def check_vectors(configuration: Configuration, coding: Coding) -> None:
     """
     found = configuration.rows // max(len(configuration.reads), 1) if configuration.reads else 0
     if found != (wanted := ENCODINGS[coding.encoding].vectors(coding)):
-        raise WorkerFailure(f"a plan does not fit: {found} vectors of each point, where {coding} needs {wanted}")
+        raise WorkerFailure(f"a plan is not valid: {found} vectors for each point, where {coding} needs {wanted}")
 
 
 def _vectors(vectors: Vectors, sizes: TapSizes, width: int) -> Iterator[str]:
     rows = len(vectors.bank_rows)
     if not rows or max(vectors.bank_rows) >= sizes.bank_rows or len(set(vectors.bank_rows)) < rows:
-        yield f"vectors for rows of the bank that are none of its {sizes.bank_rows}, or the same"
+        yield f"vectors for rows outside the {sizes.bank_rows} of the bank, or twice for one row"
     elif not vectors.data or len(vectors.data) % (rows * _FLOAT_BYTES):
         yield f"{len(vectors.data)} bytes of {rows} vectors"
     elif len(vectors.data) > rows * width * _FLOAT_BYTES:
@@ -78,7 +78,7 @@ def _placed(placed: Placed, sizes: TapSizes) -> Iterator[str]:
         yield f"slot {placed.slot} of {sizes.slots}"
     wanted = [blob.rows for blob in placed.configuration.blobs]
     if wanted != [len(rows) for rows in placed.bank_rows] or 0 in wanted:
-        yield "blobs of other numbers of rows than they have in the bank"
+        yield "blobs whose numbers of rows differ from those in the bank"
     if any(row >= sizes.bank_rows for rows in placed.bank_rows for row in rows):
         yield f"rows of the bank beyond its {sizes.bank_rows}"
     yield from _configuration(placed.configuration, sizes)
@@ -90,18 +90,18 @@ def _configuration(found: Configuration, sizes: TapSizes) -> Iterator[str]:
     blobs, counts = len(found.blobs), dict[int, int]()
     for entry in found.entries:
         if max(entry.read, entry.write) >= blobs or entry.scope >= found.scopes:
-            yield "an entry of a blob or a scope that is not there"
+            yield "an entry that names a blob or scope that does not exist"
         if entry.replacement >= found.replacements:
-            yield "an entry of a replacement that is not there"
+            yield "an entry that names a replacement that does not exist"
         for point in set(entry.points):
             counts[point] = counts.get(point, 0) + 1
     if counts and max(counts.values()) > sizes.entries:
         yield f"{max(counts.values())} entries at a point that has room for {sizes.entries}"
     if found.reads and (blobs != 1 or found.blobs[0].rows % len(found.reads)):
-        yield "points whose vectors are not in one blob, as many for each"
+        yield "points whose vectors are not in one blob with equal counts"
     for bias in found.biases:
         if bias.scope >= MAX_SCOPES or not bias.ids or len(bias.ids) % 4 or len(bias.ids) != len(bias.values):
-            yield "a bias whose ids and values do not belong together"
+            yield "a bias with unequal numbers of ids and values"
 
 
 def _plan(plan: Plan, longest: int) -> Iterator[str]:
@@ -117,9 +117,9 @@ def _plan(plan: Plan, longest: int) -> Iterator[str]:
             yield f"{len(kept.saes)} SAEs for {len(kept.points)} points"
     if (steering := plan.steering) is not None:
         if max(len(steering.scopes), len(steering.biased)) > MAX_SCOPES or len(steering.replaced) > MAX_REPLACEMENTS:
-            yield "more scopes or replacements than there can be"
+            yield "too many scopes or replacements"
         if any(position >= plan.limit for positions in steering.replaced for position in positions):
-            yield "a replacement behind the end"
+            yield "a replacement after the end"
 
 
 def _attention(kept: CapturePlan, asked: AttentionPlan) -> Iterator[str]:
@@ -127,7 +127,7 @@ def _attention(kept: CapturePlan, asked: AttentionPlan) -> Iterator[str]:
         yield f"attention={asked.top} of rows as {kept.coding}, reduce={kept.reduce}"
     points = [point for _, *pair in asked.layers for point in pair]
     if sorted(points) != sorted(kept.points):
-        yield f"attention of points {points}, and points {kept.points} are kept"
+        yield f"attention of points {points}, but points {kept.points} are captured"
 
 
 def _stored(kept: CapturePlan) -> Iterator[str]:

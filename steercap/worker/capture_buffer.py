@@ -56,7 +56,7 @@ class CaptureBuffer(ABC):
         elif self._layout is not None and not 0 < self._layout.stored.lines <= arena.shape.lines:
             layouts.release(self._layout)
             self._layout = None
-            self.fail("a token's rows have no bytes, or more than a page of the arena")
+            self.fail("the rows of a token take no bytes, or more than a page of the arena")
         self._uses_layout = self._layout is not None
         self.token_ids: npt.NDArray[np.int32] = np.full(plan.limit, NONE, dtype=np.int32)
         self._ranks = ranks(capture.ranges, plan.limit)

@@ -88,7 +88,7 @@ def _received(client: socket.socket, size: int) -> bytearray | None:
         OSError: the connection broke, or no frame is as long.
     """
     if size > MOST_BYTES:
-        raise OSError(f"a frame of {size:,} bytes")
+        raise OSError(f"a frame of {size:,} bytes is too large")
     found = bytearray(size)
     view = memoryview(found)
     while view:

@@ -93,5 +93,5 @@ def read_lines(fd: int, line: int, count: int) -> torch.Tensor:
     except OSError as error:
         raise WorkerFailure(f"rows that left memory cannot be read from disk: {error}") from error
     if size < found.nbytes:
-        raise WorkerFailure(f"of {found.nbytes:,} bytes of rows that left memory, {size:,} are on disk")
+        raise WorkerFailure(f"only {size:,} of {found.nbytes:,} bytes of rows that left memory are on disk")
     return torch.from_numpy(found)

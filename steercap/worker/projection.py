@@ -101,7 +101,7 @@ def checked(ids: torch.Tensor, weights: torch.Tensor, experts: int) -> tuple[tor
     ids, weights = ids.long(), weights.float()
     ordered = ids.sort(dim=1).values
     if bool((ids < 0).any() | (ids >= experts).any() | (ordered[:, 1:] == ordered[:, :-1]).any()):
-        raise InvalidRequest(f"its router gives experts that are not different ones of {experts}")
+        raise InvalidRequest(f"its router must choose different experts below {experts}, and did not")
     if not bool(weights.isfinite().all()):
         raise InvalidRequest("its router gives weights that are not finite: it chooses by more than logits of experts")
     return ids.contiguous(), weights.contiguous()

@@ -43,8 +43,8 @@ class ReducingBuffer(CaptureBuffer):
         self._copied: Any = None
         if self._layout and self._accumulator is None:
             self.fail(
-                f"{taps.accumulators.total} reductions run at once, and no more can; "
-                "raise SteerModel(..., reduce_bytes=)"
+                f"{taps.accumulators.total} reductions run at once, which is the maximum; raise SteerModel(..., "
+                "reduce_bytes=)"
             )
 
     @property
@@ -136,7 +136,7 @@ class ReducingBuffer(CaptureBuffer):
     def _has(self, found: int, rows: int) -> bool:
         """Return whether the number of reduced rows equals that of the sequence; fail the request if not."""
         if found != rows:
-            self.fail(f"{found} rows were reduced, and {rows} are selected")
+            self.fail(f"{found} rows were reduced, but {rows} are selected")
         return found == rows
 
     def rows_to_finish(self, total: int) -> int:

@@ -154,7 +154,7 @@ class Runtime:
         try:
             plan = Plan.decode(plan_bytes)
         except InvalidFrame as error:  # to raise would end the engine for all; this client is told of no rows
-            _LOG.error("steercap leaves a request alone: %s", error)
+            _LOG.error("steercap neither captures nor steers a request: %s", error)
             return
         owner = Owner(plan.key, sample)
         known = owner in self._kept or self._steering.record(owner) is not None
@@ -162,7 +162,7 @@ class Runtime:
             check_plan(plan, self._longest)
             self._enter(request_id, owner, plan)
         except Exception as error:  # noqa: BLE001 -- for the same reason
-            _LOG.exception("steercap leaves a request alone")
+            _LOG.exception("steercap neither captures nor steers a request")
             self.forget([request_id])
             if not known:
                 self._release([owner])
@@ -210,7 +210,7 @@ class Runtime:
             return
         updates, crowded = self.taps.accumulators.update(step)
         if len(crowded):
-            self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
+            self._fail(crowded, "too many of its newest rows may be of draft tokens that are not in its sequence")
         if reason := self.taps.open(step, batch, updates):
             self._fail(step.requests[step.kept], reason)
 
@@ -276,7 +276,7 @@ class Runtime:
         if report.positions[first] != step.positions[first]:
             return f"the runner computes position {report.positions[first]} where {step.positions[first]} was scheduled"
         if (report.copies[own] != step.copies[own]).any():
-            return f"{len(own)} of {count} tokens of a pass were not copied at their points, once each"
+            return f"{len(own)} of {count} tokens of a pass were not copied exactly once at each point"
         if (report.edits[own] != step.edits[own]).any():
             return f"{len(own)} of {count} tokens of a pass did not get their edits"
         point = report.overflowed[first]
@@ -364,7 +364,7 @@ class Runtime:
             try:
                 self._listener = Listener(self.answer, self.device)
             except OSError as error:
-                _LOG.warning("the client asks by RPC alone: %s", error)
+                _LOG.warning("the client will use RPC only: %s", error)
                 return ""
         return self._listener.address
 
@@ -389,7 +389,7 @@ class Runtime:
         reads = self._saes.reads(capture.points, capture.saes) if capture.saes else ()
         capture_buffer = self._kept_by(owner, plan, capture, arena, reads or ())
         if reads is None:
-            capture_buffer.fail("the SAE that is to read its rows is not here")
+            capture_buffer.fail("the SAE that should read its rows is not loaded in this worker")
         return capture_buffer
 
     def _kept_by(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena, reads: Reads) -> ArenaBuffer:
@@ -434,7 +434,7 @@ class Runtime:
             return captured_rows  # and the client refuses it
         rows = self._kept[joining.wanted.owner].capture_buffer
         if not isinstance(rows, ArenaBuffer) or rows.capture.sent != RAW:
-            refused: str | None = "its rows are not kept as they are, which a sketch needs"
+            refused: str | None = "its rows are not kept unchanged, as a sketch needs"
         else:
             refused = self._sketches.weigh(joining, rows)
         return msgspec.structs.replace(captured_rows, failure=refused)
@@ -480,7 +480,7 @@ class Runtime:
     def _read(self, ranges: Sequence[LineRange]) -> bytes:
         arena, lines = self._attached(), sum(item.count for item in ranges)
         if lines * LINE_BYTES > WIRE_BYTES:
-            raise WorkerFailure(f"{lines:,} lines are asked for, more than go in a frame")
+            raise WorkerFailure(f"{lines:,} lines are asked for, more than fit in a frame")
         return b"".join(arena.stored(item.start, item.count).numpy().tobytes() for item in ranges)
 
     def _count(self) -> Counted:

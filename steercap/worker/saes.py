@@ -99,7 +99,7 @@ class SAEs:
         try:
             coming = _Coming(asked, image, self._device)
         except torch.OutOfMemoryError:
-            return SAEOpened(full=f"it needs {wanted:,} bytes, and the device has not as many left")
+            return SAEOpened(full=f"it needs {wanted:,} bytes, more than the device has left")
         self._coming[asked.digest, asked.point] = coming
         coming.thread.start()
         return COMING
@@ -138,7 +138,7 @@ class _Coming:
 
     def _brought(self, free: Any) -> Encoder | None:
         if Encoder.read(self._asked.shape, self._image).digest() != self._asked.digest:
-            self.reason = "what lies in the client's memory is not the SAE that it announced"
+            self.reason = "the client's memory does not hold the SAE that it announced"
             return None
         if free is not None:
             stream = torch.cuda.Stream(self._device)

@@ -137,11 +137,11 @@ class Sketches:
         wanted = sum(kind.nbytes(width, asked.size) for width in widths)
         if self.nbytes + wanted > asked.most_bytes:
             used = f"{self.nbytes:,} of them in use"
-            return f"it needs {wanted:,} bytes, and sketches may have {asked.most_bytes:,}, {used}"
+            return f"it needs {wanted:,} bytes, and sketches may use {asked.most_bytes:,}, {used}"
         try:
             states = [kind.empty(width, asked.size, self._device) for width in widths]
         except torch.OutOfMemoryError:
-            return f"it needs {wanted:,} bytes, and the device has not as many left"
+            return f"it needs {wanted:,} bytes, more than the device has left"
         self._held[asked.name] = Held(kind, dict(zip(points, states, strict=True)))
         return ""
 

@@ -247,7 +247,7 @@ class Steering:
     def _put(self, vectors: Vectors) -> None:
         """Write vectors to the bank, and drop the configurations that used the overwritten rows."""
         if blob_digest(vectors.data, len(vectors.bank_rows)) != vectors.digest:
-            raise WorkerFailure("vectors arrived that are not what their SHA-256 says")
+            raise WorkerFailure("vectors arrived whose SHA-256 does not match")
         values = torch.frombuffer(bytearray(vectors.data), dtype=torch.float32)
         self.taps.put(vectors.bank_rows, values.view(len(vectors.bank_rows), -1))
         self._rows.update((row, (vectors.digest, at)) for at, row in enumerate(vectors.bank_rows))
@@ -262,7 +262,10 @@ class Steering:
     def settle(self, question: GetSteeringRecord) -> Settled:
         """Return the records of steered requests, and forget those that have ended."""
         if len(question.wanted) != len(question.ended):
-            raise WorkerFailure(f"{len(question.wanted)} requests are to be settled, {len(question.ended)} ends known")
+            raise WorkerFailure(
+                f"{len(question.wanted)} records are asked for, with {len(question.ended)} flags of whether their "
+                "requests have ended"
+            )
         records: list[SteeringRecord | Unknown] = []
         for item, ended in zip(question.wanted, question.ended, strict=True):
             steered = self._records.pop(item.owner, None) if ended else self._records.get(item.owner)
@@ -277,7 +280,7 @@ class Steering:
     def _tainting(self, identity: bytes) -> str | None:
         """Return the reason why data written under an identity cannot be trusted; None if it can."""
         if len(self._tainted) >= TAINTS:
-            return f"edits failed for {TAINTS} requests or more; start the engine anew"
+            return f"edits failed for {TAINTS} requests or more; start the engine again"
         return self._tainted.get(identity)
 
     def release(self, owners: Iterable[Owner]) -> None:

@@ -149,8 +149,8 @@ async def test_a_mean_of_coefficients_is_that_of_their_rows(v4) -> None:
 @pytest.mark.parametrize(
     ("edit", "error", "says"),
     [
-        (Add([1.0] * 4, layer=1, site="mhc_attn_post_mix"), InvalidSpec, "can be read, and not changed"),
-        (Add([1.0] * 16, layer=1, site="mhc_ffn_res_mix"), InvalidSpec, "can be read, and not changed"),
+        (Add([1.0] * 4, layer=1, site="mhc_attn_post_mix"), InvalidSpec, "can be read but not changed"),
+        (Add([1.0] * 16, layer=1, site="mhc_ffn_res_mix"), InvalidSpec, "can be read but not changed"),
         (Add([1.0] * 256, layer=1, site="mhc_streams_pre_mlp"), InvalidVector, "give part=, one of 4 or 'each'"),
         (Add([1.0] * 256, layer=1, site="mhc_streams_pre_mlp", part=4), InvalidSpec, "have 4 parts, 0 to 3"),
         (Add([1.0] * 64, layer=1, site="mhc_streams_pre_mlp", part=1), InvalidVector, "a part of the rows .* has 256"),

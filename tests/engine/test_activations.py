@@ -62,7 +62,7 @@ async def test_a_stream_joins_and_normalises_as_a_data_set_does(tiny, folder) ->
         assert torch.allclose(found.pop(line), row, atol=1e-2)
     assert not found
     stream = activations(tiny, DOCUMENTS, **ask, join="mix")
-    with pytest.raises(errors.InvalidRequest, match="known once a batch was taken"):
+    with pytest.raises(errors.InvalidRequest, match="take a batch before you ask for it"):
         _ = stream.normalisations
     async with stream:
         batches = [batch async for batch in stream]

@@ -96,7 +96,7 @@ async def test_two_workers_share_heads() -> None:
         assert model.points[Point(2, "k")] == PointSchema((1, 32), "float32")
         reference = Reference(path)
         await attention_agrees(model, reference)
-        with pytest.raises(InvalidRequest, match="keys that several tensor-parallel ranks share are kept by one"):
+        with pytest.raises(InvalidRequest, match="several tensor-parallel ranks share key heads"):
             await model.read([1, 2, 3], capture=CaptureSpec(attention=8))
         specs = [
             spec(name, model.points[0, site].width, seed=5, layers="all", site=site)
@@ -112,9 +112,7 @@ async def test_two_workers_share_heads() -> None:
 
 async def test_heads_that_cannot_be_had_are_refused_before_anything_starts() -> None:
     """More ranks than heads of keys, and a family whose attention is not called as a module."""
-    with pytest.raises(
-        UnsupportedRunner, match="2 heads of keys, of which some of 4 tensor-parallel ranks have copies"
-    ):
+    with pytest.raises(UnsupportedRunner, match="2 key heads, so that some of the 4 tensor-parallel ranks hold copies"):
         await SteerModel(str(tiny_checkpoint("llama")), sites=("k", "q"), tensor_parallel_size=4, **TINY_ENGINE).start()
     with pytest.raises(UnsupportedModel, match="this model has no q"):
         await SteerModel(str(tiny_checkpoint("olmo2")), sites=("q", "z"), **TINY_ENGINE).start()
@@ -142,7 +140,7 @@ async def test_workers_summarise_what_the_handle_would(gemma: SteerModel, tmp_pa
         again.attention(1, top=4)
     with pytest.raises(InvalidSpec, match=r"targets of attention.*take handle.attention\(layer\)"):
         again.captures[1, "q"]
-    with pytest.raises(InvalidRequest, match="all weights are computed of queries and keys"):
+    with pytest.raises(InvalidRequest, match="and the weights of all tokens are computed from"):
         again.attention_pattern(1)
 
 

@@ -285,7 +285,7 @@ async def test_run_takes_what_generate_and_chat_take(tiny) -> None:
     assert several.texts == tuple(one.text for one in several.handles)
     with pytest.raises(errors.InvalidRequest, match="use texts"):
         _ = several.text
-    with pytest.raises(errors.InvalidPrompt, match="a message alone"):
+    with pytest.raises(errors.InvalidPrompt, match="is a single message; give a list of"):
         await tiny.run(talk[0])
     with pytest.raises(TypeError, match="raw_output"):
         await tiny.generate("hi", raw_output=True)

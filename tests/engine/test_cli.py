@@ -209,7 +209,7 @@ async def test_extracting_from_files_is_extracting_from_texts(smol, terminal, tm
     assert found.provenance.prompts == known.provenance.prompts
     assert min(found["praise"].cosine(known["praise"]).values()) > 0.9999  # float32, batched otherwise
     negative.write_text(json.dumps({"text": "a", "group": "g"}))
-    with pytest.raises(InvalidFile, match="says groups"):
+    with pytest.raises(InvalidFile, match="has groups"):
         texts_between(positive, negative.rename(tmp_path / "c.jsonl"))
 
 

@@ -549,7 +549,7 @@ async def test_steering_in_force_and_by_name(remote: RemoteModel, tiny: SteerMod
     await remote.delete_vectors("mine")
     with pytest.raises(errors.InvalidSpec, match="no vector or steering is called 'mine'"):
         await remote.generate(prompt, GREEDY, steering="mine")
-    with pytest.raises(errors.InvalidRequest, match="no vector or steering of yours"):
+    with pytest.raises(errors.InvalidRequest, match="you have no vector or steering"):
         await remote.delete_vectors("mine")
     with pytest.raises(errors.InvalidSpec, match="give letters"):
         await remote.upload_vectors("a b", CALM)
@@ -616,7 +616,7 @@ async def test_rows_are_freed_when_they_are_fetched_released_or_dropped(remote: 
 async def test_a_capture_whose_time_is_over_says_so(remote: RemoteModel) -> None:
     _, handles = await remote.generate([[3, 4, 5]] * 2, GREEDY, capture_layers=[1])
     await remote.connection.ask("DELETE", handles[0].lifecycle.source.path)
-    with pytest.raises(errors.CaptureReleased, match=r"no longer at the server .*its time is over"):
+    with pytest.raises(errors.CaptureReleased, match=r"the server no longer has its rows .*it has expired"):
         await remote.fetch_captures_batch(handles)
     assert handles[1].fetched, "the others come all the same"
 

@@ -243,9 +243,7 @@ async def test_a_corpus_that_grew_behind_a_short_shard_says_what_to_remove(tiny,
     asked = {"layers": 1, "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
     await collect(tiny, DOCUMENTS[:3], tmp_path / "grown", **asked)
     before = digests(tmp_path / "grown")
-    remove = (
-        r"shard 1, its last, of 1 documents, and the corpus has more behind these: it has grown\. Remove (\S+), and"
-    )
+    remove = r"shard 1, its last, of 1 documents, and the corpus has more after these: it has grown\. Remove (\S+), and"
     for corpus in (iter(DOCUMENTS), DOCUMENTS[:4]):
         with pytest.raises(RunDiffers, match=remove) as grown:
             await collect(tiny, corpus, tmp_path / "grown", **asked)
@@ -508,7 +506,7 @@ async def test_a_full_disk_is_a_clean_stop(tiny, tmp_path, monkeypatch) -> None:
 
     with monkeypatch.context() as patched:
         patched.setattr(LocalFolder, "write", full)
-        with pytest.raises(CollectionStopped, match=r"No space left.*\d shards are there.*the same call goes on"):
+        with pytest.raises(CollectionStopped, match=r"No space left.*\d shards are there.*the same call resumes"):
             await collect(tiny, DOCUMENTS, tmp_path, **asked)
     assert "shards/000000.json" in written
     found = await collect(tiny, DOCUMENTS, tmp_path, **asked)

@@ -156,7 +156,7 @@ async def test_an_evaluation_that_was_stopped_goes_on_and_takes_further_methods(
     read = read_results(small(), out=tmp_path / "stopped", tasks=TASKS, measures=measures)
     assert (texts(read), read.values, read.readings) == (texts(later), later.values, later.readings)
     assert read.markdown() == later.markdown()
-    with pytest.raises(InvalidFile, match="`evaluate` does what is missing"):
+    with pytest.raises(InvalidFile, match="call `evaluate` again to compute it"):
         read_results(small(), out=tmp_path / "stopped", tasks=TASKS, measures=["refusal"])
 
 

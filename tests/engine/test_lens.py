@@ -78,7 +78,7 @@ async def test_a_tuned_lens_is_of_a_model_with_as_many_layers(tiny) -> None:
     )
     _, handle = await tiny.generate(random_prompt(9, 3), ASKED, capture=BOTH)
     async with handle:
-        with pytest.raises(errors.InvalidRequest, match="of a model of 2 layers, and this one has 4"):
+        with pytest.raises(errors.InvalidRequest, match="of a model of 2 layers, and this model has 4"):
             await handle.lens(1, translator=short)
 
 

@@ -539,24 +539,24 @@ MONITOR = {"probe": "calm", "layer": LAYER, "threshold": 0.5}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"monitors": [{**MONITOR, "do": "steer"}]}, "go together"),
     ({"monitors": [{**MONITOR, "steering": "calm"}]}, "go together"),
-    ({"monitors": [{**MONITOR, "do": "steer", "steering": "calm"}], "steering": "calm"}, "the one or the other"),
+    ({"monitors": [{**MONITOR, "do": "steer", "steering": "calm"}], "steering": "calm"}, "steering=, not both"),
     (
         {"monitors": [{**MONITOR, "do": "steer", "steering": {"op": "logit_bias", "bias": {"3": 1.0}}}]},
-        "no LogitBias, no Replace",
+        "leave LogitBias and Replace out",
     ),
     ({"monitors": [{**MONITOR, "threshold": "high"}]}, "give a finite number"),
     ({"monitors": [{**MONITOR, "probe": [1.0, 2.0]}]}, "width 2"),
     ({"monitors": [{**MONITOR, "probe": "nothing"}]}, "no vector or steering is called"),
     ({"monitors": [{**MONITOR, "layer": 2}]}, "there are vectors for layers"),
     ({"monitors": [{**MONITOR, "sight": "resid_post"}]}, "unknown field 'sight'"),
-    ({"monitors": [{**MONITOR, "do": "stop", "tokens": "all"}]}, "ends at a generated token alone"),
+    ({"monitors": [{**MONITOR, "do": "stop", "tokens": "all"}]}, "only at a generated token"),
     ({"monitors": [MONITOR, MONITOR]}, "a name= of its own"),
     ({"monitors": [{"probe": "calm", "layer": LAYER}]}, "threshold"),
     ({"monitors": MONITOR}, "give a list"),
-    ({"monitors": [MONITOR], "capture": {"layers": [1]}}, "a request keeps rows once"),
-    ({"monitors": [MONITOR], "capture": {"layers": [3], "codec": "full8"}}, "a request keeps rows once"),
-    ({"monitors": [MONITOR], "capture": {"project": "traits"}}, "a request keeps rows once"),
-    ({"monitors": [MONITOR], "capture": {"layers": [3], "tokens": "prompt"}}, "keeps rows of fewer"),
+    ({"monitors": [MONITOR], "capture": {"layers": [1]}}, "cannot be computed from"),
+    ({"monitors": [MONITOR], "capture": {"layers": [3], "codec": "full8"}}, "cannot be computed from"),
+    ({"monitors": [MONITOR], "capture": {"project": "traits"}}, "cannot be computed from"),
+    ({"monitors": [MONITOR], "capture": {"layers": [3], "tokens": "prompt"}}, "captures rows of fewer"),
 ]
 
 
@@ -593,5 +593,5 @@ async def test_a_local_call_refuses_what_does_not_fit(tiny: SteerModel, asked, e
 
 async def test_sketches_have_no_monitors(tiny: SteerModel) -> None:
     async with tiny.sketch(layers=[1]):
-        with pytest.raises(InvalidSpec, match="keeps rows once"):
+        with pytest.raises(InvalidSpec, match="monitors= cannot be used inside"):
             await tiny.run([3, 4, 5], GREEDY, monitors=[Monitor(CALM[3], 0.0, 3)])

@@ -61,7 +61,7 @@ async def test_modules_are_read_and_written_by_their_paths() -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("lm_head.output", "lm_head.output cannot be a site: no pass calls the module"),
+        ("lm_head.output", "lm_head.output cannot be a site: no forward pass calls the module"),
         pytest.param(
             "model.layers.1.self_attn.q_proj.output",
             r"no 'q_proj' in a Qwen3Attention, which holds qkv_proj",

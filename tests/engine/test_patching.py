@@ -234,7 +234,7 @@ async def test_what_does_not_fit_is_refused_before_anything_runs(model) -> None:
                 model, CLEAN, CORRUPTED, metric=METRIC, senders=[(2, 0)], receivers=Receiver("q", [(1, 0)])
             ),
             InvalidSpec,
-            "nothing reaches one",
+            "it cannot affect any",
         ),
     ):
         with pytest.raises(error, match=says):

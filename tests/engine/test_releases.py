@@ -52,4 +52,4 @@ def test_what_a_release_lacks_is_named_by_the_start(kind, tmp_path) -> None:
         text=True,
         check=True,
     )
-    assert f"in vLLM {releases.installed()}, {kind} lacks no_such_method; steercap has been tried" in done.stdout
+    assert f"in vLLM {releases.installed()}, {kind} lacks no_such_method; steercap was tested" in done.stdout

@@ -74,7 +74,7 @@ async def test_features_come_exactly_as_the_library_reads_the_rows(tiny, tmp_pat
     assert torch.equal(back.features[sae.input].ids, read.features[sae.input].ids)
     assert isinstance(back.coded[sae.input], CodedRows)
     read.save_npz(tmp_path / "features.npz")
-    with pytest.raises(errors.InvalidSpec, match="features of an SAE, and no rows"):
+    with pytest.raises(errors.InvalidSpec, match="features of an SAE, not rows"):
         read.captures.elements(sae.input)
 
 
@@ -121,7 +121,7 @@ async def test_a_transcoders_feature_is_written_at_its_output(tiny, tmp_path) ->
         async with handle:
             found.append(handle.captures[1].clone())
     torch.testing.assert_close(found[1] - found[0], (2.5 * sae.decoder[7]).expand_as(found[0]), rtol=1e-4, atol=1e-4)
-    with pytest.raises(errors.InvalidSpec, match="another point than it writes"):
+    with pytest.raises(errors.InvalidSpec, match="a transcoder reads one point and writes another"):
         sae.set_feature(7, 1.0)
 
 
@@ -161,7 +161,7 @@ async def test_what_cannot_be_read_is_refused_before_it_runs(tiny, tmp_path) -> 
         (CaptureSpec(sae=wide), errors.InvalidSpec, "made for another model"),
         (CaptureSpec(sae=deep), errors.LayerOutOfRange, "is it of another model"),
         (CaptureSpec(sae=sae, k=65), errors.InvalidSpec, "has 64 features"),
-        (CaptureSpec(sae=[sae, sae]), errors.InvalidSpec, "two that read"),
+        (CaptureSpec(sae=[sae, sae]), errors.InvalidSpec, "two SAEs that read"),
         (CaptureSpec(sae="sae"), errors.InvalidSpec, "give an SAE"),
     ):
         with pytest.raises(error, match=says):

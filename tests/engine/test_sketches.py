@@ -92,7 +92,7 @@ async def test_what_a_request_captures_for_itself_must_hold_what_is_sketched(tin
             CaptureSpec(codec="full8"),
             CaptureSpec(before_edits=True),
         ):
-            with pytest.raises(errors.InvalidSpec, match="keeps rows once"):
+            with pytest.raises(errors.InvalidSpec, match="one set of captured rows"):
                 await tiny.generate(random_prompt(9, 1), SIX, capture=own)
         assert sketch.requests == 1
     await freed(tiny)
@@ -208,10 +208,10 @@ async def test_the_end_of_the_context_is_the_end(tiny) -> None:
     async with tiny.sketch("moments", layers=[1]) as sketch:
         late = asyncio.create_task(tiny.generate(random_prompt(9, 1), {"max_tokens": 100, **GREEDY}))
         await asyncio.sleep(0.05)
-    with pytest.raises(errors.SketchClosed, match="ended with its context"):
+    with pytest.raises(errors.SketchClosed, match="ended with its `async with` block"):
         await late
     for read in (lambda: sketch.mean(1), sketch.fetch):
-        with pytest.raises(errors.SketchClosed, match="ended with its context"):
+        with pytest.raises(errors.SketchClosed, match="ended with its `async with` block"):
             await read()
     assert "closed" in repr(sketch)
     assert isinstance(await tiny.generate(random_prompt(9, 1), SIX), str)

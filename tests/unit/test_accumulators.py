@@ -289,9 +289,9 @@ def test_rows_added_past_the_end_are_an_error(kind) -> None:
     for position in range(4, 10):
         engine.step([(request, position, 1)])
     (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).shares
-    assert captured_rows.failure == "9 rows were reduced, and 6 are selected"
+    assert captured_rows.failure == "9 rows were reduced, but 6 are selected"
     (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).shares
-    assert captured_rows.failure == "9 rows were reduced, and 6 are selected"
+    assert captured_rows.failure == "9 rows were reduced, but 6 are selected"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -306,4 +306,4 @@ def test_what_cannot_be_held_is_an_error(kind) -> None:
     engine.step([(request, 0, 4)])
     engine.step([(request, 4, 5)])
     (captured_rows,) = engine.ask(Collect((Wanted(Owner("r", 0), 9),))).shares
-    assert "more of its newest rows than can be held apart" in captured_rows.failure
+    assert "too many of its newest rows" in captured_rows.failure

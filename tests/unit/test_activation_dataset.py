@@ -108,9 +108,9 @@ def test_points_are_chosen_as_they_are_captured(folder, pair) -> None:
         ActivationDataset(folder, layers=2, sites="resid_post")
     with pytest.raises(LayerOutOfRange, match="it was not collected"):
         ActivationDataset(folder, at="resid_post[7]")
-    with pytest.raises(InvalidSpec, match="how many layers the model has is not known"):
+    with pytest.raises(InvalidSpec, match="the data set does not say how many layers"):
         ActivationDataset(folder, layers=-1)
-    with pytest.raises(InvalidSpec, match="at= says which points"):
+    with pytest.raises(InvalidSpec, match="at= already names the points"):
         ActivationDataset(folder, layers=1, at="z[2]")
 
 
@@ -341,7 +341,7 @@ def test_a_map_style_loader_takes_it(folder) -> None:
     assert torch.equal(found.sort(dim=0).values, truth(POST).float().sort(dim=0).values)
     with pytest.raises(IndexError, match=f"row {len(data)} of {len(data)}"):
         data[len(data)]
-    with pytest.raises(IndexError, match="asked for by a number"):
+    with pytest.raises(IndexError, match="rows are indexed by an integer, a slice or"):
         data["first"]
 
 
@@ -389,7 +389,7 @@ def test_a_data_set_without_shards_has_no_rows_to_normalise_by(tmp_path) -> None
         where = folder_of(tmp_path / name, definition_of(), 0, complete=complete).storage
         data = ActivationDataset(str(where), at=POST, partial=True)
         assert (len(data), int(data.statistics().count)) == (0, 0)
-        with pytest.raises(InvalidRequest, match="no rows were looked at"):
+        with pytest.raises(InvalidRequest, match="needs statistics, and they cover no rows"):
             ActivationDataset(str(where), normalise="mean", partial=True)
 
 

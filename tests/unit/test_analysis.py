@@ -211,7 +211,7 @@ def test_a_features_own_rows_are_nearest_to_it(tmp_path) -> None:
     with pytest.raises(errors.LayerOutOfRange, match="1 is not a layer"):
         analysis.nearest_features(elsewhere, sae)
     assert column(analysis.nearest_features(elsewhere, sae, layer=3, top=1), "feature", half="decoder") == [12]
-    with pytest.raises(errors.InvalidSpec, match="not of one point"):
+    with pytest.raises(errors.InvalidSpec, match="belong to different points"):
         analysis.nearest_features(LayerVectors({1: torch.ones(5)}), sae)
     normed = RandomSAE("standard", WIDTH, 300, configuration=(("normalize_activations", "layer_norm"),))
     blind = analysis.nearest_features(LayerVectors({1: torch.ones(WIDTH)}), SAE.load(normed.write(tmp_path / "ln")))
@@ -530,7 +530,7 @@ def test_a_table_says_what_it_was_made_of(tmp_path) -> None:
     assert analysis.save_table(table, tmp_path / "c.csv").read_text().startswith('"layer","first"')
     with pytest.raises(errors.InvalidFile, match="must end in one of"):
         analysis.save_table(table, tmp_path / "c.xlsx")
-    with pytest.raises(errors.InvalidSpec, match="no table of steercap"):
+    with pytest.raises(errors.InvalidSpec, match="not a table of steercap"):
         analysis.about(pa.table({"a": [1]}))
     lines = analysis.as_text(table, 4).splitlines()
     assert lines[0].split() == ["layer", "first", "second", "cosine"]

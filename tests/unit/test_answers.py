@@ -325,7 +325,7 @@ async def test_what_does_not_fit_is_refused(tmp_path) -> None:
             await read_answers(Formula(), **{"kind": "role", **given, **more})
     with pytest.raises(InvalidRequest, match="concurrency=0"):
         await read_answers(Formula(), kind="role", concurrency=0, **given)
-    with pytest.raises(InvalidRequest, match="models that differ"):
+    with pytest.raises(InvalidRequest, match="the models differ"):
         await read_answers(Formula(), others=[Formula("other")], kind="role", **given)
     with locked(tmp_path / "out"), pytest.raises(InvalidRequest, match="another call writes to"):
         await read_answers(Formula(), kind="role", **given)

@@ -502,7 +502,7 @@ def test_targets_in_files_are_those_of_the_workers(tmp_path) -> None:
         lambda: stack([handle]),
     ]
     for one in refused:
-        with pytest.raises(InvalidSpec, match="targets of attention, and no rows"):
+        with pytest.raises(InvalidSpec, match="targets of attention, not rows"):
             one()
-    with pytest.raises(InvalidRequest, match="3 targets of each head and token were kept; give as many at most"):
+    with pytest.raises(InvalidRequest, match="3 targets of each head and token were kept; give a number up to 3"):
         handle.attention(1, top=4)

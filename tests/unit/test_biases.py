@@ -187,13 +187,13 @@ def test_a_bias_that_did_not_happen_is_noticed() -> None:
     bench.lay_out(["a"], [PROMPT + 1], [1])  # sampled from as it is
     bench.lay_out(["a"], [PROMPT + 2], [1])
     bench.sample(["a"], [1], [1])
-    with pytest.raises(SteeringNotApplied, match="sampled from logits that had not got their biases"):
+    with pytest.raises(SteeringNotApplied, match="tokens were sampled from logits without their biases"):
         bench.settle("a", PROMPT + 3)
 
     bench = Bench(spec)
     bench.lay_out(["a", "plain"], [0, 0], [PROMPT, 1])
     bench.sample(["plain", "a"], [1, PROMPT], [1, 1])
-    with pytest.raises(SteeringNotApplied, match="are not those of the pass"):
+    with pytest.raises(SteeringNotApplied, match="do not match the pass"):
         bench.settle("a", PROMPT)
 
     bench = Bench(spec)

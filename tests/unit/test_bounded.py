@@ -50,7 +50,7 @@ async def test_no_more_than_the_limit_are_under_way(items, limit, most) -> None:
 
 async def test_a_limit_of_none_is_refused() -> None:
     """Nothing would ever be done."""
-    with pytest.raises(InvalidSetting, match="0 at once; give 1 or more"):
+    with pytest.raises(InvalidSetting, match="0 items at once; give a limit of 1 or more"):
         await each_of(range(3), Work(), 0)
 
 

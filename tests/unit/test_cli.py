@@ -417,7 +417,7 @@ def test_steering_that_is_not_clear_is_refused(directions, tmp_path) -> None:
         with pytest.raises(InvalidSpec, match="no vector for layer 9; it has them for 0 to 3"):
             SteerOptions(steer=directions, name="kind", layer=missing).spec()
     for negative in ("-1", "1,-1", "-2:", ":-1"):
-        with pytest.raises(typer.BadParameter, match="has no end to count from; it has vectors for layers 0 to 3"):
+        with pytest.raises(typer.BadParameter, match="which has vectors for layers 0 to 3; name those"):
             SteerOptions(steer=directions, name="kind", layer=negative).spec()
     file = SteeringSpec([Cap(torch.ones(8), layer=2, high=1.0)]).save(tmp_path / "cap.safetensors")
     assert isinstance(SteerOptions(steer=file).spec().flat()[0], Cap)
@@ -696,7 +696,12 @@ def test_a_machine_in_order_has_no_finding(facts) -> None:
             f"unset {BIND}",
         ),
         (changed(SMALL, unfit="no kernel 'x'"), "model", "problem", "no kernel 'x'"),
-        (changed(FINE, model=Checkpoint("a/b"), hub="unknown"), "model hub", "problem", "spelled"),
+        (
+            changed(FINE, model=Checkpoint("a/b"), hub="unknown"),
+            "model hub",
+            "problem",
+            "check the spelling; a gated or private model needs",
+        ),
         (changed(FINE, model=Checkpoint("a/b"), hub="no answer in 5 s"), "model hub", "problem", "HF_ENDPOINT"),
         (changed(FINE, model=Checkpoint("/no/such"), model_error="nothing there"), "model", "problem", "nothing there"),
         (

@@ -86,7 +86,7 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("generate hi -m model --out /proc/nothing/x.jsonl", 2, "cannot be written to"),
         ("generate hi -m model --out taken.jsonl", 2, "there already; give another name, or --force"),
         ("generate hi -m model --temperature nan", 2, "greater than or equal to 0"),
-        ("generate hi -m model --max-tokens 9999999999999999999", 2, "63 bits"),
+        ("generate hi -m model --max-tokens 9999999999999999999", 2, "give a whole number from 1 to 2"),
         ("generate hi -m model --seed 99999999999999999999", 2, "64 bits"),
         ("generate hi -m model --steer deep.safetensors --layer 9", 1, "layer 9 is outside this model of 4 layers"),
         ("generate hi -m model --steer wide.safetensors --layer 1", 1, "width 16, the rows at resid_post[1] are 8 of "),
@@ -315,7 +315,7 @@ def test_captures_go_on_elsewhere_when_their_folder_cannot_be_written_to(here, m
     (folder,) = {folder for folder, *_ in found}
     assert spare in folder.parents
     assert [handle.text for handle in Manifest.load(folder).handles()] == ["there"] * 2
-    assert "captures go on in" in capfd.readouterr().err
+    assert "the captures so far are in" in capfd.readouterr().err
 
 
 def test_a_full_disk_is_an_oserror_in_every_format(tmp_path) -> None:
@@ -449,7 +449,7 @@ def test_a_trait_of_ones_own_is_a_measure(tmp_path, monkeypatch) -> None:
         "wit",
     )
     assert measures_in("score:evil,wit") == ("score:evil", "wit")
-    with pytest.raises(typer.BadParameter, match="names nothing"):
+    with pytest.raises(typer.BadParameter, match="holds no name; give names separated by commas"):
         measures_in(" ")
     config = own.parent / "sweep.yaml"
     config.write_text(

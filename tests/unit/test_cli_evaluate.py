@@ -79,7 +79,7 @@ def test_questions_may_be_lines_of_a_file(here) -> None:
         settings.evaluation()
     assert questions_of(settings.questions) == ["one", ["two", "three"]]
     (here / "q.jsonl").write_text('{"messages": [{"role": "assistant", "content": "two"}]}\n')
-    with pytest.raises(InvalidFile, match="the user says alone"):
+    with pytest.raises(InvalidFile, match="a question of several turns must hold only the"):
         questions_of(settings.questions)
 
 
@@ -88,14 +88,14 @@ def test_questions_may_be_lines_of_a_file(here) -> None:
     [
         ("methods:", "ways:", "unknown field `ways`"),
         ("system: Be warm.", "system: 3", "Expected `str`"),
-        ("random: praise", "random: blame", "random control of 'blame'"),
+        ("random: praise", "random: blame", "random control of the unknown method 'blame'"),
         ("layers: [1]", "layers: [3]", r"give some of \[1, 2\]"),
         ("praise.safetensors", "nothing.safetensors", "nothing.safetensors"),
         ("{file: trained.safetensors}", "{file: trained.safetensors, layers: [1]}", "edits have their own"),
         ("tasks: [passages]", "tasks: [chess]", "unknown task 'chess'"),
         ("measures: [length]", "measures: [warmth]", "unknown measure 'warmth'"),
-        ("measures: [length]", "measures: [matches]", "must be told its name and pattern"),
-        ('"^dear"', '"("', "no regular expression"),
+        ("measures: [length]", "measures: [matches]", "needs its name and pattern"),
+        ('"^dear"', '"("', "is not a regular expression"),
     ],
 )
 def test_what_does_not_fit_is_an_error_at_once(old, new, says, here) -> None:

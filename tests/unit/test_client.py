@@ -198,7 +198,7 @@ def test_what_json_does_not_hold_is_a_file() -> None:
 
 
 def test_what_a_server_cannot_do_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match=r"CaptureSpec\(gather=\) cannot be asked of a server"):
+    with pytest.raises(InvalidRequest, match=r"CaptureSpec\(gather=\) cannot be sent to a server"):
         require_specs(CaptureSpec(gather=False))
     with pytest.raises(InvalidRequest, match=r"CaptureSpec\(sae=\) .* SAE.encode"):
         require_specs(CaptureSpec(sae=object()))
@@ -239,7 +239,7 @@ def test_parameters_left_out_are_vllms_own() -> None:
     assert sampling_asked({"max_tokens": None})["max_tokens"] is None
     for wrong, says in (
         ({"temprature": 1.0}, "did you mean 'temperature'"),
-        ({"extra_args": {}}, "'extra_args' cannot be asked of a server"),
+        ({"extra_args": {}}, "'extra_args' cannot be sent to a server"),
         ({"detokenize": False}, "'detokenize' cannot be asked"),
         (SamplingParams(detokenize=False), "'detokenize' cannot be asked"),
         (3, "give vLLM's SamplingParams, or a dict"),
@@ -332,7 +332,9 @@ async def test_what_is_no_server_of_ours_is_refused() -> None:
         await model_of(says={"model": "m"}).start()
     with pytest.raises(InvalidRequest, match="no model 'other'; known: 'm', 'm\\+calm'"):
         await model_of(model="other").start()
-    with pytest.raises(ServerFailure, match=r"http://127.0.0.1:9 cannot be reached, or broke off: ConnectError"):
+    with pytest.raises(
+        ServerFailure, match=r"http://127.0.0.1:9 cannot be reached, or the connection broke: ConnectError"
+    ):
         await RemoteModel("http://127.0.0.1:9").start()
     for wrong in ("there:8000", "", None, "ftp://there"):
         with pytest.raises(InvalidSetting, match="give that of a server"):
@@ -357,7 +359,7 @@ async def test_what_is_no_server_of_ours_is_refused() -> None:
         (JSONResponse({"error": {"message": "full"}}, 429), CaptureMemoryFull, "full"),
         (JSONResponse({"error": "Unauthorized"}, 401), ServerFailure, "refuses the API key"),
         (JSONResponse("what?", 503), ServerFailure, "answered 503: what"),
-        (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "says nothing of the edits"),
+        (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "does not report the edits"),
         (JSONResponse({"choices": [choice()], "steercap": {"results": []}}), SteeringNotApplied, "says nothing"),
         (
             JSONResponse({"choices": [choice()], "steercap": {"results": [{"choice": 1, "steering": {}}]}}),
@@ -388,19 +390,19 @@ async def test_a_capture_that_does_not_come_is_an_error() -> None:
 async def test_a_text_that_no_monitor_watched_is_withheld() -> None:
     """A server that knows no monitors answers as if none had been asked for."""
     async with model_of(JSONResponse({"choices": [choice()]})) as model:
-        with pytest.raises(ServerFailure, match="nothing of the monitors"):
+        with pytest.raises(ServerFailure, match="does not report the monitors"):
             await model.run("a", monitors=[steercap.Monitor(torch.ones(4), 1.0, 0)])
 
 
 async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> None:
     async with model_of(JSONResponse({"choices": [choice()]})) as model:
-        with pytest.raises(InvalidRequest, match="encode cannot be asked of a server"):
+        with pytest.raises(InvalidRequest, match="does not work through a server, which captures only"):
             await model.encode("a")
-        with pytest.raises(InvalidRequest, match="lora_request= cannot be asked"):
+        with pytest.raises(InvalidRequest, match="lora_request= cannot be sent"):
             await model.generate("a", lora_request=object())
         with pytest.raises(InvalidPrompt, match="'multi_modal_data' cannot be asked"):
             await model.generate({"prompt": "a", "multi_modal_data": {}})
-        with pytest.raises(InvalidRequest, match="stream takes one prompt"):
+        with pytest.raises(InvalidRequest, match="takes one prompt"):
             _ = [chunk async for chunk in model.stream(["a", "b"])]
         with pytest.raises(InvalidRequest, match="2 entries for 1 prompts"):
             await model.generate(["a"], steering=[None, None])
@@ -519,10 +521,12 @@ async def test_rows_of_another_request_are_refused(wrong) -> None:
     answer, route = answered_with(kept, content, **said)
     async with model_of(answer, routes=[route]) as model:
         if wrong == "elsewhere":
-            with pytest.raises(ServerFailure, match="no place of its"):
+            with pytest.raises(ServerFailure, match="which is not an address of that server"):
                 await model.generate([5, 6, 7], capture_layers=[0])
             return
         _, handle = await model.generate([5, 6, 7], capture_layers=[0])
-        with pytest.raises(CaptureIncomplete, match="what the server sent is" if wrong == "another" else "bytes of"):
+        with pytest.raises(
+            CaptureIncomplete, match="the server sent the capture of" if wrong == "another" else "bytes of"
+        ):
             await handle.fetch()
         assert not handle.fetched

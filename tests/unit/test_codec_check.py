@@ -379,9 +379,11 @@ def test_the_file_is_the_codec_of_a_capture(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("a")
     for command in (("capture", "a", "--out", "o"), ("collect", str(tmp_path / "a.txt"), "o")):
         result = call(*command, "--codec", f"@{path}", "--sites", "resid_post,neurons")
-        assert (result.exit_code, "sites of different codecs" in result.output) == (1, True), result.output
+        assert (result.exit_code, "sites have different codecs" in result.output) == (1, True), result.output
         result = call(*command, "--codec", f"@{path}", "--codec-k", "3")
-        assert (result.exit_code, "leave them out" in re.sub(r"[\s│]+", " ", result.output)) == (2, True), result.output
+        assert (result.exit_code, "leave --codec-k and" in re.sub(r"[\s│]+", " ", result.output)) == (2, True), (
+            result.output
+        )
 
 
 @pytest.mark.parametrize(
@@ -390,8 +392,8 @@ def test_the_file_is_the_codec_of_a_capture(tmp_path) -> None:
         (("--attention", "0"), "attention=0; give an integer from 1 to 128"),
         (("--attention", "4", "--tokens", "generated"), "give 'all' as tokens, or a slice from 0"),
         (("--attention", "4", "--one-in", "3"), "leave --one-in and --probe out"),
-        (("--attention", "4", "--codec", "rp8"), "leave codec= out beside it"),
-        (("--attention", "4", "--sites", "z"), "leave sites= out beside it"),
+        (("--attention", "4", "--codec", "rp8"), "leave codec= out"),
+        (("--attention", "4", "--sites", "z"), "leave sites= out"),
     ],
 )
 def test_targets_of_attention_that_cannot_be_collected_are_told_before_a_start(tmp_path, given, says) -> None:

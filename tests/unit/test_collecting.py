@@ -158,7 +158,7 @@ def test_patterns_and_several_paths_keep_their_order(tmp_path):
         open_source(tmp_path)
     with pytest.raises(InvalidFile, match="no such file"):
         open_source(tmp_path / "d.jsonl")
-    with pytest.raises(InvalidFile, match="does not say what it is"):
+    with pytest.raises(InvalidFile, match="does not tell the format"):
         open_source(Path(__file__))
 
 
@@ -213,7 +213,7 @@ HALF = "a\ud800b"
 )
 def test_half_of_a_surrogate_pair_is_no_text(item):
     """Tokenizers and UTF-8 take none, so the document is named, or skipped and counted."""
-    with pytest.raises(InvalidRequest, match=r"document 1: .*half of a surrogate pair, and no text"):
+    with pytest.raises(InvalidRequest, match=r"document 1: .*half of a surrogate pair, which is not text"):
         list(open_source(["a", item]))
     source = open_source(["a", item, "\U0001f600"], bad="skip")
     assert contents(source) == ["a", "\U0001f600"]
@@ -242,7 +242,7 @@ def test_half_of_a_surrogate_pair_in_a_file_is_named(tmp_path):
     assert contents(source) == ["\U0001f600", r"\ud800"]
     for number, complaint in enumerate(source.complaints[:4], 2):
         assert f"line {number}: '\\ud" in complaint
-        assert "is half of a surrogate pair, and no text" in complaint
+        assert "is half of a surrogate pair, which is not" in complaint
     assert "line 6: no JSON: " in source.complaints[4]
     with pytest.raises(InvalidFile, match=r"line 2: '\\ud800' is half of a surrogate pair"):
         list(open_source(path))

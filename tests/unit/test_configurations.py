@@ -154,7 +154,7 @@ async def test_patience_is_measured_by_the_clock(monkeypatch) -> None:
         return await answer(self, question)
 
     monkeypatch.setattr(Workers, "__call__", slowly)
-    with pytest.raises(WorkerFailure, match=r"held their slots for 0\.1 s"):
+    with pytest.raises(WorkerFailure, match=r"were not freed within 0\.1 s"):
         await hold(owner, lowered(0), [], 0)
     assert sum(bool(question.configurations) for question in workers.asked) < 10
     assert (owner.slots.slots_in_use, owner.waiting) == (0, 0)

@@ -327,7 +327,7 @@ async def test_a_channel_that_breaks(asked, monkeypatch) -> None:
             if asked:
                 ask = broken.ask
                 monkeypatch.setattr(broken, "ask", lambda frame: (ask(frame), broken.close())[0])
-                with pytest.raises(WorkerFailure, match="a worker closed the channel on which it was asked"):
+                with pytest.raises(WorkerFailure, match="a worker closed its channel during a call"):
                     await engine.settle([Wanted(Owner(plans[0].key, 0), 5)], ended=True, biased=False)
             else:
                 broken.close()

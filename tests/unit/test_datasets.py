@@ -446,7 +446,7 @@ def test_another_data_set_is_refused_with_what_differs(tmp_path) -> None:
         DatasetFolder.begin(tmp_path, asked)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(RunDiffers, match=r"holds 'thesis\.tex', and is no data set"):
+    with pytest.raises(RunDiffers, match=r"holds 'thesis\.tex', so it is not a data set"):
         DatasetFolder.begin(tmp_path / "other", definition_of())
     with pytest.raises(InvalidFile, match=r"definition\.json cannot be read"):
         DatasetFolder.open(tmp_path / "other")
@@ -562,7 +562,7 @@ def test_rows_that_do_not_fit_are_not_written(tmp_path) -> None:
         folder.write(changed(rows=shard_of(definition_of(Coding("full8")), 1).rows))
     with pytest.raises(InvalidRequest, match="documents that are not its own"):
         folder.write(changed(number=2))
-    with pytest.raises(InvalidRequest, match="row 1 of shard 1 is not behind"):
+    with pytest.raises(InvalidRequest, match="row 1 of shard 1 is out of order"):
         folder.write(changed(index=good.index[::-1]))
     with pytest.raises(InvalidRequest, match="the definition has"):
         folder.write(changed(rows={point: good.rows[point]}))
@@ -643,7 +643,7 @@ def test_rows_that_are_looked_at_are_of_all_positions_alike() -> None:
 def test_statistics_of_few_rows_are_warned_of(tmp_path) -> None:
     """A standard deviation of ten rows is no plausible scale."""
     folder_of(tmp_path / "few", definition_of(every=5))
-    with pytest.warns(UserWarning, match=r"goes by \d+ rows of .*; collect it with statistics_every=1"):
+    with pytest.warns(UserWarning, match=r"uses statistics of \d+ rows of .*; collect with statistics_every=1"):
         ActivationDataset(tmp_path / "few", at=[Point(2, "z")], normalise="standard")
     # By itself: the checks of shapes that tests run with are frames between.
     script = """if True:
@@ -652,7 +652,7 @@ def test_statistics_of_few_rows_are_warned_of(tmp_path) -> None:
         ActivationDataset(sys.argv[1], at="z[2]", normalise="standard")
     """
     said = subprocess.run([sys.executable, "-c", script, tmp_path / "few"], check=True, capture_output=True, text=True)
-    assert "<string>:4: UserWarning: normalise='standard' goes by" in said.stderr
+    assert "<string>:4: UserWarning: normalise='standard' uses statistics of" in said.stderr
     ActivationDataset(tmp_path / "few", at=[Point(2, "z")])
     folder_of(tmp_path / "all", definition_of(every=1))
     ActivationDataset(tmp_path / "all", at=[Point(2, "z")], normalise="standard")

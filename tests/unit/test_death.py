@@ -42,7 +42,7 @@ def test_a_process_that_ends_is_seen_and_one_of_another_machine_is_not_looked_fo
     process.kill()
     _until(processes.ended)
     process.wait()
-    assert processes.which == f"process {process.pid} of it has ended"
+    assert processes.which == f"its process {process.pid} has ended"
     assert not processes.how({})
     assert not others.ended()
     assert not others.which

@@ -241,22 +241,22 @@ ALL = tuple(EVERY)
 LAYERS: dict[type[Invented], tuple[dict[str, str], tuple[str, ...], str]] = {
     Invented: ({}, (), ""),
     Deferred: ({}, (), ""),
-    SideBySide: ({}, ("resid_mid",), "no module reads the stream with what attention adds"),
+    SideBySide: ({}, ("resid_mid",), "no module reads the stream after attention was added"),
     Sandwich: ({"attn_out": "gamma", "mlp_out": "delta"}, (), ""),
     Unnormed: ({"attn_out": "gamma", "mlp_out": "delta", "resid_mid": "feeding"}, (), ""),
-    HalfFed: ({}, ("mlp_out", "neurons", "mlp_in"), "it adds 0.5 times what its module gives"),
-    AlmostWhole: ({}, ("attn_out", "z", "q", "k", "v"), "it adds 0.9999 times what its module gives"),
-    Gated: ({}, ("z", "q", "k", "v"), "reads something else than attention gives"),
-    TwoFed: ({}, ALL, "no outputs of its modules make its stream's sums"),
-    FedFirst: ({}, ("resid_mid", "attn_in"), "no module reads the stream with what attention adds"),
-    NormedSums: ({}, ALL, "no outputs of its modules make its stream's sums"),
-    Shrinking: ({}, ALL, "no outputs of its modules make its stream's sums"),
-    ReadingMore: ({}, ("mlp_in", "neurons"), "its block reads more than it"),
-    Alike: ({}, ALL, "no outputs of its modules make its stream's sums"),
+    HalfFed: ({}, ("mlp_out", "neurons", "mlp_in"), "it adds 0.5 times the output of its module"),
+    AlmostWhole: ({}, ("attn_out", "z", "q", "k", "v"), "it adds 0.9999 times the output of its module"),
+    Gated: ({}, ("z", "q", "k", "v"), "its last projection does not read the output of"),
+    TwoFed: ({}, ALL, "no outputs of its modules add up to its"),
+    FedFirst: ({}, ("resid_mid", "attn_in"), "no module reads the stream after attention was added"),
+    NormedSums: ({}, ALL, "no outputs of its modules add up to its"),
+    Shrinking: ({}, ALL, "no outputs of its modules add up to its"),
+    ReadingMore: ({}, ("mlp_in", "neurons"), "its block has other inputs too"),
+    Alike: ({}, ALL, "no outputs of its modules add up to its"),
     Recurrent: ({}, ("mlp_out", "mlp_in", "neurons"), "its block holds a State, which mixes tokens beside attention"),
-    NormedInside: ({"resid_mid": "feeding"}, ("mlp_in",), "no one module of the block reads what the norm"),
-    SmallExtra: ({}, ALL, "no outputs of its modules make its stream's sums"),
-    SmallValues: ({}, ("attn_in",), "its block reads more than it"),
+    NormedInside: ({"resid_mid": "feeding"}, ("mlp_in",), "no single module of the block reads the output"),
+    SmallExtra: ({}, ALL, "no outputs of its modules add up to its"),
+    SmallValues: ({}, ("attn_in",), "its block has other inputs too"),
 }
 
 
@@ -336,7 +336,7 @@ def test_a_stream_in_sixteen_bits_is_derived_too(derive) -> None:
     assert "it adds 0." in reasons["mlp_out"]
     family, reasons = derive(SmallExtra, torch.bfloat16, 0)
     assert not family.mlp_out
-    assert "no outputs of its modules make its stream's sums" in reasons["mlp_out"]
+    assert "no outputs of its modules add up to its" in reasons["mlp_out"]
 
 
 #: What is wrong with rows of a derived site, and what is then left out.
@@ -394,7 +394,7 @@ def test_a_derived_site_without_an_equation_is_refused() -> None:
     engine = _engine(("resid_pre", "resid_post", *sorted(PROVED)))
     _proved(engine, [claim for claim in _claims("") if "weighed" not in claim.name])
     assert {point.site for point in engine.armed} == {"resid_pre", "resid_post", *PROVED} - {"q", "k", "v"}
-    assert engine.refused["k"] == "no equation of the proof at start holds it"
+    assert engine.refused["k"] == "no equation of the checks at start contains it"
 
 
 def test_the_proof_of_a_derived_site_has_its_terms() -> None:

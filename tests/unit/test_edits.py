@@ -329,7 +329,11 @@ V = torch.ones(WIDTH)
         (lambda: Replace(V, 0, elements=slice(9, 9), layer=1), InvalidEdit, "one element at least"),
         (lambda: Replace(V, 0, elements=[True], layer=1), InvalidEdit, "mask of 1 truth values"),
         (lambda: Replace(V, 0, elements="z", layer=1), InvalidEdit, "elements='z'"),
-        (lambda: Replace(torch.full((WIDTH,), HOLE), 0, layer=1), InvalidVector, "no row may have"),
+        (
+            lambda: Replace(torch.full((WIDTH,), HOLE), 0, layer=1),
+            InvalidVector,
+            "a value that steercap reserves; check how the rows",
+        ),
         (lambda: Replace(torch.ones(2, WIDTH), [4, -1], layer=1), InvalidSelection, "twice"),
         (lambda: Add(V), InvalidEdit, "layer="),
         (lambda: Add(V, layer=1, layers=[2]), InvalidEdit, "not both"),
@@ -391,7 +395,7 @@ BY_LAYER = LayerVectors({layer: [1.0, 2.0] for layer in (3, 5, 30)}, site="attn_
         ),
         ({"layer": -1}, BY_LAYER, "no vector for layer=-1; it has them for layers [3, 5, 30]; count from 0"),
         ({"layers": "all"}, BY_LAYER, "has a vector for each of layers [3, 5, 30]; give layer="),
-        ({"layer": 5, "site": "resid_post"}, BY_LAYER, "is of site 'attn_out', and site='resid_post' is asked for"),
+        ({"layer": 5, "site": "resid_post"}, BY_LAYER, "is for site 'attn_out', not for site='resid_post'"),
         (
             {"layer": 5},
             DirectionSet({"joy": BY_LAYER}),
@@ -575,7 +579,7 @@ def test_an_edit_that_reads_one_head_runs_on_the_rank_that_has_it() -> None:
         (
             [Add(vector(PART, seed=1), layer=1, part=0, relative=True)],
             InvalidSpec,
-            "relative= and preserve_norm= are of whole",
+            "edits one part, while relative= and preserve_norm= need the",
         ),
         ([Replace(vector(1, WIDTH, seed=1), [0], layer=1, part=0)], InvalidVector, f"at .* has {PART}"),
     ],
@@ -602,7 +606,7 @@ def test_rows_of_one_axis_have_no_parts() -> None:
         lowered(SteeringSpec([Add(vector(WIDTH, seed=1), layer=1, part=0)]))
     mixed = schemas(PARTS, PART) | {Point(0, "resid_post"): PointSchema((2, WIDTH // 2), "float32")}
     armed = {point: point.layer for point in mixed}
-    with pytest.raises(InvalidSpec, match="the same at all points"):
+    with pytest.raises(InvalidSpec, match="of one shape at all points"):
         lower(
             SteeringSpec([Add(vector(PART, seed=1), layers=[0, 1], part=0)]),
             armed=armed, schemas=mixed, num_layers=LAYERS, edits_per_point=8,

@@ -103,7 +103,7 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest(wrong, meant, mo
     """When a model is made, when a command starts, whatever the command does; empty or not."""
     for text in ("full8", ""):
         monkeypatch.setenv(wrong, text)
-        says = rf"{wrong} is set .* no setting of steercap; .*{meant}"
+        says = rf"{wrong} is set .* no such setting; .*{meant}"
         with pytest.raises(InvalidSetting, match=says):
             SteerModel("m")
         done = call("persona", "traits")
@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_an_error_that_names_its_variable(name, text, monke
     """It is not passed over where code gives another value: what is wrong is mended, not forgotten."""
     monkeypatch.setenv(variable_of(name), text)
     for given in ({}, {name: GIVEN[name]}):
-        with pytest.raises(InvalidSetting, match=f"^{variable_of(name)}='{text}' in the environment does not fit: "):
+        with pytest.raises(InvalidSetting, match=f"^{variable_of(name)}='{text}' in the environment is not valid: "):
             SteerModel("m", **given)
     assert call("persona", "traits").exit_code == 1
 

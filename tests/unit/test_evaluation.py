@@ -203,7 +203,7 @@ def test_edits_on_what_is_read_are_where_they_would_have_been(tokens) -> None:
 
 def test_a_replacement_belongs_to_one_prompt() -> None:
     """Its positions mean nothing in another text."""
-    with pytest.raises(InvalidSpec, match="no method to compare"):
+    with pytest.raises(InvalidSpec, match="it cannot be compared on many prompts"):
         over_read(SteeringSpec([Replace(torch.ones(1, WIDTH), positions=[0], layer=1)]), 4, 6)
 
 
@@ -410,7 +410,10 @@ async def test_an_expression_is_found_or_counted() -> None:
     counted = await Matches("dear", "(?i)dear", per_words=True).measure(None, answers)
     assert counted[:2] == [50, 0]
     assert math.isnan(counted[2])
-    for wrong, says in (("(", "no regular expression"), ("a*", "in an empty text")):
+    for wrong, says in (
+        ("(", "is not a regular expression"),
+        ("a*", "matches an empty text, and therefore every text; give"),
+    ):
         with pytest.raises(InvalidSpec, match=says):
             Matches("x", wrong)
 
@@ -607,7 +610,7 @@ def test_methods_are_compared_where_they_cost_the_same() -> None:
     assert set(compared) == {"weak", "random, as mine"}
     assert compared["weak"].difference.value == pytest.approx(45)
     assert (compared["weak"].dose, compared["weak"].against_dose) == (pytest.approx(3), pytest.approx(1.5))
-    with pytest.raises(InvalidSpec, match=r"'weak' never has neutral"):
+    with pytest.raises(InvalidSpec, match=r"'weak' never reaches neutral"):
         results().compare_matched("score", against="weak", at=math.e**2.8)
 
 
@@ -761,7 +764,7 @@ def test_a_picture_has_every_method(tmp_path) -> None:
     assert {text.get_text() for text in legend.get_texts()} == {line.method for line in found.summary()}
     assert len(figure.axes) == 6
     assert found.plot(tmp_path / "methods.png").stat().st_size > 10_000
-    with pytest.raises(InvalidSpec, match="nothing to draw"):
+    with pytest.raises(InvalidSpec, match="only the cost was measured; add a measure of"):
         found.plot(tmp_path / "none.png", columns=[])
     with pytest.raises(InvalidSpec, match="was not taken"):
         found.plot(tmp_path / "none.png", columns=["warmth"])

@@ -138,7 +138,7 @@ def test_a_runner_that_lacks_what_is_needed_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("ids", [[[0, 4]], [[-1, 2]], [[3, 3]]])
 def test_experts_that_cannot_be_are_refused(ids) -> None:
-    with pytest.raises(InvalidRequest, match="not different ones of 4"):
+    with pytest.raises(InvalidRequest, match="must choose different experts below 4"):
         checked(torch.tensor(ids), torch.ones(1, 2), 4)
 
 

@@ -207,9 +207,9 @@ async def test_shards_are_handed_over_in_the_order_of_their_ranks_and_complete()
         whole = torch.cat(shards, dim=1).view(torch.uint8)  # bytes at random may be NaN
         assert torch.equal(found.joined(shards).view(torch.uint8), whole)
     assert [one.failure for one in wrong] == [
-        "1 of 2 shards of a point came",
-        "2 of 2 shards of a point came",
-        "2 of 1 shards of a point came",
+        "1 of 2 shards of a point arrived",
+        "2 of 2 shards of a point arrived",
+        "2 of 1 shards of a point arrived",
     ]
     assert not any(one.shards for one in wrong)
 

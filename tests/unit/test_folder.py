@@ -136,7 +136,7 @@ async def test_a_server_that_ends_while_a_file_is_written_waits_for_it(tmp_path,
         await asyncio.sleep(0.01)
     go_on.set()
     await closing
-    with pytest.raises(ServerFailure, match="this server ends"):
+    with pytest.raises(ServerFailure, match="this server is shutting down"):
         await writing
     assert listed(tmp_path) == ["000000.safetensors"]
     assert not (tmp_path / "manifest.journal").exists()

@@ -695,11 +695,11 @@ def test_what_is_looked_up_in_vain_is_a_key_error_too() -> None:
 def test_a_scorer_says_what_it_must_be_told() -> None:
     """The names of what is missing, and how to give it."""
     for make in (lambda: make_scorer("judge"), lambda: Score("optimistic", "judge")):
-        with pytest.raises(InvalidSetting, match=r"must be told base_url and model; .* Judge\(base_url=\.\.\., model="):
+        with pytest.raises(InvalidSetting, match=r"needs base_url and model; .* Judge\(base_url=\.\.\., model="):
             make()
     with pytest.raises(InvalidSetting, match="no argument colour; known: 'density"):
         make_scorer("keywords", {"colour": 1})
-    with pytest.raises(InvalidSpec, match=r"must be told its trait; give Score\(trait=\.\.\.\)"):
+    with pytest.raises(InvalidSpec, match=r"needs its trait; give Score\(trait=\.\.\.\)"):
         measures_of(["score"], ())
 
 
@@ -772,7 +772,7 @@ def test_run_takes_arguments_of_the_template_for_conversations_alone() -> None:
     talk = [{"role": "user", "content": "hi"}]
     assert prompts_or_conversations([talk], template_kwargs={"x": 1}) == (True, [talk])
     for prompts in ("hi", [talk, "hi"], [1, 2]):
-        with pytest.raises(InvalidRequest, match=r"chat_template_kwargs= with the prompt .*no conversation"):
+        with pytest.raises(InvalidRequest, match=r"chat_template_kwargs= with the prompt .*not a conversation"):
             prompts_or_conversations(prompts, template_kwargs={})
 
 
@@ -781,7 +781,7 @@ def test_a_generation_of_one_sample_has_a_text_and_a_handle() -> None:
     assert (one.text, one.handle) == ("a", "rows")
     several = Generation(None, ("a", "b"), ("rows", "others"))
     for name in ("text", "handle"):
-        with pytest.raises(InvalidRequest, match=f"2 samples, and no one {name}; use {name}s"):
+        with pytest.raises(InvalidRequest, match=f"2 samples, each with a {name} of its own; use {name}s"):
             getattr(several, name)
     with pytest.raises(InvalidRequest, match="nothing of this prompt was captured"):
         _ = Generation(None, ("a",)).handle

@@ -163,7 +163,7 @@ def test_a_tap_out_of_order_or_unknown_fails_its_pass_and_later_ones_are_kept_wh
     assert bool(runtime.taps._addresses) == (wrong == "silent")
     run(runtime, ["r3"], [0], [20], [5, *order[:5], *order[6:]] if wrong != "silent" else order)
     first, second, third = asking(runtime, Collect(tuple(Wanted(Owner(f"r{one}", 0), 20) for one in (1, 2, 3)))).shares
-    silent = "20 of 20 tokens of a pass were not copied at their points, once each"
+    silent = "20 of 20 tokens of a pass were not copied exactly once at each point"
     assert second.failure == (silent if wrong == "silent" else LOST)
     for request, share in ((1, first), (3, third)):
         assert all(

@@ -95,7 +95,7 @@ def test_a_file_that_lacks_what_its_header_names_is_refused(tmp_path) -> None:
         tensors, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     for name in ("rows.z.1.shard1", "rows.resid_post.1", "positions", "output_token_ids"):
         save_file({key: value for key, value in tensors.items() if key != name}, path, header)
-        with pytest.raises(InvalidFile, match=rf"lacks what its header names: '{name}'"):
+        with pytest.raises(InvalidFile, match=rf"lacks an entry that its header names: '{name}'"):
             CaptureHandle.load(path)
 
 
@@ -204,7 +204,7 @@ def test_npz_of_shards_has_each(tmp_path) -> None:
         for number, shard in enumerate(handle.captures.shards(1, "z")):
             assert torch.equal(torch.from_numpy(found[f"z.1.shard{number}"]).bfloat16(), shard)
         assert json.loads(str(found["about"]))["points"]["z.1"]["shards"] == 2
-    with pytest.raises(InvalidFile, match=r"this writes \.npz"):
+    with pytest.raises(InvalidFile, match=r"this call writes \.npz"):
         handle.save_npz(tmp_path / "a.safetensors")
 
 
@@ -316,8 +316,8 @@ def test_an_npz_of_rows_is_read_as_they_were(tmp_path) -> None:
     ("change", "says"),
     [
         ({"version": 3}, "is of version 3; this reads versions 1 to 2"),
-        ({"points": {"neurons.1": {"codec": "rp9"}}}, "holds something that does not fit"),
-        ({"points": 3}, "holds something that does not fit"),
+        ({"points": {"neurons.1": {"codec": "rp9"}}}, "has content that is not valid"),
+        ({"points": 3}, "has content that is not valid"),
     ],
 )
 def test_an_npz_of_another_version_or_form_is_refused(change, says, tmp_path) -> None:
@@ -332,7 +332,7 @@ def test_an_npz_of_another_version_or_form_is_refused(change, says, tmp_path) ->
     with pytest.raises(InvalidFile, match=r"there is no 'neurons\.1\.scale'"):
         npz.read(path)
     np.savez(path, **{one: array for one, array in arrays.items() if one != "about"})
-    with pytest.raises(InvalidFile, match="has no 'about', and is no file of save_npz"):
+    with pytest.raises(InvalidFile, match="has no 'about', so it is not a file"):
         npz.read(path)
 
 
@@ -398,11 +398,11 @@ def test_projections_are_not_taken_for_rows() -> None:
         coded("rp8", seed=2),
         a_handle(layers=(1,), prompt=(0, 1, 2, 3, 4), output=(8,)),
     )
-    with pytest.raises(InvalidSpec, match="have no elements of the rows"):
+    with pytest.raises(InvalidSpec, match="do not keep the elements of rows; capture"):
         one.captures.elements(1)
     assert torch.equal(coded("full8").captures.elements(1)[:, :0], torch.zeros(5, 0))
     directions = DirectionSet({"v": LayerVectors({1: torch.randn(16)}, site="neurons")})
-    with pytest.raises(InvalidSpec, match="have no elements of the rows"):
+    with pytest.raises(InvalidSpec, match="do not keep the elements of rows; capture"):
         heatmap_of_layers(one, directions["v"], None)
     with pytest.raises(InvalidRequest, match="differ in their width and dtype"):
         stack([one, other], "last_prompt")
@@ -584,7 +584,7 @@ def test_a_listed_name_is_not_written_over(tmp_path) -> None:
         run.add(a_handle(), "a.safetensors")
         nul, surrogate = "a\0.safetensors", "\udcff.safetensors"
         for name in ("a.safetensors", "b/a.safetensors", "../a.safetensors", nul, surrogate, "", tmp_path / "b", 7):
-            with pytest.raises(InvalidRequest, match=r"listed in .* already, or no name"):
+            with pytest.raises(InvalidRequest, match=r"already listed in .*, or is not a valid file name"):
                 run.add(a_handle(), name)
         with pytest.raises(InvalidFile, match=r"writes \.safetensors"):
             run.add(a_handle(), "b.npz")
@@ -728,13 +728,13 @@ def test_a_journal_that_was_sealed_is_passed_over(tmp_path) -> None:
         (lambda text: text.replace('"model": "m"', '"model": 1'), "Expected `str`"),
         (lambda text: text.replace('"model": "m"', '"model": "m", "more": 1'), "unknown field `more`"),
         (lambda text: text.replace('"kind": "captures"', '"kind": "sweep"'), "sweep"),
-        (lambda text: text.replace('"layout": 0', '"layout": 7'), "has no layout"),
-        (lambda text: text.replace("000000.safetensors", "../x.safetensors"), "not the name of a file"),
-        (lambda text: text.replace("000000.safetensors", ".."), "not the name of a file"),
-        (lambda text: text.replace("000000.safetensors", "a\\u0000"), "not the name of a file"),
+        (lambda text: text.replace('"layout": 0', '"layout": 7'), "its layout is missing"),
+        (lambda text: text.replace("000000.safetensors", "../x.safetensors"), "is not a file name"),
+        (lambda text: text.replace("000000.safetensors", ".."), "is not a file name"),
+        (lambda text: text.replace("000000.safetensors", "a\\u0000"), "is not a file name"),
         (lambda text: text.replace("000000.safetensors", "000001.safetensors"), "lists a file twice"),
         (lambda text: text.replace('"gathered"', '"joined"'), "joined"),
-        (lambda text: text.replace('"float32"', '"nn"'), "'nn' is no dtype"),
+        (lambda text: text.replace('"float32"', '"nn"'), "unknown dtype 'nn'"),
     ],
 )
 def test_a_manifest_that_is_not_as_we_write_it_is_refused(change, says, tmp_path) -> None:
@@ -757,8 +757,8 @@ def test_a_manifest_that_is_not_as_we_write_it_is_refused(change, says, tmp_path
     [
         (lambda journal: journal.replace(b'{"after":0}', b'{"before":0}'), "in line 1"),
         (lambda journal: journal.replace(b'"layer":1', b'"layer":"one"'), "in line 4"),
-        (lambda journal: journal.replace(b'{"after":0}', b'{"after":4}'), "goes on after 4 entries, and 0"),
-        (lambda journal: journal.replace(b'"layout":0', b'"layout":9'), "has no layout"),
+        (lambda journal: journal.replace(b'{"after":0}', b'{"after":4}'), "continues after 4 entries, but 0"),
+        (lambda journal: journal.replace(b'"layout":0', b'"layout":9'), "its layout is missing"),
     ],
 )
 def test_a_journal_that_is_not_as_we_write_it_is_refused(change, says, tmp_path) -> None:
@@ -841,4 +841,4 @@ def test_inspect_says_what_a_run_holds_and_what_is_wrong(tmp_path) -> None:
     (folder / "manifest.json").unlink()
     done = call("inspect", folder, "--verify")
     assert done.exit_code == 1
-    assert "nothing to verify" in done.stderr
+    assert "has no manifest.json and is not a data set" in done.stderr

@@ -50,7 +50,10 @@ def test_a_prompt_without_pictures_is_text() -> None:
     ("prompt", "message"),
     [
         ({"prompt": "a", "multi_modal_data": {"image": 1}, "mm_processor_kwargs": {}}, "give it to SteerModel"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}, "multi_modal_uuids": {"image": ["x"]}}, "what they show"),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": 1}, "multi_modal_uuids": {"image": ["x"]}},
+            "compares their content",
+        ),
         ({"prompt": "a", "multi_modal_date": {"image": 1}}, "would be ignored"),
     ],
 )

@@ -55,9 +55,13 @@ def test_layers_that_no_family_knows_are_derived(tmp_path) -> None:
         ("MBartForConditionalGeneration", "unknown", "plug-in"),
         ("TransformersForCausalLM", "unknown", "give the model's own"),
         ("Qwen2VLForConditionalGeneration", "derived", "no family knows it: a start derives"),  # in two tables
-        ("BertModel", "known", "it pools, and is served by `encode`"),
-        ("CLIPModel", "derived", "it pools, and is served by `encode`"),
-        ("Qwen3ForSequenceClassification", "known", "it pools, and is served by `encode`"),  # vLLM converts it
+        ("BertModel", "known", "it is a pooling model, served only by `encode`"),
+        ("CLIPModel", "derived", "it is a pooling model, served only by `encode`"),
+        (
+            "Qwen3ForSequenceClassification",
+            "known",
+            "it is a pooling model, served only by `encode`",
+        ),  # vLLM converts it
         ("NoSuchForCausalLM", "unknown", "does not register it"),
     ],
 )

@@ -217,7 +217,7 @@ def test_runs_are_chosen_by_columns() -> None:
     assert len(effects.where(site="z", pair=0)) == 2
     with pytest.raises(InvalidSpec, match=r"no run has \{'head': 2\}; there are \{'head': '\[1, None\]'\}"):
         effects.where(head=2)
-    with pytest.raises(InvalidSpec, match="is no column"):
+    with pytest.raises(InvalidSpec, match="is not a column to choose by"):
         effects.where(effect=1)
 
 

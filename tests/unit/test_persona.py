@@ -280,7 +280,7 @@ async def test_a_judge_is_asked_again_when_it_is_busy(monkeypatch) -> None:
     [
         ((500, {}), "2 attempts", 2),
         ((401, {"error": "no key"}), "refuses.*no key", 1),
-        ((200, {"choices": []}), "no chat completion", 1),
+        ((200, {"choices": []}), "did not answer with a chat completion", 1),
     ],
 )
 async def test_a_judge_that_fails_is_an_error(answer, says, calls) -> None:
@@ -620,7 +620,7 @@ def test_a_weak_trait_is_left_out_with_the_counts() -> None:
     lonely = [
         Score(one.id, 90.0 if one.sign == "positive" else (10.0 if one.question == 0 else 90.0)) for one in responses
     ]
-    with pytest.raises(TooFewKept, match="both kinds of 1 questions"):
+    with pytest.raises(TooFewKept, match="only 1 questions have both kinds"):
         keep(made(), responses, lonely)
 
 

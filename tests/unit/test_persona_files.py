@@ -120,7 +120,7 @@ class TestFolders:
             assert said == [f"{path}: pos_3 - default_1 of 1 of 1 files"]
         with pytest.raises(UnknownName, match=r"b.pt has .*pos_3 \(1 files\).* no pos_4; did you mean 'pos_"):
             load_personas(Path("b.pt"), level="pos_4")
-        with pytest.raises(InvalidFile, match=r"is no folder of NAME\.pt, nor such a file; there is \[\]"):
+        with pytest.raises(InvalidFile, match=r"neither a folder of NAME\.pt nor such a file; it holds \[\]"):
             load_personas(Path("d.pt"))
 
     def test_captures_give_their_contrast(self, tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ class TestComponents:
             ({"layer": -1}, "layer -1"),
             ({"layer": LAYERS}, "of another width"),
             ({"layer": "2"}, "layer '2'"),
-            ({"pca": {"components_": 1}}, "None where finite floats"),
+            ({"pca": {"components_": 1}}, "got None"),
             ({"variance_explained": np.ones(2)}, r"components \[3, 6\]"),
             ({"variance_explained": np.full(3, np.nan)}, "finite floats"),
             ({"roles": {"pos_2": ["a"], "pos_3": ["a", "b", "c"]}}, r"2 vectors of names \['a'\]"),

@@ -57,7 +57,10 @@ def test_parameters_are_vllms_own_and_a_copy() -> None:
         ({"extra_kwargs": {}}, "no pooling parameter 'extra_kwargs'"),
         (PoolingParams(extra_kwargs={"compressed_token_type_ids": 2}), "extra_kwargs is vLLM's own"),
         (PoolingParams(requires_token_ids=True), "requires_token_ids is vLLM's own"),
-        ({"task": "token_embed", "skip_reading_prefix_cache": False}, "nothing is given for tokens that the cache has"),
+        (
+            {"task": "token_embed", "skip_reading_prefix_cache": False},
+            "vLLM returns nothing for tokens that it takes from",
+        ),
         ([], "give vLLM's PoolingParams, or a dict"),
         ("embed", "give vLLM's PoolingParams, or a dict"),
     ],

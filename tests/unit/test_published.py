@@ -111,11 +111,11 @@ def test_scales_of_each_element_are_told_by_their_length(tmp_path) -> None:
     square = np.random.default_rng(0).standard_normal((8, 8))
     for axis in (0, 1):
         path = write(tmp_path / "b.npz", square, axis=axis)
-        with pytest.raises(InvalidFile, match=r"may be of the 8 tokens or of the 8 elements; say per_element="):
+        with pytest.raises(InvalidFile, match="which fits 8 tokens and 8 elements; give per_element="):
             PublishedRows.load(path)
         found = PublishedRows.load(path, per_element=axis == 0)
         assert np.abs(found.decoded().double().numpy() - square).max() < 0.02
-    with pytest.raises(InvalidFile, match=r"scale is \(30,\), and per_element=False"):
+    with pytest.raises(InvalidFile, match=r"scale is \(30,\), but per_element=False"):
         PublishedRows.load(write(tmp_path / "a.npz", rows, axis=0), per_element=False)
 
 
@@ -165,7 +165,7 @@ def test_ranks_have_files_of_their_own(kept, tmp_path) -> None:
     paths = save_published(one_point(parts[0]), tmp_path)  # of one rank: nothing is left of the two
     assert [one.path for one in published_files(tmp_path)] == paths
     shutil.copy(paths[0], tmp_path / "seq00_layer1_rank0.npz")
-    with pytest.raises(InvalidFile, match="are of one place; keep one"):
+    with pytest.raises(InvalidFile, match="have the same sequence, layer and rank; keep one"):
         published_files(tmp_path)
 
 
@@ -210,10 +210,10 @@ META = np.array('{"mode": "full8", "dim": 5}')
     [
         ({}, "has no q, scale, zero, meta"),
         ({**ROWS}, "has no meta; it has q, scale, zero"),
-        ({**ROWS, "meta": np.array("[")}, "holds something that does not fit"),
+        ({**ROWS, "meta": np.array("[")}, "has content that is not valid"),
         ({**ROWS, "meta": np.array('{"mode": "full8"}')}, "missing required field `dim`"),
         ({**ROWS, "meta": np.array(3)}, "meta is .* of int64; it must be a JSON text"),
-        ({**ROWS, "meta": np.array({"mode": 1}, dtype=object)}, "is of object, and must be numbers or text"),
+        ({**ROWS, "meta": np.array({"mode": 1}, dtype=object)}, "is of object, but must be numbers or text"),
         ({**ROWS, "meta": META, "q": np.zeros((3, 5), np.int8)}, r"q is \(3, 5\) of int8; it must be uint8"),
         (
             {**ROWS, "meta": META, "scale": np.ones(4, np.float32)},
@@ -240,7 +240,7 @@ def test_damaged_files_are_refused(tmp_path) -> None:
     with zipfile.ZipFile(path, "w") as archive:  # an array that says to be larger than it is
         header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 9), }"
         archive.writestr("q.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
-    with pytest.raises(InvalidFile, match="says 899,999,999,991 bytes and has 0"):
+    with pytest.raises(InvalidFile, match="declares 899,999,999,991 bytes and has 0"):
         PublishedRows.load(path)
     with pytest.raises(InvalidFile, match="no such file"):
         PublishedRows.load(tmp_path / "b.npz")
@@ -249,7 +249,7 @@ def test_damaged_files_are_refused(tmp_path) -> None:
 def test_rows_that_have_no_such_form_are_refused(tmp_path) -> None:
     rows = torch.randn(4, 200)
     for coding in (Coding("int4"), Coding("rp8", 64), Coding("topk8", 8)):
-        with pytest.raises(InvalidSpec, match="give rows as they are, or in codec='full8'"):
+        with pytest.raises(InvalidSpec, match="the published form has raw rows or codec='full8'"):
             PublishedRows.of(encoded(rows, coding))
     for given in ([1.0], torch.zeros(5), torch.zeros(2, 5, dtype=torch.int64)):
         with pytest.raises(InvalidSpec, match="give floats"):
@@ -257,7 +257,9 @@ def test_rows_that_have_no_such_form_are_refused(tmp_path) -> None:
     with pytest.raises(InvalidSpec, match="these rows hold NaN or infinity"):
         PublishedRows.of(torch.full((2, 5), torch.nan))
     handle = a_handle(sites=("resid_post", "z"))
-    with pytest.raises(InvalidSpec, match=r"has rows of \['resid_post', 'z'\]; names in this form have no site"):
+    with pytest.raises(
+        InvalidSpec, match=r"has rows of \['resid_post', 'z'\]; file names in this form do not tell the site"
+    ):
         save_published(handle, tmp_path)
     handle = a_handle()
     with pytest.raises(InvalidSpec, match="seq=-1; give a whole number from 0"):

@@ -87,7 +87,7 @@ def test_a_spent_quota_leaves_later_requests_out(tmp_path) -> None:
     for number in range(4):
         folder.add([a_handle()], str(number))
         assert folder.bytes == on_disk(tmp_path) <= 9_000
-    with pytest.raises(CaptureMemoryFull, match=r"bytes of recordings, and 9,000 may be there; .* is left out"):
+    with pytest.raises(CaptureMemoryFull, match=r"bytes of recordings, of at most 9,000; .* is not recorded"):
         folder.add([a_handle()] * 9, "large")
     found = ids(tmp_path)
     assert len(found) == 4

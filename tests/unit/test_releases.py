@@ -78,7 +78,7 @@ def test_a_release_counts_by_its_first_two_numbers(release, where) -> None:
 def test_an_untried_release_is_warned_of(monkeypatch) -> None:
     """A warning, not an error: it may well have all that is needed."""
     monkeypatch.setattr(releases, "installed", lambda: "0.34.0")
-    with pytest.warns(UserWarning, match=r"vLLM 0\.34\.0: steercap has been tried with 0\.29 to 0\.33"):
+    with pytest.warns(UserWarning, match=r"vLLM 0\.34\.0: steercap was tested with 0\.29 to 0\.33"):
         releases.warn_of_untried()
 
 
@@ -95,9 +95,7 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(UnsupportedRunner) as caught:
         releases.require("Model Runner V2", Moved)
     assert re.fullmatch(
-        r"in vLLM \S+, Model Runner V2 lacks prepare_inputs\(scheduler_output\), "
-        r"execute_model\(scheduler_output, intermediate_tensors, dummy_run\), sample\(hidden_states, input_batch\); "
-        "steercap has been tried with 0.29 to 0.33, so install one of these",
+        r"in vLLM \S+, Model Runner V2 lacks prepare_inputs\(scheduler_output\), execute_model\(scheduler_output, intermediate_tensors, dummy_run\), sample\(hidden_states, input_batch\); steercap was tested with 0.29 to 0.33, so install one of these",
         str(caught.value),
     )
 

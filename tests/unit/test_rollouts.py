@@ -553,7 +553,7 @@ async def test_a_file_of_rollouts_is_what_the_call_is(here) -> None:
         ("scales: [100, -100]", "level: pos_neg_05", "no level 'pos_neg_05'.*'pos_neg_50'"),
         ("scales: [100, -100]", "layers: [2]", r"no vectors for layers \[2\]"),
         ("{answer}", "", r"lacks \{answer\}"),
-        ("scales: [100, -100]", "judge: {model: m}", "must be told base_url"),
+        ("scales: [100, -100]", "judge: {model: m}", "needs base_url"),
         ("samples: 2", "samples: two", "Expected `int`"),
         ("texts/neg.txt", "texts/none.txt", "none.txt"),
     ],

@@ -139,5 +139,5 @@ def test_of_rows_of_a_position_the_latest_is_kept(positions) -> None:
 @pytest.mark.parametrize("positions", [np.zeros(2), np.zeros((2, 2), dtype=np.int64), np.array([True])])
 def test_positions_are_one_whole_number_a_row(positions) -> None:
     """Numbers of another kind, or two axes, are an error."""
-    with pytest.raises(InvalidSpec, match="give one whole number a row"):
+    with pytest.raises(InvalidSpec, match="give one whole number per row"):
         latest_per_position(positions)

@@ -372,7 +372,7 @@ def test_a_damaged_file_is_an_error_of_ours(name, tmp_path) -> None:
         ("layers.3", "sae.safetensors", "sparsify"),
         ("clt-gemma-2-2b-2.5M", "W_enc_0.safetensors", "cross-layer transcoder"),
         ("crosscoders", "other.safetensors", "none of sae_weights.safetensors"),
-        ("qwen", "layer3.sae.pt", "format says model, layer and k in names alone"),
+        ("qwen", "layer3.sae.pt", "its format tells model, layer and k only in"),
     ],
 )
 def test_what_is_out_of_scope_says_why(source, file, says, tmp_path) -> None:

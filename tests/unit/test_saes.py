@@ -225,7 +225,7 @@ def test_a_hook_that_is_no_point_is_not_guessed(hook, tmp_path) -> None:
     for wrong in ((-1, "resid_post"), "resid_post", (1, 2)):
         with pytest.raises(InvalidSpec, match="give a layer from 0 up and a site"):
             SAE.load(folder, input=wrong)
-    with pytest.raises(InvalidSpec, match="is no transcoder"):
+    with pytest.raises(InvalidSpec, match="is not a transcoder: it reads"):
         SAE.load(folder, input=(4, "resid_post"), output=(4, "mlp_out"))
 
 
@@ -322,7 +322,7 @@ def test_tensors_are_checked(tmp_path) -> None:
     save_file({**own.tensors, "scaling_factor": np.ones(400, np.float32)}, path)  # as older files have it
     check_features(SAE.load(folder).strongest(ROWS, 400), own.encode(ROWS), own.slack(ROWS))
     for change, says in (
-        ({"scaling_factor": np.full(400, 2, np.float32)}, "holds scaling_factor"),
+        ({"scaling_factor": np.full(400, 2, np.float32)}, "holds a scaling_factor other than 1"),
         ({"b_enc": np.zeros(399, np.float32)}, "b_enc is"),
         ({"W_dec": np.zeros((400, 40), np.float32)}, "only transcoders do"),
         ({"W_enc": np.zeros(48, np.float32)}, "they are matrices"),
@@ -483,7 +483,7 @@ def test_a_worker_refuses_what_it_cannot_vouch_for(kind, tmp_path) -> None:
     """Too large, other numbers than announced, memory that is not there; ranks without the point have nothing to do."""
     encoder, worker = SAE.load(some().write(tmp_path)).encoder, Worker(kind)
     assert "are in use" in worker.open(encoder, most=1000).full
-    assert "is not the SAE" in worker.open(encoder, digest=b"x" * 32).refused
+    assert "does not hold the SAE" in worker.open(encoder, digest=b"x" * 32).refused
     asked = OpenSAE(encoder.digest(), 1, encoder.shape, "/proc/self/fd/9999", b"n" * 16, 1 << 30)
     assert "cannot open" in worker.ask(asked).unreachable
     assert worker.open(encoder, point=7) == SAEOpened()

@@ -158,7 +158,7 @@ def test_a_name_of_one_direction_stands_wherever_a_name_does(place, name, librar
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("traits", "'traits' is no vector: it holds directions warm, cold; give one of them, such as 'traits/warm'"),
+        ("traits", "'traits' is not a vector: it holds directions warm, cold; give one of them, such as 'traits/warm'"),
         ("traits/calm", "'traits' has no direction 'calm'; give one of them, such as 'traits/warm'"),
         ("single/calm", "'single' has no direction 'calm'; give one of them, such as 'single/formal'"),
         ("calm/calm", "'calm' holds one vector for each layer, and no directions by name; give 'calm'"),
@@ -197,7 +197,7 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
         ),
         ({"steering": {"op": "__class__"}}, "op='__class__'|unknown edit"),
         ({"steering": {"op": "add", "vector": "both"}}, "'both' holds steering"),
-        ({"steering": {"op": "add", "vector": "traits"}}, "'traits' is no vector: it holds directions warm, cold"),
+        ({"steering": {"op": "add", "vector": "traits"}}, "'traits' is not a vector: it holds directions warm, cold"),
         (
             {"steering": {"op": "add", "vector": "calm", "layer": 40}},
             r"vector='calm' and layer=40: .* layers \[3, 5\]; .* is 5",

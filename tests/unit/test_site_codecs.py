@@ -215,8 +215,8 @@ def test_the_mix_of_two_is_as_small_as_said() -> None:
     ("texts", "says"),
     [
         ([], "no site is given; give one, such as 'resid_post=rp8,k=512'"),
-        (["resid_post=rp8,j=3"], "'resid_post=rp8,j=3': 'j=3' is no parameter of a codec; .*'k'.*'seed'"),
-        (["resid_post=rp8,k=x"], "'k=x' is no parameter of a codec"),
+        (["resid_post=rp8,j=3"], "'resid_post=rp8,j=3': 'j=3' is not a parameter of a codec; .*'k'.*'seed'"),
+        (["resid_post=rp8,k=x"], "'k=x' is not a parameter of a codec"),
         (["resid_post=rp9"], "unknown codec 'rp9'; .*'rp8'"),
         (["resid_post=topk8,seed=1"], "seed=1 with codec='topk8', which has no such parameter"),
         (["resid_post=rp8,k=0"], "k=0; give an integer from 1"),
@@ -255,7 +255,7 @@ def test_attention_alone_is_left_to_the_workers(tmp_path) -> None:
     assert SiteCodecs.parse(["attention=8", "z"]).spec().attention is None
     handle = an_attending_request(9, 1)
     assert alone.parted(handle) == [handle]
-    with pytest.raises(UnknownName, match="no codec is settled for 'z'"):
+    with pytest.raises(UnknownName, match="no codec is chosen for 'z'"):
         alone.coding_of(["z"])
     with pytest.raises(InvalidSpec, match="give 'all' as tokens, or a slice from 0"):
         RecordSettings(tmp_path, alone, tokens="generated")
@@ -264,8 +264,8 @@ def test_attention_alone_is_left_to_the_workers(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("line", "variables", "expected"),
     [
-        ("--record-gib 3", {}, (2, "nothing is recorded without it")),
-        ("", {"STEERCAP_RECORD_GIB": "3"}, (2, "nothing is recorded without it")),
+        ("--record-gib 3", {}, (2, "the other --record-... options need it")),
+        ("", {"STEERCAP_RECORD_GIB": "3"}, (2, "the other --record-... options need it")),
         ("--record r --record-site resid_post=rp9", {}, (2, "--record-site: unknown codec 'rp9'")),
         (
             "",
@@ -327,9 +327,9 @@ def test_settings_come_back_from_their_file(tmp_path) -> None:
     with pytest.raises(InvalidSpec, match="the codec of 'z' is given already"):
         SiteCodecs.parse([f"@{path}", "z=full8"])
     assert codecs.coding_of(["neurons"]) == Coding("topk8", 64)
-    with pytest.raises(InvalidSpec, match=r"sites of different codecs, z: raw; neurons: topk8\(k=64\)"):
+    with pytest.raises(InvalidSpec, match=r"these sites have different codecs, z: raw; neurons: topk8\(k=64\)"):
         codecs.coding_of(["z", "neurons"])
-    with pytest.raises(SteercapError, match="no codec is settled for 'neuron'; did you mean 'neurons'"):
+    with pytest.raises(SteercapError, match="no codec is chosen for 'neuron'; did you mean 'neurons'"):
         codecs.coding_of(["neuron"])
 
 
@@ -447,7 +447,7 @@ def test_files_of_chunks_are_those_of_all_rows_at_once(tmp_path, texts, rows) ->
 @pytest.mark.parametrize("announced", [22, 24])
 def test_chunks_that_lack_rows_make_no_file(tmp_path, announced) -> None:
     codecs, handle = SiteCodecs.parse(["resid_post=full8", "neurons"]), a_request(23)
-    with pytest.raises(CaptureIncomplete, match=f"rows came of a request that has {announced}"):
+    with pytest.raises(CaptureIncomplete, match=f"rows came for a request that has {announced}"):
         codecs.parted_chunks(in_chunks(handle, 7), announced, tmp_path)
     assert not list(tmp_path.iterdir())
 

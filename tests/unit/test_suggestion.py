@@ -54,7 +54,7 @@ def test_a_suggestion_says_why_and_what_chance_gives() -> None:
     weak = of(dict.fromkeys(range(6), 1.0), (2, 2))
     assert (weak.layer, weak.tied, weak.is_chance) == (3, tuple(range(6)), True)
     assert "6 of 6 layers tie" in weak.reason
-    assert "chance reaches that too" in weak.reason
+    assert "reach that by chance too" in weak.reason
     strong = of({**dict.fromkeys(range(6), 0.8), 2: 0.95}, (20, 20))
     assert (strong.layer, strong.tied, strong.is_chance) == (2, (2,), False)
     assert "is the highest" in strong.reason

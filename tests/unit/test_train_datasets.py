@@ -353,7 +353,7 @@ def away(values, lr: float) -> torch.optim.Optimizer:
 def test_a_rate_that_diverges_is_recorded_and_others_go_on(model, tmp_path) -> None:
     """Only if no rate gives finite losses is it an error."""
     how = {**SMALL, "epochs": 1, "optimizer": away}
-    with pytest.warns(UserWarning, match="it: no rate lowered the loss"):
+    with pytest.warns(UserWarning, match="it: no rate lowered the validation loss"):
         found = train_datasets(model, {"it": prompted(60)}, out=tmp_path / "it", rates=[2.0, 0.5], **how).results["it"]
     assert [one.validation_loss is None for one in found.rates] == [True, False]
     assert found.lr == 0.5

@@ -529,7 +529,7 @@ def test_traits_trained_together_are_those_trained_alone(model, tmp_path) -> Non
 
 def test_a_training_that_finds_nothing_better_says_so(model, tmp_path) -> None:
     """What it began with is kept, and nobody takes it for something that was learned."""
-    with pytest.warns(UserWarning, match="it: no step lowered the loss"):
+    with pytest.warns(UserWarning, match="it: no step lowered the validation loss"):
         still = train(
             model,
             examples(),
@@ -552,7 +552,7 @@ def test_an_edit_that_is_given_is_where_training_starts(model, tmp_path, edit) -
     (found,) = trained.spec.of_rows()
     kept = ("read", "write") if isinstance(edit, LowRank) else ("vector", "probe")
     assert all(torch.equal(getattr(found, name), getattr(edit, name)) for name in kept)
-    with pytest.raises(InvalidSpec, match="directions are of Add"):
+    with pytest.raises(InvalidSpec, match="only a spec of Add edits at one site"):
         _ = trained.directions
 
 

@@ -78,7 +78,7 @@ def test_a_norm_that_cannot_be_frozen_is_refused() -> None:
     """What is no scale and gain, such as tanh, has no linear form, and none is made up."""
     found = Unembedding.load(tiny_checkpoint("qwen3"))
     odd = Unembedding(torch.nn.Tanh(), found._head, None)
-    with pytest.raises(errors.UnsupportedModel, match="Tanh is no norm that can be frozen"):
+    with pytest.raises(errors.UnsupportedModel, match="Tanh is not a norm that can be frozen"):
         odd.directions(torch.randn(2, found.width), torch.tensor([1, 2]))
 
 

@@ -351,7 +351,7 @@ async def test_down_ends_no_other_process(model, monkeypatch) -> None:
 async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> None:
     (tmp_path / "socket").touch()
     monkeypatch.setattr(os, "geteuid", lambda me=os.geteuid(): me + 1)
-    with pytest.raises(ServerFailure, match=r"is of user \d+, and this process of \d+"):
+    with pytest.raises(ServerFailure, match=r"belongs to user \d+, and this process to user \d+"):
         await SteerModel.connect(f"unix:{tmp_path}/socket").start()
 
 
@@ -383,7 +383,7 @@ async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> N
         ({}, {}, {"arguments": {"quantization": "fp8"}}, "quantization: 'fp8' there, not asked for"),
         ({"engine_arg": ["load_format=dummy"]}, {}, {"arguments": {"load_format": "dummy"}}, ""),
         ({"restart": True}, {}, {}, "restart: False there, True asked for"),
-        ({}, {"sites": ("z", "attn_out")}, {}, "it has no site attn_out, z; give `steercap up` --sites"),
+        ({}, {"sites": ("z", "attn_out")}, {}, "it has no site attn_out, z; start it by `steercap up` with --sites"),
         ({}, {"capture_bytes": 5}, {}, "capture_bytes: 4294967296 there, 5 asked for"),
         ({"engine_arg": ["codec=full8"]}, {}, {}, "codec: 'raw' there, 'full8' asked for"),
         ({"engine_arg": ["layers=[1]"]}, {}, {}, ""),
@@ -394,7 +394,7 @@ async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> N
         ({"api_key": "mine"}, {}, {"keyed": True}, ""),
         ({}, {}, {"code": "0.0.1 in /there"}, "it runs steercap 0.0.1 in /there, this is"),
         ({}, {}, {"surroundings": {"vLLM": "0.1"}}, "there, "),
-        ({}, {}, {"flags": ["chat_template"]}, "it was given --chat-template, which no command asks for"),
+        ({}, {}, {"flags": ["chat_template"]}, "it was started with --chat-template, which commands do not expect"),
         ({}, {}, {"weights": "another"}, "have changed since its start"),
     ],
 )
@@ -622,7 +622,7 @@ def test_ctrl_c_ends_what_was_starting(model, python) -> None:
 def test_options_of_an_engine_beside_an_address(option) -> None:
     found = call("generate", "Hello", "--url", "http://127.0.0.1:1", option)
     assert found.exit_code == 2, found.output
-    assert "the server of --url has its own" in " ".join(found.stderr.split())
+    assert "the server at --url decides this; leave it out" in " ".join(found.stderr.split())
 
 
 def test_what_is_wrong_is_said_before_anything_starts(model, python, tmp_path) -> None:

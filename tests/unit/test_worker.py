@@ -258,7 +258,7 @@ async def test_a_tap_that_does_not_fire_spoils_the_step_loudly(kind) -> None:
         bad.failure
         == {
             "host": "taps of points [1] fired [0] times, not once",
-            "cuda": "4 of 4 tokens of a pass were not copied at their points, once each",
+            "cuda": "4 of 4 tokens of a pass were not copied exactly once at each point",
         }[kind]
     )
 
@@ -280,8 +280,8 @@ async def test_a_pass_that_fails_or_is_short_spoils_its_rows(kind) -> None:
     assert (
         second.failure
         == {
-            "host": "tap 2 saw (3, 8) for 4 tokens, 8 wide",
-            "cuda": "1 of 4 tokens of a pass were not copied at their points, once each",
+            "host": "tap 2 saw a tensor of shape (3, 8); expected 4 tokens × 8",
+            "cuda": "1 of 4 tokens of a pass were not copied exactly once at each point",
         }[kind]
     )
 

@@ -135,7 +135,9 @@ def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Fami
     if len(hidden) != 1 or "" in hidden:
         pairs = zip(layers, arguments, strict=True)
         shown = "; ".join(f"{type(layer).__name__}({', '.join(names)})" for layer, names in pairs)
-        raise UnsupportedModel(f"steercap cannot tell which argument of these layers carries the stream: {shown}")
+        raise UnsupportedModel(
+            f"steercap cannot tell which argument of these layers carries the residual stream: {shown}"
+        )
     whole = Family(
         **dict.fromkeys(FIELDS.values(), ""),  # type: ignore[arg-type]
         residual_output=None,
@@ -203,9 +205,9 @@ def reading_more(traced: Traced, layer: nn.Module, family: Family) -> dict[str, 
         if not entry or not _located(layer, entry):
             continue
         if not made:
-            wrong[site] = "nothing that was proved depends on it alone"
+            wrong[site] = "no site that passed the checks depends only on it"
         elif not all(map(_alike, made)):
-            wrong[site] = "its block reads more than it"
+            wrong[site] = "its block has other inputs too"
     return wrong
 
 

@@ -41,7 +41,7 @@ class AttentionInput(Site):
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         attention: Any = layer.get_submodule(located(layer, family.attention))
         if self.per_key_head and attention.kv_sharing_target_layer_name is not None:
-            raise AttributeError("it reads the keys and values of another layer, and makes none")
+            raise AttributeError("it reads the keys and values of another layer, and computes none itself")
         heads, head_dim = self.heads(attention)
         whole = self.per_key_head and sizes.kv_heads == 1  # every rank has a copy of it
         shards = 1 if whole else sizes.ranks

@@ -126,8 +126,8 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--start", help="Also start the engine, with its checks at start.")
         ] = False,
     ) -> None:
-        """Check what would not work here, and what to do about it: Python, torch, vLLM, GPUs, memory, caches, and the
-        model asked for. Nothing is started unless you say --start. The exit code is 1 if there is a problem.
+        """Check this machine for problems, and show a remedy for each: Python, torch, vLLM, GPUs, memory, caches, and
+        the model asked for. Nothing is started unless you say --start. The exit code is 1 if there is a problem.
         """
         with terminal.status("looking around"):
             from steercap.cli.doctor.checks import examine
@@ -149,9 +149,11 @@ def register(app: typer.Typer) -> None:
         *,
         api_key: Annotated[str | None, typer.Option(help="API key, if the server wants one.")] = None,
         model: Annotated[str | None, typer.Option("--model", "-m", help="Model (default: the first listed).")] = None,
-        seconds: Annotated[float, typer.Option(min=1, help="Seconds that the server may be silent.")] = 60,
+        seconds: Annotated[float, typer.Option(min=1, help="Seconds to wait for each answer of the server.")] = 60,
     ) -> None:
-        """Check a running server: its health, its models, and one captured chat. The exit code is 1 if one fails."""
+        """Check a running server: its health, its models, and one captured chat. The exit code is 1 if one
+        of them fails.
+        """
         with terminal.status(f"asking {url}"):
             checks = await examine_server(url, key=api_key, model=model, seconds=seconds)
         terminal.show({"checks": checks}, table_of(checks))

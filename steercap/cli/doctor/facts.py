@@ -222,7 +222,7 @@ def _ask_hub(model: str) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"no answer in {HUB_SECONDS:.0f} s"
-    return done.stdout.strip() or "it could not be asked"
+    return done.stdout.strip() or "it could not be reached"
 
 
 def _version(package: str) -> str:
@@ -241,12 +241,12 @@ def _torch() -> tuple[str, bool]:
 def _import_error(module: str) -> str:
     """Return the error of importing a module in another process; "" if there is none."""
     done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)  # noqa: S603
-    return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1] if done.returncode else ""
+    return (done.stderr.strip().splitlines() or ["it ended without a message"])[-1] if done.returncode else ""
 
 
 def _sharing() -> str:
     done = subprocess.run([sys.executable, "-c", _SHARING], capture_output=True, text=True, check=False)  # noqa: S603
-    return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1] if done.returncode else ""
+    return (done.stderr.strip().splitlines() or ["it ended without a message"])[-1] if done.returncode else ""
 
 
 def _free(folder: Path) -> int:

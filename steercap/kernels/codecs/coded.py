@@ -95,7 +95,7 @@ class CodedRows:
             InvalidSpec: targets of attention, which are no rows of the model.
         """
         if self.codec == ATTENTION:
-            raise InvalidSpec(f"{self} are targets of attention, and no rows; take handle.attention(layer)")
+            raise InvalidSpec(f"{self} are targets of attention, not rows; use handle.attention(layer)")
         return self.numbers()
 
     def numbers(self) -> torch.Tensor:
@@ -147,7 +147,7 @@ class CodedRows:
 
         codec = ENCODINGS.get(self.codec)
         if not isinstance(codec, Codec):
-            return f"{self.codec} is no codec"
+            return f"{self.codec} is not a codec"
         nothing = torch.empty((0, codec.row_bytes(self.schema, self.coding)), dtype=torch.uint8)
         split = (self.schema.shards,) if self.schema.shards > 1 and self.shard is None else ()
         for name, part in codec.parts(nothing, self.schema, self.coding).items():
@@ -208,7 +208,10 @@ class CodedRows:
             raise InvalidSpec(f"inner({shown(other)}); give CodedRows, or vectors as a tensor")
         vectors = other.reshape(1, -1) if other.ndim < 2 else other.flatten(1)
         if vectors.shape[1] != self.schema.width or self.shard is not None:
-            raise InvalidSpec(f"vectors of {vectors.shape[1]} elements, and rows {self.terms}")
+            raise InvalidSpec(
+                f"vectors have {vectors.shape[1]} elements, but these rows are {self.terms}; give vectors of equal "
+                "width"
+            )
         vectors = vectors.double()
         matrix = self._codec.matrix(self.schema.width, self.coding)
         return vectors if matrix is None else vectors @ matrix.double().T * self.coding.k**-0.5

@@ -183,8 +183,8 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         number, workers = _worker()
         if self._begin and workers != self._workers:
             raise InvalidSetting(
-                f"the state is that of one of {self._workers} workers, and now there are {workers}; load it in as "
-                "many, or say with skip() how many batches were given"
+                f"the state was saved by one of {self._workers} workers, and now there are {workers}; load it with as "
+                "many workers, or call skip() with the number of batches that were given"
             )
         mine = range(self._skipped, self._each * self.order.epochs)[number::workers]
         begun, self._begin = self._begin, 0
@@ -231,7 +231,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         """
         wanted = self.state_dict()
         if not isinstance(state, dict) or state.keys() != wanted.keys():
-            raise InvalidSetting(f"{shown(state)} is no state of batches; give what state_dict() gave")
+            raise InvalidSetting(f"{shown(state)} is not a state of batches; give the result of state_dict()")
         if any(state[name] != wanted[name] for name in ("order", "rows", "blocks")):
             raise InvalidSetting(
                 f"this is the state of other batches: {state['order']} of {state['rows']} rows, in blocks "

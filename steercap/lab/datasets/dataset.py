@@ -165,7 +165,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         if index is not None and index < 0:
             index += self.folder.definition.num_layers
         if index not in places or self._join == "mix" or (layer is None and len(places) > 1):
-            known = ", ".join(map(str, places)) or "none, and collect(attention=8) keeps some"
+            known = ", ".join(map(str, places)) or "none; collect(attention=8) keeps them"
             other = ", and a join= other than 'mix'" if self._join == "mix" else ""
             raise InvalidRequest(f"attention(layer={shown(layer)}); give a layer with targets, {known}{other}")
         numbers = self._numbers(which)
@@ -280,8 +280,8 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         seen = min(int(one.count) for one in statistics.values())
         if 0 < seen < FEW and self.folder.definition.statistics_every > 1:
             warnings.warn(
-                f"normalise={kind!r} goes by {seen} rows of {self.folder.storage}, those that were looked at; collect "
-                "it with statistics_every=1 to have all of them looked at",
+                f"normalise={kind!r} uses statistics of {seen} rows of {self.folder.storage}, those sampled while it "
+                "was collected; collect with statistics_every=1 to use all rows",
                 stacklevel=3,
             )
         return {str(point): Normalisation.of(kind, found) for point, found in statistics.items()}
@@ -337,9 +337,12 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         if numbers.dtype == np.bool_ and numbers.shape == (len(self),):
             numbers = np.flatnonzero(numbers)
         if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and len(numbers)):
-            raise IndexError(f"rows are asked for by a number, a slice or a line of numbers, not by {shown(numbers)}")
+            raise IndexError(
+                "rows are indexed by an integer, a slice or a one-dimensional array of integers, not by "
+                f"{shown(numbers)}"
+            )
         if len(outside := numbers[(numbers < -len(self)) | (numbers >= len(self))]):
-            raise IndexError(f"row {outside[0]} of {len(self)}")
+            raise IndexError(f"row {outside[0]} is outside this data set of {len(self)} rows")
         found = numbers.astype(np.int64)
         return np.where(found < 0, found + len(self), found)
 
@@ -361,8 +364,8 @@ def _shards(folder: DatasetFolder, *, partial: bool) -> list[Receipt]:
     totals = folder.totals()
     if totals is None and not partial:
         raise InvalidFile(
-            f"{folder.storage} is not complete: it has {len(receipts)} shards and no dataset.json; go on collecting "
-            "it, or take what is there with partial=True"
+            f"{folder.storage} is not complete: it has {len(receipts)} shards and no dataset.json; resume collecting "
+            "it, or open the shards that exist with partial=True"
         )
     if totals is not None and (len(receipts), sum(one.rows for one in receipts)) != (totals.shards, totals.rows):
         raise InvalidFile(

@@ -176,7 +176,7 @@ class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
         names = [point.point for point in self.points]
         if not names or len(set(names)) < len(names):
-            raise ValueError("it has no point, or one twice")
+            raise ValueError("it must have at least one point, and each once")
         if self.documents_per_shard < 1 or self.statistics_every < 0:
             raise ValueError("documents_per_shard is at least 1, and statistics_every at least 0")
 
@@ -236,7 +236,7 @@ def define(
             num_layers,
         )
     except ValueError as error:
-        raise InvalidSetting(f"no data set can be like that: {error}") from error
+        raise InvalidSetting(f"these settings do not make a data set: {error}") from error
 
 
 def decode(content: bytes, path: str) -> Definition:

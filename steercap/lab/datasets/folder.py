@@ -95,7 +95,9 @@ class DatasetFolder:
             storage.sweep()
             return DatasetFolder(storage, found)
         if foreign := sorted(name for name in there if not name.startswith(".")):
-            raise RunDiffers(f"{storage} holds {foreign[0]!r}, and is no data set of activations; give another folder")
+            raise RunDiffers(
+                f"{storage} holds {foreign[0]!r}, so it is not a data set of activations; give another folder"
+            )
         storage.sweep()
         storage.write(definitions.FILE, [msgspec.json.format(msgspec.json.encode(definition))])
         return DatasetFolder(storage, definition)
@@ -346,7 +348,7 @@ class DatasetFolder:
         for receipt in receipts[:-1]:
             if receipt.documents != self.definition.documents_per_shard:
                 raise InvalidRequest(
-                    f"shard {receipt.number} of {self.storage} is short of documents, and not the last"
+                    f"shard {receipt.number} of {self.storage} has too few documents, and is not the last"
                 )
 
     def _sum(self, receipts: list[Receipt]) -> Totals:
@@ -383,7 +385,9 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
     receipts = list(folder.sound(content=content).values())
     totals = folder.totals()
     if totals is not None and totals != folder._sum(receipts):  # noqa: SLF001 -- a function of this class
-        raise InvalidFile(f"{folder.storage.path(TOTALS)} says {totals}, and the shards are others; collect it again")
+        raise InvalidFile(
+            f"{folder.storage.path(TOTALS)} says {totals}, but the shards differ from that; collect it again"
+        )
     if totals is not None and content and (why := folder.wrong_whole(receipts)):
         raise InvalidFile(why)
     return totals

@@ -109,7 +109,7 @@ def points_of(
     """
     if at is not None:
         if layers != "all" or sites is not None:
-            raise InvalidSpec("at= says which points are meant; leave layers= and sites= out beside it")
+            raise InvalidSpec("at= already names the points; leave layers= and sites= out")
         return _at(definition, at)
     wanted = None if sites is None else parse_sites(sites)
     known = {point.layer for point in definition.points}
@@ -130,7 +130,9 @@ def _layers_of(definition: Definition, layers: Layers) -> int:
         return definition.num_layers
     parts = parts_of(layers, "layers") or [layers]
     if any((index := index_of(part)) is None or index < 0 for part in parts):
-        raise InvalidSpec(f"layers={shown(layers)}: how many layers the model has is not known; name them from 0")
+        raise InvalidSpec(
+            f"layers={shown(layers)}: the data set does not say how many layers the model has; give layers from 0"
+        )
     return max(point.layer for point in definition.points) + 1
 
 

@@ -72,7 +72,7 @@ class RemoteFolder(Storage):
             with _as_os_error():
                 if not self._system.isdir(at):
                     return {}
-        raise OSError(f"{self.path(folder)} cannot be listed: its files are renamed all the time")
+        raise OSError(f"{self.path(folder)} cannot be listed: its files are renamed while they are listed")
 
     def sha256(self, name: str) -> str:
         def hashed() -> str:

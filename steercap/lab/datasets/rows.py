@@ -99,7 +99,7 @@ class Normalisation:
         if kind not in NORMALISE:
             raise InvalidSetting(f"normalise={shown(kind)}; use one of {', '.join(map(repr, NORMALISE))}")
         if kind != "none" and not int(statistics.count):
-            raise InvalidRequest(f"normalise={kind!r} needs statistics, and no rows were looked at")
+            raise InvalidRequest(f"normalise={kind!r} needs statistics, and they cover no rows")
         mean = torch.zeros(statistics.width) if kind in {"none", "norm"} else statistics.mean.float()
         return Normalisation(mean, _scale(kind, statistics))
 
@@ -118,7 +118,7 @@ def _scale(kind: Normalise, statistics: PointStatistics) -> Float[torch.Tensor, 
         return torch.where(spread > 0, 1 / spread, 1.0).float()  # what never varies is 0 behind its mean
     if kind == "norm":
         if not float(statistics.norm_mean) > 0:
-            raise InvalidRequest("normalise='norm' needs rows with a norm, and all that were looked at are 0")
+            raise InvalidRequest("normalise='norm' needs rows with a norm, and all rows of the statistics are 0")
         return torch.tensor([math.sqrt(statistics.width) / float(statistics.norm_mean)])
     return torch.ones(1)
 

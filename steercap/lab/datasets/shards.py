@@ -96,7 +96,7 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not {ROWS, INDEX} <= set(self.files) <= {ROWS, INDEX, STATISTICS}:
             raise ValueError("its files are not those of a shard")
         if min(self.number, self.first, self.tokens, self.rows) < 0 or self.stop <= self.first:
-            raise ValueError("it has less than no rows, tokens or documents")
+            raise ValueError("it has a negative number of rows, tokens or documents")
 
     @property
     def documents(self) -> int:
@@ -238,5 +238,5 @@ def _check_order(definition: Definition, shard: Shard) -> None:
     if not ascending.all():
         at = int(np.argmin(ascending)) + 1
         raise InvalidRequest(
-            f"row {at} of shard {shard.number} is not behind the one before, by document, window and position"
+            f"row {at} of shard {shard.number} is out of order; sort rows by document, window and position"
         )

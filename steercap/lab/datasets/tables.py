@@ -54,7 +54,7 @@ class Index:
         for name, dtype in COLUMNS.items():
             object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), dtype=dtype))
         if len({getattr(self, name).shape for name in COLUMNS}) != 1 or self.document.ndim != 1:
-            raise InvalidRequest("an index has a document, a window, a position and a token for each row")
+            raise InvalidRequest("an index must have a document, a window, a position and a token for each row")
 
     def __len__(self) -> int:
         return len(self.document)
@@ -87,7 +87,7 @@ def decoded_index(content: bytes, path: str) -> Index:
         table = parquet.read_table(pa.BufferReader(content))
         index = Index(*(table[name].to_numpy() for name in COLUMNS))
         if not np.array_equal(table[OFFSET].to_numpy(), np.arange(len(index))):
-            raise InvalidFile(f"{path} names rows in another order than they lie in; collect the data set again")
+            raise InvalidFile(f"{path} lists rows in another order than that of the shard; collect the data set again")
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         if isinstance(error, InvalidFile):
             raise

@@ -161,7 +161,7 @@ def directions_of(
         raise InvalidSpec(f"layers={shown(layers)} for rows of {contrast.positive.shape[1]} layers; give one each")
     for rows in (contrast.positive, contrast.negative):
         if not rows.isfinite().all():
-            raise InvalidVector("Contrast: some rows are NaN or inf; look at where they were captured")
+            raise InvalidVector("Contrast: some rows hold NaN or infinity; check how they were captured")
     seen, unseen = contrast.split(held_out, seed)
     used = seen.pairs() if how.paired else seen
     if left := len(seen.positive) + len(seen.negative) - len(used.positive) - len(used.negative):
@@ -213,7 +213,7 @@ def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"
         InvalidVector: a value is NaN or infinite.
     """
     if not (positive.isfinite().all() and negative.isfinite().all()):
-        raise InvalidVector("rows that are to be told apart hold NaN or infinity; leave out the text that overflows")
+        raise InvalidVector("the rows to separate hold NaN or infinity; leave out the text that overflows")
     ordered = negative.sort().values
     below, up_to = (torch.searchsorted(ordered, positive.contiguous(), right=right).sum() for right in (False, True))
     return float(below + up_to) / (2 * len(positive) * len(negative))

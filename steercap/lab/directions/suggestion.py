@@ -56,7 +56,10 @@ class Suggestion:
                 "longest run of them"
             )
         if self.is_chance:
-            return f"{why}; but chance reaches that too, so this says little: hold more texts out, or try several"
+            return (
+                f"{why}; but directions without meaning reach that by chance too; hold more texts out, or try several "
+                "layers"
+            )
         return why
 
 

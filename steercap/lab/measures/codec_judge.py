@@ -97,7 +97,7 @@ class CheckAsked:
                 )
         if self.sae is not None and (self.sae.transcodes or self.sae.input not in points):
             raise InvalidSpec(
-                f"sae={self.sae!r}; give an SAE, no transcoder, of a point that is judged, one of {sorted(points)}"
+                f"sae={self.sae!r}; give an SAE, not a transcoder, of a point that is judged, one of {sorted(points)}"
             )
         most, seed = index_of(self.most_rows), index_of(self.seed)
         if most is None or most < LEAST_ROWS:

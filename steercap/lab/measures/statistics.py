@@ -131,7 +131,9 @@ def difference(ours: Floats, theirs: Floats, *, level: float = 0.95, seed: int =
         InvalidSpec: the numbers of clusters differ, or the level is out of range.
     """
     if len(ours) != len(theirs):
-        raise InvalidSpec(f"{len(ours)} clusters against {len(theirs)}; a paired difference is of the same clusters")
+        raise InvalidSpec(
+            f"{len(ours)} clusters against {len(theirs)}; a paired difference needs the same clusters in both"
+        )
     found = estimate(ours - theirs, level=level, seed=seed, log=log)
     apart = ours - theirs
     p = sign_flip(apart[~np.isnan(apart)], seed)

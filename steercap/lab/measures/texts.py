@@ -129,9 +129,11 @@ class Matches(Measure):
         try:
             empty = re.compile(self.pattern).search("") is not None
         except re.error as error:
-            raise InvalidSpec(f"Matches: {self.pattern!r} is no regular expression: {error}") from error
+            raise InvalidSpec(f"Matches: {self.pattern!r} is not a regular expression: {error}") from error
         if empty:
-            raise InvalidSpec(f"Matches: {self.pattern!r} is found in an empty text, and so in any; make it say more")
+            raise InvalidSpec(
+                f"Matches: {self.pattern!r} matches an empty text, and therefore every text; give a stricter pattern"
+            )
 
     @property
     def label(self) -> str:

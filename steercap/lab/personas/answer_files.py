@@ -189,7 +189,7 @@ def read_scores(path: Path, keys: Sequence[str], responses: Path) -> dict[str, f
     known = set(keys)
     if extra := [key for key in found if key not in known]:
         named = ", ".join(extra[:_SHOWN]) + (f" and {len(extra) - _SHOWN} more" if len(extra) > _SHOWN else "")
-        raise InvalidFile(f"{path} scores {named}, which {responses} does not hold; {choices(extra[0], keys)}")
+        raise InvalidFile(f"{path} scores {named}, which is not in {responses}; {choices(extra[0], keys)}")
     for key, score in found.items():
         number = isinstance(score, (int, float)) and not isinstance(score, bool) and math.isfinite(score)
         if not number and score != REFUSAL:

@@ -186,7 +186,9 @@ def _open(folder: AnswersFolder, models: Sequence[SteerModel], settings: dict[st
     every = CaptureSpec(layers=range(models[0].num_layers))
     for model in models:
         if model.identity() != models[0].identity():
-            raise InvalidSetting(f"models that differ: {models[0].model} and {model.model}; give equal ones")
+            raise InvalidSetting(
+                f"the models differ, {models[0].model} and {model.model}; give SteerModels of one model"
+            )
         model.check_capture(every)
     kind = FolderKind(f"answers{folder.suffix}.json", RunDefinition, "reading of answers")
     wanted = RunDefinition(VERSION, models[0].identity(), settings)
@@ -291,7 +293,7 @@ class _AnswersReading:
         mine = [span for span in spans if span.index == index]
         if len(mine) != 1 or mine[0].missing or mine[0].start == mine[0].stop:
             why = mine[0].missing if len(mine) == 1 else f"the chat template writes it {len(mine)} times"
-            raise InvalidFile(f"{where}: the tokens of the answer are unknown: {why or 'it has none'}")
+            raise InvalidFile(f"{where}: the tokens of the answer cannot be found: {why or 'it has none'}")
         if mine[0].stop >= model.max_model_len:
             raise InvalidPrompt(
                 f"{where}: {mine[0].stop} tokens, and the model has room for {model.max_model_len - 1}; start it with "

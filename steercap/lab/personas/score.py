@@ -148,5 +148,5 @@ def _lack(
         )
     both = {one.question for one in mine["positive"]} & {one.question for one in mine["negative"]}
     if len(both) < 2:
-        return f"kept {told} answers, but both kinds of {len(both)} questions alone; two are needed to hold one out"
+        return f"kept {told} answers, but only {len(both)} questions have both kinds; two are needed to hold one out"
     return ""

@@ -123,8 +123,8 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         questions = len(trait.questions[: self.n_questions])
         if questions < 2:
             raise InvalidSetting(
-                f"{trait.name} has {questions} question; give it two at least, for held_out={self.held_out} holds "
-                "whole questions out"
+                f"{trait.name} has {questions} question; give it at least two, since held_out={self.held_out} holds "
+                "out whole questions"
             )
         prompts = min(len(trait.positive[: self.n_prompts]), len(trait.negative[: self.n_prompts]))
         if (asked := questions * prompts * self.n_samples) < self.min_kept:

@@ -138,8 +138,8 @@ def measures_of(given: Iterable[str | Measure], columns: Sequence[str]) -> tuple
     for measure in found:
         if measure.label in columns:
             raise InvalidSpec(
-                f"{measure!r} would be column {measure.label!r} of the table, which says something else; "
-                f"name it otherwise than {', '.join(columns)}"
+                f"{measure!r} would be column {measure.label!r}, which the table uses for something else; give it a "
+                f"name other than {', '.join(columns)}"
             )
     return found
 
@@ -171,5 +171,5 @@ def _made(name: str, kind: type[Any], noun: str) -> Any:
     missing = [key for key, one in inspect.signature(kind).parameters.items() if one.default is one.empty]
     if missing:
         example = ", ".join(f"{key}=..." for key in missing)
-        raise InvalidSpec(f"{noun} {name!r} must be told its {' and '.join(missing)}; give {kind.__name__}({example})")
+        raise InvalidSpec(f"{noun} {name!r} needs its {' and '.join(missing)}; give {kind.__name__}({example})")
     return kind()

@@ -154,5 +154,5 @@ def as_stored(study: Any, definition: Definition) -> Definition:
         return msgspec.json.decode(msgspec.json.encode(definition), type=type(definition))
     except (TypeError, msgspec.MsgspecError) as error:
         raise InvalidSpec(
-            f"{type(study).__name__}: prompts or sampling hold what JSON cannot represent: {error}"
+            f"{type(study).__name__}: prompts or sampling hold a value that JSON cannot represent: {error}"
         ) from error

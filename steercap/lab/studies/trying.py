@@ -185,7 +185,9 @@ async def try_layers(
     tried = _layers(vectors, layers, suggested)
     read_at = tried[len(tried) // 2] if suggested is None else suggested
     if not vectors.norms()[read_at] > 0:
-        raise InvalidSpec(f"try_layers: {vectors.name!r} is zero at layer {read_at}, and has no direction to read by")
+        raise InvalidSpec(
+            f"try_layers: {vectors.name!r} is zero at layer {read_at}, so it has no direction to project on"
+        )
     ways = [(None, 0.0), *((layer, sign * dose) for layer in tried for sign in (1, -1))]
     cases = [_Case(number, layer, by) for number in range(len(asked)) for layer, by in ways]
 

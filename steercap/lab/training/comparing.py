@@ -104,7 +104,7 @@ def _compared(
     if not {"trained", "unsteered"} <= result.validation.keys():
         return "trained on preferences, which have no perplexity"
     if not (folder / "steering_vector.pt").exists():
-        return "what was trained is not one vector of the stream"
+        return "the trained edit is not one vector of the residual stream"
     trained, config = load_steering_vector(folder)
     if config.target_layer not in averaged:
         return f"the averaged vector has no layer {config.target_layer}"

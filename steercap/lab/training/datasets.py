@@ -40,7 +40,7 @@ def example_of(given: Mapping[str, Any]) -> Example | Preference | Prompted:
     fields = {name: value for name, value in given.items() if name != "system" or value is not None}
     forms = [name for name in ("text", "conversation", "messages") if name in fields]
     if forms and len(fields.keys() - {"source"}) > 1:
-        raise InvalidPrompt(f"fields {shown(sorted(given))}: {forms[0]} is the whole example; give {ACCEPTED}")
+        raise InvalidPrompt(f"fields {shown(sorted(given))}: {forms[0]} already is the whole example; give {ACCEPTED}")
     if "text" in fields:
         fields |= {"prompt": "", "response": fields.pop("text")}
     for name in forms:

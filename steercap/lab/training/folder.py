@@ -101,8 +101,8 @@ def added(spec: SteeringSpec, name: str, model: str, provenance: Mapping[str, An
     sites = {edit.site for edit in adds}
     if spec.keeps_norm or len(adds) < len(edits) or len(sites) > 1 or len({edit.layer for edit in adds}) < len(adds):
         raise InvalidSpec(
-            f"{name}: directions are of Add at one site, one for each layer=, not relative and without preserve_norm; "
-            "use the spec"
+            f"{name}: only a spec of Add edits at one site, one for each layer, without relative= and preserve_norm=, "
+            "can become directions; use the spec itself"
         )
     vectors = {edit.layer: edit.scale * edit.vector for edit in adds}  # type: ignore[operator]
     found = LayerVectors(vectors, name=name, model=model, site=sites.pop())  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ def check_name(name: str) -> None:
         InvalidFile: the name is empty, reserved, or not a plain file name.
     """
     if not name or name.startswith(".") or Path(name).name != name or name == Path(STATE).stem:
-        raise InvalidFile(f"{name!r} is to name a file; give one word, and not {Path(STATE).stem!r}")
+        raise InvalidFile(f"{name!r} must be usable as a file name; give one word other than {Path(STATE).stem!r}")
 
 
 def _kind() -> FileKind:

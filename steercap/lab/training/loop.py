@@ -77,7 +77,7 @@ class TraitInTraining:
         norm, lr = self.spec.norm(), float(self.optimizer.param_groups[0]["lr"])
         if not all(map(isfinite, (validation_loss, norm, 0.0 if loss is None else loss))):
             raise TrainingDiverged(
-                f"{self.name}: after {step} steps the loss is {loss}, on what is held out {validation_loss}, and the "
+                f"{self.name}: after {step} steps the loss is {loss}, the validation loss {validation_loss}, and the "
                 f"norm {norm}; lower the learning rate, or set max_grad_norm"
             )
         better = not self.history or validation_loss < min(one.validation_loss for one in self.history)

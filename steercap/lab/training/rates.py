@@ -246,7 +246,7 @@ class RatesRun:
         if best is None:
             raise TrainingDiverged(f"{name}: losses are not finite at any of the rates {self.rates}; give smaller ones")
         if not best.best_step:
-            says = f"{name}: no rate lowered the loss on what is held out, {best.validation_loss:.4g}, so the edit is "
+            says = f"{name}: no rate lowered the validation loss, {best.validation_loss:.4g}, so the edit is "
             warnings.warn(f"{says}the one that training began with", stacklevel=5)
         return best, rates
 
@@ -255,7 +255,7 @@ class RatesRun:
         left_out = {"steps", "evaluate_every"} if self.settings.epochs is not None else set()
         settings = {key: value for key, value in vars(self.settings).items() if key not in left_out}
         with warnings.catch_warnings(), suppress(TrainingDiverged):
-            warnings.filterwarnings("ignore", message=".*no step lowered the loss", category=UserWarning)
+            warnings.filterwarnings("ignore", message=".*no step lowered the validation loss", category=UserWarning)
             return train(
                 self.model,
                 parts[0],

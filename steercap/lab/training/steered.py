@@ -163,7 +163,7 @@ class SteeredTraits(nn.Module):
                 raise InvalidVector(f"{edit}: the vector has width {width}, the rows are {rows.shape[-1]} wide")
             return change(rows, scope=scope)
         if rows.shape[-1] % width:
-            raise InvalidVector(f"{edit}: the vector has width {width}, of rows that are {rows.shape[-1]} wide")
+            raise InvalidVector(f"{edit}: the vector has width {width}, and its rows are {rows.shape[-1]} wide")
         pieces = list(rows.split(width, dim=-1))
         for place in range(len(pieces)) if edit.part == "each" else [edit.part]:
             pieces[place] = change(pieces[place], scope=scope)

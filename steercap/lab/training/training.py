@@ -346,8 +346,8 @@ def _check_directions(starts: Mapping[str, SteeringSpec]) -> None:
         for edit in spec.of_rows():
             if not all(one.write.any() for one in edit.lower()):
                 raise InvalidSetting(
-                    f"{name}: {edit} writes nothing, and this objective takes away what it writes; begin with "
-                    "TrainableAdd(norm=0.1), or with a vector that is not zero"
+                    f"{name}: {edit} adds nothing to rows, and this objective needs a direction to subtract; begin "
+                    "with TrainableAdd(norm=0.1), or with a vector that is not zero"
                 )
 
 
@@ -419,8 +419,8 @@ def _result(trait: TraitInTraining, folder: Path, definition: Definition, model:
     }
     if not trait.best_step:
         warnings.warn(
-            f"{trait.name}: no step lowered the loss on what is held out, {best:.4g}, so the edit is the one that "
-            "training began with; give more examples, or another learning rate",
+            f"{trait.name}: no step lowered the validation loss, {best:.4g}, so the edit is the one that training "
+            "began with; give more examples, or another learning rate",
             stacklevel=2,
         )
     file = folder / f"{trait.name}.safetensors"

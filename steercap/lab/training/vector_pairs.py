@@ -125,7 +125,9 @@ def read_vectors(vectors: Vectors, **reading: Any) -> tuple[Mapping[str, LayerVe
         personas = load_personas(path, **reading)
         return personas.directions, {f"{path}/{file}": reason for file, reason in personas.left_out.items()}
     if any(value is not None for value in reading.values()):
-        raise InvalidSpec(f"{path} is no folder of persona files NAME.pt, of which {', '.join(reading)} could be read")
+        raise InvalidSpec(
+            f"{path} is not a folder of persona files NAME.pt, of which {', '.join(reading)} could be read"
+        )
     if not path.is_dir():
         return DirectionSet.load(path), {}
     folders = sorted(file.parent for file in path.glob("*/steering_vector.pt"))

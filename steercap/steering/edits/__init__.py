@@ -207,7 +207,7 @@ def unit(edit: Edit, field: str) -> Float[torch.Tensor, "1 width"]:
     vector: torch.Tensor = getattr(edit, field)
     norm = vector.double().norm()
     if norm == 0:
-        raise InvalidVector(f"{edit.name}: {field} is zero, so it has no direction, and the direction is what counts")
+        raise InvalidVector(f"{edit.name}: {field} is zero, so it has no direction, which this edit needs")
     direction: torch.Tensor = (vector.double() / norm).to(vector.dtype)
     return direction[None]
 

@@ -52,7 +52,7 @@ def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
         raise InvalidVector(f"{what} has no vector for layer={layer}; it has them for layers {known}; {hint}")
     of = getattr(value, "site", site)  # a dict has none
     if of != site:
-        raise InvalidVector(f"{what} is of site {of!r}, and site={site!r} is asked for; give site={of!r}")
+        raise InvalidVector(f"{what} is for site {of!r}, not for site={site!r}; give site={of!r}")
     return value[layer]
 
 
@@ -106,8 +106,8 @@ def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " .
         raise InvalidVector(f"{what} has shape {tuple(kept.shape)}; expected [{'] or ['.join(shapes)}]{flat}")
     if wrong:
         raise InvalidVector(
-            f"{what} holds {wrong} values of {kept.numel()} that are NaN or inf (in float32); "
-            "look at where it was computed"
+            f"{what} holds {wrong} values of {kept.numel()} that are NaN or infinity in float32; check how it was "
+            "computed"
         )
     return kept
 

@@ -48,12 +48,14 @@ class Replace(Edit):
         if len(rows) != len(places) or not places:
             raise InvalidVector(f"Replace: {len(rows)} rows for {len(places)} positions; give one row each")
         if len(set(places)) < len(places):
-            raise InvalidEdit(f"Replace: positions={shown(places)} names a position twice; which row is meant?")
+            raise InvalidEdit(f"Replace: positions={shown(places)} names a position twice; give each position once")
         selection = TokenSelection.parse(positions)
         if self.selection not in {TokenSelection.parse("all"), selection}:
             raise InvalidEdit("Replace: positions says which tokens; do not give tokens= too")
         if (rows == HOLE).any():
-            raise InvalidVector(f"Replace: rows hold {HOLE:g}, which no row may have; look at where it was computed")
+            raise InvalidVector(
+                f"Replace: rows hold {HOLE:g}, a value that steercap reserves; check how the rows were computed"
+            )
         if self.elements is not None:
             object.__setattr__(self, "elements", _elements(self.elements, rows.shape[-1]))
         object.__setattr__(self, "positions", positions)

@@ -49,7 +49,7 @@ def load_layers_pt(
     if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         raise InvalidFile(f"{path} holds {_shown(rows)}; expected one floating-point tensor [layers, hidden]")
     if len(rows) <= base:
-        raise InvalidFile(f"{path} has {len(rows)} rows, which with base={base} leaves no layer; is base right?")
+        raise InvalidFile(f"{path} has {len(rows)} rows, which with base={base} leaves no layer; check base=")
     with blame(path):
         return LayerVectors(dict(enumerate(rows[base:])), name=name, model=model, site=site)
 

@@ -249,7 +249,7 @@ def _numbers(value: Any, *axes: int) -> torch.Tensor:
     found = torch.from_numpy(value.numpy()) if isinstance(value, PickledArray) else value
     fits = isinstance(found, torch.Tensor) and found.dim() in axes and found.is_floating_point()
     if not fits or not bool(found.isfinite().all()):
-        raise ValueError(f"{_held(found)} where finite floats of {axes[0]} axes are expected")
+        raise ValueError(f"expected finite floats with {axes[0]} axes, got {_held(found)}")
     return found.double()
 
 
@@ -277,7 +277,9 @@ def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
     entries = sorted(one for one in held if not one.name.startswith("."))
     paths = [one for one in entries if one.suffix == ".pt" and one.is_file()]
     if not paths:
-        raise InvalidFile(f"{folder} is no folder of NAME.pt, nor such a file; there is {shown([*map(str, entries)])}")
+        raise InvalidFile(
+            f"{folder} is neither a folder of NAME.pt nor such a file; it holds {shown([*map(str, entries)])}"
+        )
     return paths, {one.name: "no .pt file" for one in entries if one not in paths}
 
 

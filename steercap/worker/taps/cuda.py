@@ -49,8 +49,8 @@ RING_BYTES: Final = 5 << 29
 PART: Final = 1 / 8
 #: Failure of a large pass whose taps ran again after their rows had left, or did not say their point.
 LOST: Final = (
-    "taps of this model did not run layer by layer; rows cannot leave the device while a large pass runs, and later "
-    "passes are kept whole"
+    "taps of this model did not run layer by layer; rows cannot leave the device while a large pass runs, so later "
+    "passes must fit in device memory whole"
 )
 #: Maximum vectors that wait to be written to the device.
 VECTORS: Final = 256

@@ -153,7 +153,10 @@ class HostTaps(Taps):
         self._fired[at] += 1
         rows = self._kinds[at]
         if hidden.dim() != 2 or len(hidden) < self._num_tokens or hidden.shape[-1] != rows.width:
-            self._misfit = f"tap {at} saw {tuple(hidden.shape)} for {self._num_tokens} tokens, {rows.width} wide"
+            self._misfit = (
+                f"tap {at} saw a tensor of shape {tuple(hidden.shape)}; expected {self._num_tokens} tokens × "
+                f"{rows.width}"
+            )
             return
         self._keep(0, hidden, residual, at)
         if self._edits.wanted(at, hidden.dtype):

@@ -204,7 +204,7 @@ def activations(
     """
     kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k)
     if kept.attention is not None:
-        raise InvalidSpec(f"attention={kept.attention}: batches are of rows; collect() keeps targets of attention")
+        raise InvalidSpec(f"attention={kept.attention}: batches hold rows; use collect() to keep targets of attention")
     asked = CollectArguments(
         capture=kept,
         tokens=chosen,
@@ -241,10 +241,10 @@ def _kept(
     """
     given = {name: value for name, value in shorthand.items() if value is not None}
     if capture is not None and given:
-        raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
+        raise InvalidSpec(f"capture= cannot be combined with {', '.join(given)}; give one of them")
     kept = CaptureSpec(**given) if capture is None else capture
     if tokens is None:
         return kept, kept.selection
     if kept.selection != TokenSelection.parse("all"):
-        raise InvalidSpec(f"tokens= beside those of capture=, {kept.selection}; give one of them")
+        raise InvalidSpec(f"tokens= cannot be combined with the tokens of capture=, {kept.selection}; give one of them")
     return kept, tokens

@@ -62,7 +62,7 @@ def content_of(item: Any, column: str | None = None) -> Content:
         key = column if column is not None else next((key for key in KEYS if key in item), None)
         if key is None or key not in item:
             wanted = repr(column) if column is not None else ", ".join(map(repr, KEYS))
-            raise NotDocument(f"a record with {', '.join(map(repr, item)) or 'no keys'}, and without {wanted}")
+            raise NotDocument(f"a record with {', '.join(map(repr, item)) or 'no keys'}, but without {wanted}")
         item = item[key]
     if isinstance(item, str):
         return _text(item)

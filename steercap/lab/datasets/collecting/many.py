@@ -173,8 +173,8 @@ async def _answer(reference: Any) -> Any:
         raise cause if isinstance(cause, SteercapError) else error from None
     except RayActorError as error:
         raise CollectionStopped(
-            f"an actor was lost more often than max_restarts and max_task_retries allow: {error}; what is written "
-            "stays, and the same call goes on"
+            f"an actor was lost more often than max_restarts and max_task_retries allow: {error}; shards that are "
+            "written stay, and the same call resumes"
         ) from error
 
 
@@ -207,7 +207,7 @@ class _Spread:
             raise error from error.__cause__
         if beyond := [number for number in self._known if number >= self._number]:
             raise RunDiffers(
-                f"{self._storage} holds shard {beyond[0]}, and the corpus ends before it: it is another one"
+                f"{self._storage} holds shard {beyond[0]}, but the corpus ends before it: the corpus has changed"
             )
         with stopping(self._storage):
             totals = await changed(folder.complete)

@@ -77,7 +77,7 @@ class Reading:
             object.__setattr__(self, "points", tuple(point for point in self.points if point.site == "q"))
             object.__setattr__(self, "coding", Coding(ATTENTION, self.spec.attention))
         if self.sample.needs is not None and self.sample.needs not in self.points:
-            raise InvalidSpec(f"the probe looks at {self.sample.needs}, which is not collected; collect it too")
+            raise InvalidSpec(f"the probe reads {self.sample.needs}, which is not collected; collect it too")
         if self.concurrency is not None and (index_of(self.concurrency) or 0) < 1:
             raise InvalidSetting(f"concurrency={shown(self.concurrency)}; give 1 or more, or leave it out")
         if self.params is not None:
@@ -90,13 +90,16 @@ class Reading:
 
     def _check_params(self, params: Mapping[str, Any]) -> None:
         if self.engine.vllm.pools:
-            raise InvalidSetting("params= generates, and this model pools; leave it out")
+            raise InvalidSetting("params= is for generation, and this is a pooling model; leave it out")
         if "seed" in params or params.get("n", 1) != 1:
             raise InvalidSetting(
-                "params= is of one sample a document, each with a seed of its own; give seed= to collect"
+                "params= must leave out n= and seed=: each document gets one sample, with a seed of its own; give "
+                "seed= to collect"
             )
         if self.cutting.long == "split":
-            raise InvalidSetting("long='split' with params=: windows are no prompts; give long='cut' or 'refuse'")
+            raise InvalidSetting(
+                "long='split' with params=: windows of a document are not prompts; give long='cut' or 'refuse'"
+            )
         self.engine.vllm.sampling(params)
 
     def asked(self, window: Window) -> TokenSelection | None:

@@ -119,9 +119,10 @@ class Sharder:
         filling.bytes += (stop - first) * self._row_bytes
         if filling.bytes > self._most_bytes:
             raise InvalidRequest(
-                f"shard {filling.number} has come to {filling.bytes:,} bytes, {MOST_TIMES} times what it should: its "
-                f"{self._each:,} documents are longer, or more of their rows are kept, than of the first few; give a "
-                "greater shard_bytes, and the same call goes on; or another folder, with fewer documents_per_shard"
+                f"shard {filling.number} has grown to {filling.bytes:,} bytes, more than {MOST_TIMES} times its "
+                f"intended size: its {self._each:,} documents are longer than the first few, or more of their rows are "
+                "kept; raise shard_bytes and make the same call again, or start in another folder with fewer "
+                "documents_per_shard"
             )
 
     def _enter(self, documents: Sequence[Ended]) -> None:
@@ -145,8 +146,8 @@ class Sharder:
         beyond = [number for number in self._receipts if number >= self._filling.number]
         if beyond:
             raise RunDiffers(
-                f"{self._folder.storage} holds shard {beyond[0]}, and the corpus ends before it: it is another one; "
-                "give another folder, or the corpus it was begun with"
+                f"{self._folder.storage} holds shard {beyond[0]}, but the corpus ends before it: the corpus has "
+                "changed; give another folder, or the corpus it was begun with"
             )
         while self._writing:
             await self._look(least=1)
@@ -214,15 +215,15 @@ def check_same(storage: Storage, there: Receipt, documents: int, begun: str) -> 
     """
     if begun != there.documents_sha256 or documents < there.documents:
         raise RunDiffers(
-            f"{storage} holds shard {there.number} of other documents: the corpus is another one, or was changed; "
-            "give another folder, or the corpus it was begun with. If it is the same, `steercap inspect --verify` says "
+            f"{storage} holds shard {there.number} of other documents: this is another corpus, or it was changed; give "
+            "another folder, or the corpus it was begun with. If it is the same, `steercap inspect --verify` says "
             "whether the folder was changed"
         )
     if documents > there.documents:
         raise RunDiffers(
             f"{storage} holds shard {there.number}, its last, of {there.documents:,} documents, and the corpus has "
-            f"more behind these: it has grown. Remove {storage.path(name_of(there.number, RECEIPT))}, and the same "
-            "call collects that shard again, and goes on"
+            f"more after these: it has grown. Remove {storage.path(name_of(there.number, RECEIPT))}, and the same call "
+            "collects that shard again and resumes"
         )
 
 
@@ -241,7 +242,7 @@ def stopping(storage: object, sharder: Sharder | None = None) -> Iterator[None]:
         there = "" if sharder is None else f"; {sharder.written} shards are there, and stay"
         what = "make room" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "mend that"
         raise CollectionStopped(
-            f"{storage} cannot be written to: {error}{there}: {what}, and the same call goes on"
+            f"{storage} cannot be written to: {error}{there}: {what}, and the same call resumes"
         ) from error
 
 

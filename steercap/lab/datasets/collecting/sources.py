@@ -102,7 +102,7 @@ class DocumentSource:
     def _complain(self, where: str, error: NotDocument) -> None:
         if self.bad == "error":
             kind = InvalidRequest if self.bytes is None else InvalidFile
-            raise kind(f"{where}: {error}; mend it, or give bad='skip' to leave such out, counted") from error
+            raise kind(f"{where}: {error}; correct it, or give bad='skip' to skip and count such documents") from error
         self.skipped += 1
         if len(self.complaints) < COMPLAINTS:
             self.complaints.append(f"{where}: {error}")
@@ -169,7 +169,7 @@ def _of_items(corpus: Any, column: str | None, bad: OnBad) -> DocumentSource:
     if isinstance(corpus, AsyncIterable):
         return DocumentSource("an async iterator", lambda: _numbered(corpus), column=column, bad=bad)
     if isinstance(corpus, (Mapping, bytes)) or not isinstance(corpus, Iterable):
-        raise InvalidRequest(f"{shown(corpus)} is no corpus; give a path, or an iterable of documents")
+        raise InvalidRequest(f"{shown(corpus)} is not a corpus; give a path, or an iterable of documents")
     count = len(corpus) if isinstance(corpus, Sequence) else None
     items: Iterable[Any] = corpus
     return DocumentSource(
@@ -213,7 +213,9 @@ def _files(given: str, kind: str | None, split: str | None) -> list[tuple[Path, 
     found = sorted(Path(one) for one in glob.glob(given, recursive=True))  # noqa: PTH207 -- absolute patterns too
     files = [one for one in found if one.is_file()]
     if not files:
-        raise InvalidFile(f"{given}: there is no such file, and no file of such a name; give a path or a pattern")
+        raise InvalidFile(
+            f"{given}: there is no such file, and no file matches it as a pattern; give a path or a glob pattern"
+        )
     return [(one, _reader(one, kind)) for one in _split(files, split, given)]
 
 
@@ -281,7 +283,7 @@ def _reader(path: Path, kind: str | None) -> Reader:
     for reader in READERS.values():
         if reader.reads(path):
             return reader
-    raise InvalidFile(f"{path}: the name does not say what it is; known: {_suffixes()}; or give format=")
+    raise InvalidFile(f"{path}: the file name does not tell the format; use one of {_suffixes()}, or give format=")
 
 
 def _known(path: Path) -> bool:

@@ -115,7 +115,9 @@ class ActivationStream:
         if self._how.normalise == "none":
             return {}
         if self._normalisations is None:
-            raise InvalidRequest("rows are normalised by the first of them, which are known once a batch was taken")
+            raise InvalidRequest(
+                "the normalisation is computed from the first rows; take a batch before you ask for it"
+            )
         return self._normalisations
 
     def __aiter__(self) -> ActivationStream:

@@ -70,7 +70,7 @@ def make_scorer(name: str, arguments: Mapping[str, Any] | None = None) -> Scorer
     if missing := [key for key, one in wanted.items() if one.default is one.empty and key not in given]:
         example = ", ".join(f"{key}=..." for key in missing)
         raise InvalidSetting(
-            f"scorer {name!r} must be told {' and '.join(missing)}; give them as its arguments (scorer_args, "
-            f"--scorer-arg), or make the scorer: {kind.__name__}({example})"
+            f"scorer {name!r} needs {' and '.join(missing)}; give them as its arguments (scorer_args, --scorer-arg), "
+            f"or make the scorer: {kind.__name__}({example})"
         )
     return kind(**given)

@@ -163,8 +163,8 @@ class Judge(Scorer):
             if attempt < self.retries:
                 await asyncio.sleep(wait)
         raise JudgeFailed(
-            f"{url} did not answer in {self.retries + 1} attempts; the last: {trouble}; see that it runs, "
-            "or ask fewer at once (concurrency=)"
+            f"{url} did not answer in {self.retries + 1} attempts; the last: {trouble}; check that it runs, or lower "
+            "concurrency="
         )
 
 
@@ -212,7 +212,7 @@ def _choice(url: str, answer: httpx.Response) -> Mapping[str, Any]:
         choice: Mapping[str, Any] = answer.json()["choices"][0]
         _ = choice["message"]["content"]
     except (ValueError, LookupError, TypeError) as error:
-        raise JudgeFailed(f"{url} answers no chat completion, but {answer.text[:300]!r}") from error
+        raise JudgeFailed(f"{url} did not answer with a chat completion, but with {answer.text[:300]!r}") from error
     return choice
 
 

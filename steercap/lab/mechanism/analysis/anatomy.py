@@ -136,10 +136,10 @@ def draw_anatomy(tables: Mapping[str, pa.Table], folder: str | Path, *, suffix: 
 def _without(directions: DirectionSet, layer: int, weights: ModelWeights, sae: SAE | None) -> Iterable[tuple[str, str]]:
     """Yield the parts that do not apply to some vectors, with the reason."""
     if len(named(directions)) < 2:
-        yield from ((part, "it is of two vectors at least") for part in PARTS if part in SEVERAL)
+        yield from ((part, "it needs at least two vectors") for part in PARTS if part in SEVERAL)
     for part, block in (("heads", 0), ("reads", 1)):
         if layer + READ[directions.site][block] >= weights.layers:
-            yield part, f"no block reads what is added at {directions.site} of layer {layer}"
+            yield part, f"no block reads a vector added at {directions.site} of layer {layer}"
     if directions.site == "attn_out":
         yield "writes", "no neuron writes to attn_out"
     elif directions.site != "mlp_out" and layer == 0 and directions.site != "resid_post":

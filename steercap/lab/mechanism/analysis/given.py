@@ -168,7 +168,10 @@ def in_stream(vectors: Vectors, weights: ModelWeights) -> DirectionSet:
     """
     found = named(vectors)
     if not isinstance(weights, ModelWeights):
-        raise InvalidSpec(f"weights={shown(weights)}; give ModelWeights.open(checkpoint), of an open model its .model")
+        raise InvalidSpec(
+            f"weights={shown(weights)}; give ModelWeights.open(checkpoint); for an open model the checkpoint is its "
+            ".model"
+        )
     if found.site not in READ:
         raise InvalidSpec(
             f"vectors of {found.site!r} are not in the basis of the stream; those of {', '.join(READ)} are"
@@ -244,7 +247,7 @@ def _wanted(weights: ModelWeights, layers: Layers | None, found: Sequence[int], 
     if layers is not None:
         return list(resolve_layers(parse_layers(layers), weights.layers))
     if not found:
-        raise InvalidSpec(f"no block of this kind {does}; layers= names others")
+        raise InvalidSpec(f"no block of this kind {does}; choose others by layers=")
     return list(found)
 
 

@@ -162,7 +162,9 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
     at = _layer(directions.site, halves["encoder"][0], halves["decoder"][0], layer)
     fitting = {half: rows for half, rows in fitting.items() if layer is not None or halves[half][0].layer == at}
     if not fitting or any(rows.shape[1] != directions.width for rows in fitting.values()):
-        raise InvalidSpec(f"vectors of {directions.site!r}, {directions.width} wide, and {sae!r} are not of one point")
+        raise InvalidSpec(
+            f"vectors of {directions.site!r}, {directions.width} wide, and {sae!r} belong to different points"
+        )
     given = units(directions, at)
     rows: list[dict[str, Any]] = []
     for half, features in fitting.items():

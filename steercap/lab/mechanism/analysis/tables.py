@@ -51,7 +51,7 @@ def about(table: pa.Table) -> dict[str, Any]:
     known = (getattr(getattr(table, "schema", None), "metadata", None) or {}).get(KEY)
     if known is None:
         raise InvalidSpec(
-            "this is no table of steercap.lab.mechanism.analysis: its schema does not say what it was made of"
+            "this is not a table of steercap.lab.mechanism.analysis: its schema does not say what it was made of"
         )
     found: dict[str, Any] = json.loads(known)
     return found

@@ -228,7 +228,7 @@ class _ComparisonRun:
             groups = []
         if len(groups) < len(every):
             alone = [group for group in every if group not in groups]
-            left_out["tests"] = f"{', '.join(alone)}: a test is of two groups of two vectors at least"
+            left_out["tests"] = f"{', '.join(alone)}: a test needs two groups of at least two vectors"
         tables = summed(parts, groups, self.explained, self.settings.correction)
         about = {
             "base": self.base.name,
@@ -248,7 +248,9 @@ class _ComparisonRun:
         if layer in self.settings.layers and (pair[0].matrices or pair[1].matrices):
             tables |= {"susceptibility": susceptibility(pair, self.through), "matrices": differences(pair)}
         elif layer in self.settings.layers:
-            left_out[f"gate and up of layer {layer}"] = "it has experts, each with its own; its whole block is compared"
+            left_out[f"gate and up of layer {layer}"] = (
+                "it has experts, each with its own matrices; its whole block is compared"
+            )
         if block == "attention_block":
             pairs = RandomPairs.drawn(self.settings.nulls, self.base.width, self.length, self.settings.seed)
             tables["attention"] = attention_deltas(pair, self.named, self.components, pairs)

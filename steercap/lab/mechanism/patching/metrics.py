@@ -125,7 +125,7 @@ def token_id(tokenizer: Any, token: Token) -> int:
         return int(ids[0])
     index = index_of(token)
     if index is None or not 0 <= index < len(tokenizer):
-        raise InvalidSpec(f"{shown(token)} is no token; give a text of one token, or an id below {len(tokenizer)}")
+        raise InvalidSpec(f"{shown(token)} is not a token; give a text of one token, or an id below {len(tokenizer)}")
     return index
 
 

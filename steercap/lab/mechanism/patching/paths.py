@@ -101,7 +101,7 @@ class Routes:
         for site, heads in (("z", self.senders), *((one.site, one.heads) for one in self._heads_that_receive())):
             self._check_heads(site, heads)
         if late := [head for head in self.senders if head[0] >= last]:
-            raise InvalidSpec(f"senders hold {late[0]}, and no receiver is in a later layer, so nothing reaches one")
+            raise InvalidSpec(f"senders hold {late[0]}, but no receiver is in a later layer, so it cannot affect any")
         first = min(layer for layer, _ in self.senders)
         self._frozen = [Point(layer, "z") for layer in range(first, model.num_layers)]
         if not through:
@@ -168,7 +168,7 @@ class Routes:
         if isinstance(senders, str) and senders == "all":
             points = [Point(layer, "z") for layer in range(last)]
             if not points:
-                raise InvalidSpec("no layer is before that of the receivers, so nothing reaches one")
+                raise InvalidSpec("no layer is before that of the receivers, so no sender can affect them")
             self._check_armed(points)
             return [(one.layer, head) for one in points for head in range(head_count(one, self._model.points[one]))]
         return list(heads_in(senders, "senders"))

@@ -181,7 +181,7 @@ def check_writable(point: Point, schema: PointSchema) -> None:
         InvalidSpec: they are read-only.
     """
     if not schema.writable:
-        raise InvalidSpec(f"rows at {point} can be read, and not changed, so that none can be patched")
+        raise InvalidSpec(f"rows at {point} can be read but not changed, so they cannot be patched")
 
 
 def _heads(given: object) -> tuple[int, ...] | str | None:

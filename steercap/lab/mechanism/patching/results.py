@@ -105,7 +105,7 @@ class Effects:
             InvalidSpec: an unknown column, or no such run.
         """
         if unknown := sorted(set(columns) - set(KEYS)):
-            raise InvalidSpec(f"{unknown} is no column to choose by; {choices(unknown[0], KEYS)}")
+            raise InvalidSpec(f"{unknown} is not a column to choose by; {choices(unknown[0], KEYS)}")
         found = [one for one in self.records if all(getattr(one, name) == value for name, value in columns.items())]
         if not found:
             here = {name: _few({getattr(one, name) for one in self.records}) for name in columns}

@@ -186,7 +186,7 @@ def _factor(sae: SAE, unembedding: Unembedding) -> float:
     factor = 1.0 if sae.output.site in STREAM else unembedding.blocks if sae.output.site in ADDED else None
     if factor is None:
         raise InvalidRequest(
-            f"logit_attribution: {sae} writes at {sae.output}, from where nothing is simply added to the stream"
+            f"logit_attribution: {sae} writes at {sae.output}, whose output is not simply added to the residual stream"
         )
     return factor
 
@@ -217,7 +217,7 @@ def _targets(handle: FetchedRows, token: int | str | None, tokenizer: Any) -> to
         sequence = torch.tensor([*handle.prompt_token_ids, *handle.output_token_ids])
         following = handle.positions + 1
         if len(following) and int(following.max()) >= len(sequence):
-            raise InvalidRequest("logit_attribution: nothing came after the last row; give token=")
+            raise InvalidRequest("logit_attribution: no token follows the last row; give token=")
         return sequence[following]
     ids = tokenizer.encode(token, add_special_tokens=False) if isinstance(token, str) else [index_of(token)]
     if len(ids) != 1 or ids[0] is None:

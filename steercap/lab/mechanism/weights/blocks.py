@@ -54,7 +54,7 @@ class FrozenNorm:
             self.centred = centred
             if self._is_linear(tried):
                 return
-        raise UnsupportedModel(f"{type(module).__name__} is no norm that can be frozen: a scale times a gain")
+        raise UnsupportedModel(f"{type(module).__name__} is not a norm that can be frozen, a scale times a gain")
 
     def __call__(self, rows: Float[torch.Tensor, "*any width"]) -> Float[torch.Tensor, "*any width"]:
         """Apply the norm itself to whole rows."""
@@ -78,7 +78,9 @@ class FrozenNorm:
         """
         scales, rest, length = self._fitted(rows)
         if not bool((rest <= LINEAR * length).all()):
-            raise UnsupportedModel(f"{type(self.module).__name__} is no norm that can be frozen: a scale times a gain")
+            raise UnsupportedModel(
+                f"{type(self.module).__name__} is not a norm that can be frozen, a scale times a gain"
+            )
         return scales
 
     def _is_linear(self, rows: torch.Tensor) -> bool:

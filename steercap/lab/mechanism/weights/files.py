@@ -52,7 +52,7 @@ class TensorFiles:
         if whole := _file(path, WHOLE, revision):
             with safe_open(whole, framework="pt") as tensors:
                 return cls(path, dict.fromkeys(tensors.keys(), whole))
-        raise ModelNotLoaded(f"{path!r} has neither {WHOLE} nor {INDEX}; weights are read of safetensors files")
+        raise ModelNotLoaded(f"{path!r} has neither {WHOLE} nor {INDEX}; weights are read from safetensors files")
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Read one tensor by its name in transformers' model: float32, on CPU, of the shape that the configuration

@@ -244,7 +244,7 @@ class ModelWeights:
         factor = self._family.factor(self._config)
         if factor is None:
             raise UnsupportedModel(
-                f"{self.name}: layers of {self._architecture} do more to the stream than to add to it"
+                f"{self.name}: layers of {self._architecture} do more to the residual stream than add to it"
             )
         return factor
 
@@ -271,8 +271,8 @@ class ModelWeights:
         others = [name for name in names if name.rpartition(".")[0] not in known]
         if others := [name for name in others if not (experts and name.startswith("mlp."))]:
             raise UnsupportedModel(
-                f"{self.name}: layer {layer} of {self._architecture} has {', '.join(others)}, and what they do is not "
-                "known here"
+                f"{self.name}: layer {layer} of {self._architecture} has {', '.join(others)}, whose effect steercap "
+                "does not know"
             )
 
     # Its tensors
@@ -315,4 +315,4 @@ class ModelWeights:
             return weight, bias
         if type(module).__name__ == "Conv1D":  # transformers' own, which keeps its weight as [in, out]
             return weight.T, bias
-        raise UnsupportedModel(f"{self.name}: {prefix} is a {type(module).__name__}, and no plain projection")
+        raise UnsupportedModel(f"{self.name}: {prefix} is a {type(module).__name__}, not a plain projection")

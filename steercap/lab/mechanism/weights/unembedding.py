@@ -141,7 +141,7 @@ class Unembedding:
         """
         if rows.shape[-1] != self.width:
             raise InvalidRequest(
-                f"rows have width {rows.shape[-1]}, and this unembedding takes {self.width}: of another model?"
+                f"rows have width {rows.shape[-1]}, and this unembedding takes {self.width}; give rows of its model"
             )
         with torch.inference_mode():
             found: torch.Tensor = self._head(self._norm(rows.float())) * self._factor

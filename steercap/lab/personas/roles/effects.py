@@ -137,7 +137,10 @@ async def compare_steering(
     if settings.max_tokens < 2:
         raise InvalidSpec("max_tokens=1, but the row of an answer's only token is never computed; give 2 or more")
     if not cases or PLAIN in steering:
-        raise InvalidSpec(f"{len(cases)} cases, conditions {list(steering)}; give cases, and no condition {PLAIN!r}")
+        raise InvalidSpec(
+            f"{len(cases)} cases, conditions {list(steering)}; give at least one case, and do not name a condition "
+            f"{PLAIN!r}"
+        )
     for name in {case.role for case in cases if case.role} if scorer else ():
         trait_of(settings.roles.role(name), settings.roles, scorer or "")
     conditions: dict[str, SteeringSpec | None] = {PLAIN: None, **steering}

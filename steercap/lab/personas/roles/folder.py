@@ -139,7 +139,9 @@ def read_folder(path: str | Path) -> RolesFolder:
     try:
         return RolesFolder(Path(path), found)
     except (LookupError, TypeError, AttributeError) as error:
-        raise InvalidFile(f"{path} lacks what this steercap must know ({type(error).__name__}: {error})") from error
+        raise InvalidFile(
+            f"{path} lacks settings that this version of steercap needs ({type(error).__name__}: {error})"
+        ) from error
 
 
 def check_same(path: str | Path, settings: RoleSettings) -> None:

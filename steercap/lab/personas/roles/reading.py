@@ -76,7 +76,7 @@ def load_roles(
     roles, shared = _folder(path) if path.is_dir() else _table(path)
     asked = tuple(_questions(questions)) or shared.questions
     if not asked:
-        raise InvalidFile(f"{path} says no questions; give questions=[...], or a file of them")
+        raise InvalidFile(f"{path} has no questions; give questions=[...], or a file of them")
     with blame(path):
         return RoleSet(roles, asked, tuple(assistant or ()) or shared.assistant or ("",), shared.plain)
 
@@ -163,7 +163,7 @@ def _csv(path: Path) -> list[Mapping[str, Any]]:
         found = list(csv.DictReader(file, strict=True))
     for number, row in enumerate(found, 1):
         if None in row or None in row.values():
-            raise InvalidFile(f"{path}, row {number}: it has another number of cells than the first line")
+            raise InvalidFile(f"{path}, row {number}: its number of cells differs from that of the first line")
     return list(found)
 
 

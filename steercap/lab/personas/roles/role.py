@@ -87,7 +87,7 @@ class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         names = [role.name for role in self.roles]
         if len(names) < 2:
-            raise ValueError(f"{len(names)} roles; give two or more: an axis is of how roles differ")
+            raise ValueError(f"{len(names)} roles; give two or more: the axis is computed from how roles differ")
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
             raise ValueError(f"the role {twice[0]!r} is there twice; give each a name of its own")
         check_texts("questions", self.questions, least=2)

@@ -59,7 +59,7 @@ class RoleRows:
 
     def __post_init__(self) -> None:
         if ASSISTANT not in self.counts or len(self.counts) < LEAST + 1:
-            raise InvalidSpec(f"rows of {list(self.counts)}; give those of {ASSISTANT!r} and of two roles at least")
+            raise InvalidSpec(f"rows of {list(self.counts)}; give those of {ASSISTANT!r} and of at least two roles")
         sizes = {name: len(counts) for name, counts in self.counts.items()}
         if len(set(sizes.values())) > 1:
             raise InvalidSpec(f"the numbers of questions are {sizes}; all roles are asked the same questions")

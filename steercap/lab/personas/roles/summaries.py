@@ -57,7 +57,7 @@ def changes(records: Sequence[CapRecord], layer: int, *, in_role: float = IN_ROL
         InvalidSpec: there are no projections at the layer, or an answer has no counterpart under "plain".
     """
     if not records:
-        raise InvalidSpec("changes of no records; give those of `compare_steering`")
+        raise InvalidSpec("records=[]; give the records of `compare_steering`")
     if any(layer not in record.projection for record in records):
         raise InvalidSpec(f"no projections at layer {layer}; there are those of {sorted(records[0].projection)}")
     plain = {record.case: record for record in records if record.condition == PLAIN}

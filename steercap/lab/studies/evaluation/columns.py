@@ -50,7 +50,9 @@ class Columns:
             InvalidSpec: the measure or task was not taken.
         """
         if column not in self.names:
-            raise InvalidSpec(f"{column!r} was not taken, but {self.names}; evaluate(..., measures=, tasks=) adds it")
+            raise InvalidSpec(
+                f"{column!r} was not measured; measured: {self.names}; evaluate(..., measures=, tasks=) adds it"
+            )
         return self.measures[column] if column in self.measures else self.tasks[column]
 
     @cached_property
@@ -149,7 +151,9 @@ class Columns:
         known = [~np.isnan(means) for means in self.means[column].values()]
         found: npt.NDArray[np.bool_] = np.logical_and.reduce([one for one in known if one.any()])
         if not found.any():
-            raise InvalidSpec(f"{column!r} was measured of no question under every method; nothing says what they cost")
+            raise InvalidSpec(
+                f"{column!r} was measured for no question under all methods, so their costs cannot be compared"
+            )
         return found
 
     def _is_prompted(self, line: str) -> bool:

@@ -61,7 +61,7 @@ def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
         if not isinstance(edit, Edit):
             return edit
         if edit.replaced:
-            raise InvalidSpec(f"{edit!r} puts rows at positions of one prompt; it is no method to compare on many")
+            raise InvalidSpec(f"{edit!r} puts rows at positions of one prompt; it cannot be compared on many prompts")
         ranges = edit.selection.ranges(prompt_len, total)
         return dataclasses.replace(edit, tokens=TokenSelection(tuple((r.start, r.stop, r.step) for r in ranges)))
 

@@ -64,7 +64,10 @@ class Method:
         if isinstance(self.steering, LayerVectors):
             object.__setattr__(self, "steering", self._added(self.steering))
         elif self.layers is not None or self.tokens is not None:
-            raise InvalidSpec(f"Method {self.name!r}: layers= and tokens= are of LayerVectors; edits have their own")
+            raise InvalidSpec(
+                f"Method {self.name!r}: layers= and tokens= are for LayerVectors; leave them out, since edits have "
+                "their own"
+            )
         elif self.steering is not None:
             object.__setattr__(self, "steering", spec_of(self.steering))
         object.__setattr__(self, "doses", self._doses())

@@ -93,7 +93,9 @@ def _chosen(results: Drawn, columns: Sequence[str] | None, by: str) -> list[str]
     found = [column for column in results.columns if column != by] if columns is None else list(columns)
     results.check(by, *found)
     if not found:
-        raise InvalidSpec("there is nothing to draw but the cost; evaluate(..., measures=) adds what methods are for")
+        raise InvalidSpec(
+            "only the cost was measured; add a measure of the methods' purpose by evaluate(..., measures=)"
+        )
     return found
 
 

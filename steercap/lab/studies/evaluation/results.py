@@ -201,7 +201,7 @@ class EvaluationResults:
         at = self.reached_by_all(by) if at is None else at
         places = {line: self._numbers.place(line, by, at) for line in self._numbers.methods}
         if self._numbers.has_doses(against) and not places[against].reached:
-            raise InvalidSpec(f"{against!r} never has {by} {at:.4g}; give a lower at=, or more doses")
+            raise InvalidSpec(f"{against!r} never reaches {by}={at:.4g}; give a lower at=, or more doses")
         theirs = places[against].between(self._numbers.along(against, column))
         return corrected(
             [

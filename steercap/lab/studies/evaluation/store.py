@@ -110,5 +110,5 @@ class Folder(StudyFolder[Answer]):
 
     def _there(self, kept: Table[Row], number: int, what: object) -> Row:
         if number not in kept.rows:
-            raise InvalidFile(f"{self.path} has not all that belongs to {shown(what)}; `evaluate` does what is missing")
+            raise InvalidFile(f"{self.path} lacks a part of {shown(what)}; call `evaluate` again to compute it")
         return kept.rows[number]

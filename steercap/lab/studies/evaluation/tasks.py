@@ -175,7 +175,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         texts = [self.right, *self.wrong]
         if not self.wrong or not all(part.strip() for part in (self.question, self.lead, *texts)):
-            raise ValueError("question, lead, right and each of wrong hold text, and one of them at least is wrong")
+            raise ValueError(
+                "question, lead, right and each entry of wrong must be text, and wrong must have at least one entry"
+            )
         if len(set(texts)) < len(texts):
             raise ValueError(f"{self.question!r} has an answer twice")
 
@@ -265,7 +267,7 @@ def tokenized(tokenizer: Any, prompt: Any, item: Item) -> list[PromptAndText]:
     lead = tokenizer.encode(item.lead, add_special_tokens=False) if item.lead else []
     texts = [tokenizer.encode(text, add_special_tokens=False) for text in item.texts]
     if not all(texts) or len(read) + len(lead) < FIRST_SCORED:
-        raise InvalidSpec(f"{item!r} has a text without a token, or nothing before it")
+        raise InvalidSpec(f"{item!r} has a text without tokens, or no token before its texts")
     return [PromptAndText(list(read), list(lead), list(text)) for text in texts]
 
 

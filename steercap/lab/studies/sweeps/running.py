@@ -131,7 +131,9 @@ class SweepResults:
             InvalidSpec: one was not taken.
         """
         if missing := [measure for measure in measures if measure not in self.values]:
-            raise InvalidSpec(f"{missing} was not measured, but {list(self.values)}; run_sweep(..., measures=) adds it")
+            raise InvalidSpec(
+                f"{missing} was not measured; measured: {list(self.values)}; run_sweep(..., measures=) adds it"
+            )
 
     def _mean(self, label: str, places: Sequence[int]) -> Mean:
         by_prompt: dict[int, list[float]] = {}

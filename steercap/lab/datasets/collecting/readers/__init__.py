@@ -140,7 +140,9 @@ def lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
         while line := content.readline(MOST_BYTES):
             number += 1
             if len(line) == MOST_BYTES:
-                raise InvalidFile(f"{path}, line {number} is longer than {MOST_BYTES:,} bytes: no line of a corpus")
+                raise InvalidFile(
+                    f"{path}, line {number} is longer than {MOST_BYTES:,} bytes, the most that is read as one line"
+                )
             if number == 1:
                 line = line.removeprefix(BOM_UTF8)
             if stripped := line.rstrip(b"\r\n"):
@@ -165,7 +167,7 @@ def values_of(column: Any) -> list[Any]:
 
 def half_of_pair(error: UnicodeEncodeError) -> str:
     """Return the message for a text with an unpaired surrogate, which UTF-8 cannot hold."""
-    return f"{error.object[error.start]!r} is half of a surrogate pair, and no text"
+    return f"{error.object[error.start]!r} is half of a surrogate pair, which is not text"
 
 
 def _value_of(scalar: Any) -> Any:

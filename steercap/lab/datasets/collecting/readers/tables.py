@@ -30,7 +30,7 @@ class Parquet(Reader):
                         number += 1
                         yield FileItem(f"row {number}", value, size * number // rows)
         except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
-            raise InvalidFile(f"{path} cannot be read as Parquet, behind row {number}: {error}") from error
+            raise InvalidFile(f"{path} cannot be read as Parquet after row {number}: {error}") from error
 
     def count(self, path: Path) -> int | None:
         with extra("datasets"):
@@ -53,8 +53,8 @@ def column_in(names: Any, asked: ReaderSettings, path: Path) -> str:
         if name in names:
             return name
     raise InvalidFile(
-        f"{path} has columns {', '.join(map(repr, names))}, and none is {' or '.join(map(repr, wanted))}; "
-        "name the one that holds documents by column="
+        f"{path} has columns {', '.join(map(repr, names))}, and none is {' or '.join(map(repr, wanted))}; give "
+        "column=, the name of the one that holds documents"
     )
 
 
@@ -84,7 +84,7 @@ class Arrow(Reader):
                             number += 1
                             yield FileItem(f"row {number}", value, min(at, size))
         except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
-            raise InvalidFile(f"{path} cannot be read as Arrow, behind row {number}: {error}") from error
+            raise InvalidFile(f"{path} cannot be read as Arrow after row {number}: {error}") from error
 
 
 @contextmanager
