@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 from steercap.client.connection import Connection
-from steercap.core.chat import MessageSpan, message_spans, token_span
-from steercap.core.placing import Region, place
+from steercap.core.chat import MessageSpan, Region, message_spans, place, token_span
 from steercap.errors import InvalidRequest
 
 #: Arguments of a template that vLLM's server takes beside the others.

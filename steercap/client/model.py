@@ -15,7 +15,7 @@ from steercap.client.connection import BY_SOCKET, Connection
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
-from steercap.core.ownership import NonCopyable
+from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.tokenizing import given_ids, is_conversation

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from steercap.core.chat import MessageSpan, message_spans, token_span
-from steercap.core.placing import Region, place
+from steercap.core.chat import MessageSpan, Region, message_spans, place, token_span
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import flag_of, index_of, shown, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec

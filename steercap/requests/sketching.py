@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from steercap.captures.checks import Expected, check_labelled
 from steercap.captures.sketch import Sketch, point_in, versions
 from steercap.core.messages import Joining, Wanted
-from steercap.core.ownership import NonCopyable
+from steercap.core.protocols import NonCopyable
 from steercap.core.receipt import check_points
 from steercap.core.spec import CaptureSpec, Layers, Point, resolve_layers
 from steercap.core.tokens import TokenSelection

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from steercap.captures.handle import CaptureHandle as AwaitedCaptureHandle
-from steercap.core.ownership import NonCopyable
+from steercap.core.protocols import NonCopyable
 from steercap.requests.sketching import RunningSketch as AwaitedRunningSketch
 from steercap.sync.twins import HandleTwin, StreamTwin, Twin
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.prompts import special_asked
 from steercap.core.protocols import SketchingModel
 from steercap.core.spec import Layers

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from jaxtyping import Float
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
 from steercap.core.prompts import repeating, special_asked, warn_of_doubled
 from steercap.core.protocols import ReadingModel

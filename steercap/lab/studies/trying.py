@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.display import html_table, span
 from steercap.core.values import choices, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName

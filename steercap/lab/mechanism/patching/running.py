@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from jaxtyping import Float
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec

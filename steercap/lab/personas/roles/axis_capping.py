@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSpec
 from steercap.lab.directions import Exchange
