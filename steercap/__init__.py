@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from steercap.requests.monitoring import Crossing, MonitorReport
     from steercap.requests.sketching import RunningSketch
     from steercap.requests.stream import Chunk
-    from steercap.saes.features import Features
+    from steercap.saes.encoder import Features
     from steercap.saes.sae import SAE
     from steercap.steering.calibration import Calibration
     from steercap.steering.edits.ablate import Ablate
@@ -45,9 +45,8 @@ if TYPE_CHECKING:
     from steercap.steering.edits.replace import Replace
     from steercap.steering.edits.sae_feature import SAEFeature
     from steercap.steering.edits.set_projection import SetProjection
-    from steercap.steering.logit_bias import LogitBias
     from steercap.steering.monitor import Monitor
-    from steercap.steering.spec import SteeringSpec
+    from steercap.steering.spec import LogitBias, SteeringSpec
 
 __version__ = "0.1.0"
 
@@ -64,8 +63,8 @@ _HOMES = {
     "Chunk": "requests.stream",
     "Crossing": "requests.monitoring",
     "Encoded": "captures.pooled",
-    "Features": "saes.features",
-    "LogitBias": "steering.logit_bias",
+    "Features": "saes.encoder",
+    "LogitBias": "steering.spec",
     "LowRank": "steering.edits.low_rank",
     "Manifest": "captures.manifest",
     "Monitor": "steering.monitor",

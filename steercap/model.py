@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from steercap.adapters.types import AsyncLLM
     from steercap.client import RemoteModel
     from steercap.steering.edits import Edit
-    from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.spec import LogitBias
 
 
 #: Advice in the error of an attempted copy.

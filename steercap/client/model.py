@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
     from steercap.steering.edits import Edit
     from steercap.steering.layers import LayerVectors
-    from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.spec import LogitBias
 
 #: Advice in the error of an attempted copy.
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"

@@ -1,4 +1,4 @@
-"""Bounds of the elements that a row may hold, and detection of rows beyond them.
+"""Float32 in the kernels: bounds of the elements that a row may hold, and matrix products at full precision.
 
 A row that overflows becomes NaN in the next norm, NaN in keys and values, and stays in their blocks when another
 request gets them: attention multiplies masked values by zero, and zero times NaN is NaN. So an edited row that is too
@@ -13,6 +13,8 @@ are checked again at every point that follows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 from typing import Final
 
@@ -42,3 +44,14 @@ def stray_rows(rows: Float[torch.Tensor, "rows width"], most: float = inf) -> Bo
         return None
     stray = ~((rows.abs() <= most) & rows.isfinite()).all(-1)
     return stray if stray.any() else None
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute float32 matrix products at full precision, not in TF32 or bfloat16, whatever the process has set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

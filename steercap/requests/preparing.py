@@ -14,8 +14,7 @@ from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection, selected
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.kernels.codecs.attention import MOST_POSITIONS
-from steercap.requests.compiled_steering import CompiledSteering
-from steercap.requests.job import Job
+from steercap.requests.job import CompiledSteering, Job
 from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader_for
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, joint_capture

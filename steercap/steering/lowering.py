@@ -22,8 +22,7 @@ from steercap.core.tokens import Range, TokenSelection, selected
 from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
 from steercap.kernels.bits import HOLE
 from steercap.steering.edits import Edit, RankOne
-from steercap.steering.logit_bias import LogitBias
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import LogitBias, SteeringSpec
 
 _FLOAT32: Final = torch.finfo(torch.float32)
 

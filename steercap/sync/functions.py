@@ -67,8 +67,7 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
     from steercap.steering.edits import Edit
     from steercap.steering.layers import LayerVectors
-    from steercap.steering.logit_bias import LogitBias
-    from steercap.steering.spec import SteeringSpec
+    from steercap.steering.spec import LogitBias, SteeringSpec
     from steercap.sync.bridge import Bridged
     from steercap.sync.model import SteerModel
 

@@ -25,8 +25,8 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.engine import Engine
 from steercap.errors import InvalidRequest, SteeringNotApplied, WorkerFailure
+from steercap.requests.job import run_all, run_job
 from steercap.requests.preparing import prepare
-from steercap.requests.running import run_all, run_job
 from steercap.requests.stats import stats_of
 from steercap.steering.edits.add import Add
 from steercap.steering.lowering import scopes_of

@@ -34,7 +34,7 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.configurations import Configurations
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.kernels.triton_project import LARGE, launch_project
+from steercap.kernels.triton_rp import LARGE, launch_project
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.directions import alike
 from steercap.steering.lowering import Lowered, lower, scopes_of

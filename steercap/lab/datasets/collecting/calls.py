@@ -32,7 +32,7 @@ from steercap.steering.spec import SteeringSpec
 if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.steering.edits import Edit
-    from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.spec import LogitBias
 
 
 async def collect(
