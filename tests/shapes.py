@@ -21,7 +21,7 @@ CHECKED: Final = (
     "steercap.lab.mechanism.comparison",
     "steercap.lab.datasets",
     "steercap.steering.edits",
-    "steercap.captures.tuned_lens",
+    "steercap.captures.lens",
     "steercap.kernels.finite",
     "steercap.kernels.reference",
     "steercap.lab.mechanism.patching",

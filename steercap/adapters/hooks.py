@@ -21,11 +21,10 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.attention import attention_rules
-from steercap.adapters.experts import choosing
 from steercap.adapters.lora import without_adapters
+from steercap.adapters.modules import attention_rules, choosing
 from steercap.adapters.observing import Observations, ends_of
-from steercap.adapters.pooling import token_head
+from steercap.adapters.parameters import token_head
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
 from steercap.adapters.tracing import derived

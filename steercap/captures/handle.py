@@ -34,7 +34,7 @@ from steercap.kernels.attention import Attending, AttentionSummary, RecordedAtte
 from steercap.kernels.codecs.coded import CodedRows
 
 if TYPE_CHECKING:
-    from steercap.captures.tuned_lens import TunedLens
+    from steercap.captures.lens import TunedLens
     from steercap.steering.directions import Mark
 
 

@@ -250,7 +250,7 @@ def _check_biases(asked: _Asked, change: CompiledSteering, prompt_len: int) -> N
     Raises:
         InvalidSpec: a pooling model, or `prompt_logprobs` at biased positions.
     """
-    from steercap.adapters.sampling import wants_prompt_logprobs
+    from steercap.adapters.parameters import wants_prompt_logprobs
 
     if not change.biased:
         return

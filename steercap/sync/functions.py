@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from steercap.lab.mechanism.analysis.given import Vectors
     from steercap.lab.mechanism.patching.activation import Ablation
     from steercap.lab.mechanism.patching.metrics import Metric
-    from steercap.lab.mechanism.patching.pairs import Align, Direction
     from steercap.lab.mechanism.patching.paths import Head, Receiver
     from steercap.lab.mechanism.patching.points import Grid
     from steercap.lab.mechanism.patching.results import Effects
+    from steercap.lab.mechanism.patching.running import Align, Direction
     from steercap.lab.personas.answers import AnswersRead
     from steercap.lab.personas.folder import Report
     from steercap.lab.personas.levels import PersonaKind

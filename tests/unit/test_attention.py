@@ -231,7 +231,7 @@ def module():
 
 def test_a_rule_is_read_off_the_module(module) -> None:
     """Scale, window, cap and sinks are those that vLLM's module was made with."""
-    from steercap.adapters.attention import rule_of
+    from steercap.adapters.modules import rule_of
 
     assert rule_of(module()) == AttentionRule(0.125)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -245,7 +245,7 @@ def test_what_is_not_understood_is_said(module) -> None:
     from vllm.model_executor.layers.attention import Attention, EncoderOnlyAttention
     from vllm.v1.attention.backend import AttentionType
 
-    from steercap.adapters.attention import rule_of
+    from steercap.adapters.modules import rule_of
 
     class Other(Attention):
         """A model's own."""

@@ -44,7 +44,7 @@ from stored_runs import (
 )
 
 from steercap import Add, Calibration, CaptureHandle, LowRank, Manifest, Sketch, SteeringSpec, errors
-from steercap.adapters.startup_error import NAME as REFUSAL
+from steercap.adapters.process_exit import REFUSAL
 from steercap.architectures.sites import SITES
 from steercap.captures import files, manifest
 from steercap.captures import sketch as sketches

@@ -21,7 +21,7 @@ from steercap.core.values import choices, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName
 from steercap.lab.directions import Exchange, mean_rows, suggested_layer
 from steercap.lab.measures import Answered
-from steercap.lab.measures.perplexity import Perplexity
+from steercap.lab.measures.texts import Perplexity
 from steercap.lab.studies.running import CONCURRENT, ask
 from steercap.steering.directions import DirectionSet
 from steercap.steering.edits.add import Add

@@ -26,7 +26,7 @@ from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.folder import read_folder
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.stages import answers_of
-from steercap.steering.edits.cap import Cap
+from steercap.steering.edits.projecting import Cap
 from steercap.steering.layers import FrozenMapping, LayerVectors
 from steercap.steering.spec import SteeringSpec
 

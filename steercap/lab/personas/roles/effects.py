@@ -13,8 +13,8 @@ from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSpec
 from steercap.lab.directions import Exchange
 from steercap.lab.measures import Answered
-from steercap.lab.measures.perplexity import Perplexity
 from steercap.lab.measures.scores import Scored, make_scorer
+from steercap.lab.measures.texts import Perplexity
 from steercap.lab.personas.generate import Ends, ends_in, messages_of, said, sampling_of
 from steercap.lab.personas.records import seed_of
 from steercap.lab.personas.roles.axis import AssistantAxis
