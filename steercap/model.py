@@ -16,10 +16,10 @@ from steercap.captures.lens import MOST_BYTES, Lens, unembed
 from steercap.captures.stacking import flat
 from steercap.config import Overflow, Preset, Settings, Transport, environment, with_preset
 from steercap.core.display import described, layers_by_site
+from steercap.core.prompts import tokens_of
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
-from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.memory import MemoryNeed, check_memory
 from steercap.errors import UnsupportedModel

@@ -15,10 +15,10 @@ from steercap.client.connection import BY_SOCKET, Connection
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
+from steercap.core.prompts import given_ids, is_chat
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.core.tokenizing import given_ids, is_conversation
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, ModelClosed
 from steercap.requests.calls import Calls
@@ -162,7 +162,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         """
         if isinstance(text, str):
             return await self.connection.run(lambda: tokenised(self.connection, text, special=add_special_tokens))
-        if is_conversation(text):
+        if is_chat(text):
             return (await self.connection.run(lambda: templated(self.connection, text, {}, spans=False)))[0]
         return given_ids(text)
 

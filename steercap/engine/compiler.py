@@ -23,9 +23,8 @@ from steercap.kernels.codecs.full8 import CALIBRATED
 from steercap.saes import compiling
 from steercap.saes.compiling import Readers, compile_readers
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
-from steercap.steering.lowering import Lowered, lower
+from steercap.steering.lowering import Lowered, Projected, compile_projection, lower, points_of
 from steercap.steering.monitor import Monitor, check_widths, compile_probes
-from steercap.steering.projection import Projected, compile_projection, points_of
 from steercap.steering.spec import SteeringSpec, spec_of
 
 if TYPE_CHECKING:

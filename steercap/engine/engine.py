@@ -38,9 +38,8 @@ from steercap.errors import EngineDied, UnsupportedModel
 from steercap.kernels.codecs import dtype_of
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import Lowered
+from steercap.steering.lowering import Lowered, Projected
 from steercap.steering.monitor import Monitor
-from steercap.steering.projection import Projected
 from steercap.worker.memory import LineReader
 
 if TYPE_CHECKING:

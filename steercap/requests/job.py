@@ -30,8 +30,7 @@ from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import Lowered
-from steercap.steering.projection import Projected
+from steercap.steering.lowering import Lowered, Projected
 
 if TYPE_CHECKING:
     from steercap.adapters.prompts import Rendered

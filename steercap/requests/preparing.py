@@ -20,9 +20,8 @@ from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, joint_capture
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import biased_by, scopes_of
+from steercap.steering.lowering import Projected, biased_by, scopes_of
 from steercap.steering.monitor import Monitor, held_back, monitors_of
-from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
     from steercap.adapters.types import PoolingParams, SamplingParams

@@ -16,8 +16,7 @@ from steercap.core.rows import Ints, RecordLines, ranks, rows_selected, runs
 from steercap.core.schema import REDUCED
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import record_of
-from steercap.worker.arena import Arena
-from steercap.worker.layouts import Form, Layouts, Reads
+from steercap.worker.arena import Arena, Form, Layouts, Reads
 from steercap.worker.reduce import record_blocks, reduce_rows, rows_of
 
 

@@ -12,7 +12,7 @@ from steercap.core.messages import LineRange
 from steercap.core.schema import LINE_BYTES, RAW, REDUCED, PointSchema
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import ENCODINGS
-from steercap.worker.layouts import RecordLayout
+from steercap.worker.arena import RecordLayout
 
 if TYPE_CHECKING:
     from steercap.worker.arena import Arena

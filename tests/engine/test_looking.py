@@ -13,8 +13,8 @@ from support.sae_features import check_features
 
 from steercap import SAE, CaptureHandle, CaptureSpec, SteerModel
 from steercap.adapters import server
+from steercap.core.prompts import texts_of
 from steercap.core.spec import REDUCTIONS
-from steercap.core.tokenizing import texts_of
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec
 from steercap.lab.directions import extract
 from steercap.saes.encoder import Features

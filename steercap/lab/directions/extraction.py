@@ -12,10 +12,9 @@ from jaxtyping import Float
 
 from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
-from steercap.core.prompts import repeating, special_asked, warn_of_doubled
+from steercap.core.prompts import repeating, special_asked, tokens_of, warn_of_doubled
 from steercap.core.protocols import ReadingModel, SketchingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
-from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSpec

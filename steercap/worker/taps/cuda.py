@@ -30,7 +30,7 @@ from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import LINE, REPLACED, TOKEN_COLUMNS, split_checksum
 from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
-from steercap.worker.layouts import LAYOUTS, RecordLayout
+from steercap.worker.arena import LAYOUTS, RecordLayout
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Installed, RowKind, Taps, TapSizes

@@ -22,7 +22,7 @@ from steercap.kernels import triton_accumulate as kernel
 from steercap.kernels.codecs import ENCODINGS, Alike, dtype_of, record_of
 from steercap.kernels.codecs.random_projection import Matrices
 from steercap.worker.accumulators import Accumulators, Updates
-from steercap.worker.layouts import RecordLayout
+from steercap.worker.arena import RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
 from steercap.worker.taps.base import Installed, RowKind

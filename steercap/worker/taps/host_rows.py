@@ -23,8 +23,7 @@ from steercap.kernels.codecs.features import read, rows_at_once
 from steercap.kernels.finite import stray_rows
 from steercap.kernels.reference import rows_at
 from steercap.worker.accumulators import Updates
-from steercap.worker.arena import Arena
-from steercap.worker.layouts import Layouts, RecordLayout
+from steercap.worker.arena import Arena, Layouts, RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
 from steercap.worker.taps.base import RowKind

@@ -26,7 +26,7 @@ from steercap.core.rows import Ints
 from steercap.core.schema import LINE_BYTES
 from steercap.kernels.bits import LINE
 from steercap.worker.accumulators import Updates
-from steercap.worker.layouts import Layouts, RecordLayout
+from steercap.worker.arena import Layouts, RecordLayout
 from steercap.worker.step import Step
 from steercap.worker.taps.copies import grids
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder
