@@ -245,7 +245,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         """
         engine = self.serving.here()
         with steered(self, steering) as spec:
-            engine.lowered(spec)
+            engine.compiler.lowered(spec)
             yield spec
 
     @asynccontextmanager
@@ -358,7 +358,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             ModelClosed: the model was never started, or is closed.
             WrongEventLoop: it was started in another event loop, whose requests compile specs too.
         """
-        return self.serving.here().captured(spec)[0]
+        return self.serving.here().compiler.captured(spec)[0]
 
     def check_memory(self) -> MemoryNeed:
         """Compare the memory that the model needs with what is free; nothing is started.

@@ -330,8 +330,15 @@ class Workers:
             raise WorkerFailure(f"a worker unembedded other than the {len(rows)} rows that it was asked for")
         return found
 
-    async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int) -> torch.Tensor:
-        """Apply the last projection of a layer's block to rows of its input, on one engine: float32 [n, hidden]."""
+    async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int = 0) -> torch.Tensor:
+        """Apply the last projection of a layer's block to rows of its input: float32 [n, hidden].
+
+        Args:
+            layer: index of the layer.
+            site: site of the rows: "z" or "neurons".
+            rows: rows [n, *shape of the point], in the model's dtype.
+            engine: index of the engine to use.
+        """
         asked = Project(layer, site, *_sent(rows))
         answers = (await self.ask(asked, Projected))[engine]
         if not answers:
@@ -339,8 +346,14 @@ class Workers:
         _require_rows(answers[0].rows, len(rows), _FLOAT_BYTES)
         return torch.frombuffer(bytearray(answers[0].rows), dtype=torch.float32).view(len(rows), -1)
 
-    async def choose(self, layer: int, rows: torch.Tensor, engine: int) -> Chosen:
-        """Compute the experts that a layer's router chooses, and their weights, on one engine."""
+    async def choose(self, layer: int, rows: torch.Tensor, engine: int = 0) -> Chosen:
+        """Compute the experts that a layer's router chooses from their logits, as the model does.
+
+        Args:
+            layer: index of the layer.
+            rows: logits, float32 [n, experts], as captured at `router`.
+            engine: index of the engine to use.
+        """
         answers = (await self.ask(Choose(layer, *_sent(rows)), Chosen))[engine]
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")

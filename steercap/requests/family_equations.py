@@ -92,7 +92,7 @@ async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch
     for point, block in pairs:
         neurons = point.site == "neurons"
         if block in rows and not (neurons and _experts(engine, point.layer)):
-            made = await engine.project(point.layer, point.site, rows[point], number)
+            made = await engine.workers.project(point.layer, point.site, rows[point], number)
             scaled = family.scaled(engine.vllm.config) * made if neurons else made
             yield projected(point, block, rows[block], scaled)
 
@@ -108,10 +108,10 @@ async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tenso
     for layer in range(engine.vllm.num_layers):
         middle, inside, added, end = (Point(layer, site) for site in ("resid_mid", "mlp_in", "mlp_out", "resid_post"))
         if inside in rows and middle in rows:
-            made = await engine.project(layer, "resid_mid", rows[middle], number)
+            made = await engine.workers.project(layer, "resid_mid", rows[middle], number)
             yield norm_of(inside, "resid_mid", rows[inside], made)
         if inside in rows and added in rows and end in rows:
-            made = await engine.project(layer, "mlp_out", rows[inside] + rows[added], number)
+            made = await engine.workers.project(layer, "mlp_out", rows[inside] + rows[added], number)
             yield norm_of(end, "mlp_in + mlp_out", rows[end], made)
 
 

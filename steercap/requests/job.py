@@ -268,7 +268,7 @@ def outputs_of(
         outputs,
         lambda samples: rows_so_far(job, samples),
         lambda tokens: job.engine.vllm.text(job.prompt, cast("SamplingParams", job.params), tokens),
-        lambda indices: job.engine.engage([Owner(cast("Plan", job.plan).key, index) for index in indices]),
+        lambda indices: job.engine.workers.engage([Owner(cast("Plan", job.plan).key, index) for index in indices]),
         new=partial is None and kind == "DELTA",
         final=final,
     )
@@ -311,7 +311,7 @@ async def receipts_of(
         return None
     configuration = job.change.lowered.configuration
     wanted = [Wanted(Owner(plan.key, index), plan.prompt_len + length - 1) for index, length in samples]
-    found = await job.engine.settle(wanted, ended=ended, biased=bool(configuration.biases))
+    found = await job.engine.workers.settle(wanted, ended=ended, biased=bool(configuration.biases))
     try:
         return [
             check_edits(plan.key, _since(job, plan, item.owner.sample), configuration, item.total, said)

@@ -98,7 +98,7 @@ async def prepare(
     if held is not None and steering is not None:
         raise InvalidSpec("a monitor with do='steer' beside steering=; a request has the one or the other")
     steering = held or steering
-    lowered = None if steering is None else engine.lowered(steering)
+    lowered = None if steering is None else engine.compiler.lowered(steering)
     asked = await _asked(engine, params, encoding=encoding)
     stops = asked.stops or any(monitor.do == "stop" for monitor in watching)
     rendered = await vllm.render(prompt)
@@ -196,8 +196,8 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
     if monitors and sketches:
         raise InvalidSpec("a request keeps rows once: make calls with monitors= outside of model.sketch()")
     if monitors and own is None:
-        places = engine.probe_points(monitors)
-        projected, columns = engine.probed(monitors, places)
+        places = engine.compiler.probe_points(monitors)
+        projected, columns = engine.compiler.probed(monitors, places)
         return _Kept(
             CaptureSpec(tokens=TokenSelection(tuple(term for one in monitors for term in one.selection.terms))),
             projected.points,
@@ -211,22 +211,24 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
     elif own is None:
         return _Kept()
     else:
-        spec, (points, indices) = own, engine.captured(own)
+        spec, (points, indices) = own, engine.compiler.captured(own)
     kept = _Kept(
         spec,
         points,
         indices,
-        engine.projected(spec),
-        engine.calibrated(spec),
-        engine.readers(spec),
-        engine.coding(spec),
+        engine.compiler.projected(spec),
+        engine.compiler.calibrated(spec),
+        engine.compiler.readers(spec),
+        engine.compiler.coding(spec),
     )
     if spec.attention is not None:
         queries = tuple(point for point in points if point.site == "q")
         kept = kept._replace(points=queries, attention=_attention(engine, spec.attention, queries))
     if not monitors:
         return kept
-    return kept._replace(read_at=reader_for(spec, kept.coding, points, monitors, engine.probe_points(monitors)))
+    return kept._replace(
+        read_at=reader_for(spec, kept.coding, points, monitors, engine.compiler.probe_points(monitors))
+    )
 
 
 def _attention(engine: Engine, top: int, queries: Sequence[Point]) -> AttentionPlan:

@@ -50,7 +50,7 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
         self.spec = spec
         self.kind: str = kind
         self.size: int = SKETCHES[kind].checked_size(size)
-        self.points: tuple[Point, ...] = engine.captured(spec)[0]
+        self.points: tuple[Point, ...] = engine.compiler.captured(spec)[0]
         self.book = Book(engine.new_key(), kind, self.size, {point: engine.armed[point] for point in self.points})
         self._engine = engine
 
@@ -165,11 +165,13 @@ def joint_capture(
     wanted = sorted({point for sketch in sketches for point in sketch.points}, key=engine.armed.__getitem__)
     if own is None:
         return spec, tuple(wanted), tuple(engine.armed[point] for point in wanted)
-    points, indices = engine.captured(own)
+    points, indices = engine.compiler.captured(own)
     same = {
         name: getattr(spec, name) for name in ("layers", "sites", "codec", "k", "seed", "gather", "allow_nonfinite")
     }
-    raw = own.attention is None and engine.coding(own) == engine.coding(spec)  # which may follow from settings
+    raw = own.attention is None and engine.compiler.coding(own) == engine.compiler.coding(
+        spec
+    )  # which may follow from settings
     if not raw or dataclasses.replace(own, **same) != spec or not set(wanted) <= set(points):
         raise InvalidSpec(
             f"a request in a sketch keeps rows once: {own} must have at least the sketch's points, its tokens "
