@@ -22,7 +22,7 @@ CHECKED: Final = (
     "steercap.lab.datasets",
     "steercap.steering.edits",
     "steercap.captures.lens",
-    "steercap.kernels.finite",
+    "steercap.kernels.bits",
     "steercap.kernels.reference",
     "steercap.lab.mechanism.patching",
     "steercap.captures.quantisation",

@@ -37,7 +37,7 @@ from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
 from steercap.errors import EngineDied, EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
 from steercap.files.fingerprint import names_of
-from steercap.kernels.finite import overflows_later
+from steercap.kernels.bits import overflows_later
 
 RPC: Final = "steercap_answer"
 #: Folder of named shared memory on Linux.

@@ -37,8 +37,7 @@ from steercap.core.names import is_module
 from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.errors import UnsupportedRunner
 from steercap.kernels.tap import bind
-from steercap.worker.install import install_taps
-from steercap.worker.projection import projecting
+from steercap.worker.install import install_taps, projecting
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps
 

@@ -23,7 +23,7 @@ from steercap.architectures.families.base import Family, located
 from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
 from steercap.errors import InvalidRequest, UnsupportedRunner
-from steercap.worker.projection import Choosing
+from steercap.worker.install import Choosing
 
 #: Backends whose source code was checked for their arithmetic.
 _KNOWN: Final = frozenset({"CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"})

@@ -19,8 +19,18 @@ import triton.language as tl
 from jaxtyping import Float, Int
 
 from steercap.kernels import bits
-from steercap.kernels.bits import BEFORE, LAYOUT, LINE, MASK, REPLACED, REPORT, SLOT, TOKEN_COLUMNS
-from steercap.kernels.finite import edited_most, overflows_later
+from steercap.kernels.bits import (
+    BEFORE,
+    LAYOUT,
+    LINE,
+    MASK,
+    REPLACED,
+    REPORT,
+    SLOT,
+    TOKEN_COLUMNS,
+    edited_most,
+    overflows_later,
+)
 
 #: Integer columns of an entry; its eight floats are a table of their own.
 ENTRY_COLUMNS: Final = 8

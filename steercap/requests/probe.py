@@ -27,8 +27,19 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
 from steercap.requests.call_types import Generation
-from steercap.requests.equations import ATTENTION, STREAM, Claim, closes, edited, pools, worst
-from steercap.requests.family_equations import STREAMS, of_norms, of_projections, of_rows
+from steercap.requests.equations import (
+    ATTENTION,
+    STREAM,
+    STREAMS,
+    Claim,
+    closes,
+    edited,
+    of_norms,
+    of_projections,
+    of_rows,
+    pools,
+    worst,
+)
 from steercap.requests.job import run_all, run_job
 from steercap.requests.preparing import prepare
 from steercap.steering.edits.add import Add

@@ -25,8 +25,8 @@ from steercap.core.display import brief
 from steercap.core.messages import EncoderShape
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
+from steercap.kernels.bits import exact_products
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.kernels.finite import exact_products
 
 #: Normalisation of a row before it is encoded, by SAELens's names.
 Normalisation: TypeAlias = Literal["none", "layer_norm", "constant_norm_rescale"]

@@ -16,7 +16,7 @@ from steercap.adapters.modules import choosing
 from steercap.architectures.families.base import Family
 from steercap.core.messages import Choose, Chosen, NotCapturing
 from steercap.errors import InvalidRequest
-from steercap.worker.projection import checked, chosen
+from steercap.worker.install import checked, chosen
 
 FAMILY = Family(router="gate")
 LOGITS = torch.tensor([[0.0, 4.0, 1.0, 2.0], [3.0, -1.0, 2.5, 0.0]])

@@ -22,7 +22,7 @@ from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.requests.equations import equations, norm_of
-from steercap.worker.projection import projecting
+from steercap.worker.install import projecting
 
 EMBEDDING = ("embed", "token_embed")
 

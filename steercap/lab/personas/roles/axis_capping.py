@@ -26,8 +26,9 @@ from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.folder import read_folder
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.stages import answers_of
+from steercap.steering.edits.inputs import FrozenMapping
 from steercap.steering.edits.projecting import Cap
-from steercap.steering.layers import FrozenMapping, LayerVectors
+from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
