@@ -194,8 +194,7 @@ class Connection:
         asked = core.core_engines if engine is None else [core.core_engines[engine]]
         ask = core._call_utility_async  # noqa: SLF001 -- a public name that asks all engines came with 0.32
         answers = asyncio.gather(*(ask(*call, engine=one) for one in asked))
-        # An error that arrives after its caller has left is retrieved, so that asyncio does not report it.
-        answers.add_done_callback(lambda done: done.cancelled() or done.exception())
+        answers.add_done_callback(lambda done: done.cancelled() or done.exception())  # late errors are not reported
         try:
             # vLLM leaves a call unanswered for ever when its engine dies or is shut down under it.
             while not (await asyncio.wait({answers}, timeout=LIVENESS_SECONDS))[0]:
