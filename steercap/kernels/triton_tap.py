@@ -131,7 +131,7 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
 ):  # fmt: skip
     """Edit and copy the row of one token at one point.
 
-    With `LOOK` the rows of edited tokens are checked at points without edits too; see `kernels.finite`. With `NORMS`
+    With `LOOK` the rows of edited tokens are checked at points without edits too; see `kernels.bits`. With `NORMS`
     the norm of the row is left in `hidden`, and the row in `residual`: see `kernels.reference.add_norm`.
     """
     asked = tokens + token * _TOKEN_COLUMNS

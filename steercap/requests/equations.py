@@ -1,14 +1,5 @@
 """Equations that the rows of any correctly tapped model must satisfy, and those of its family.
 
-The inputs and outputs of the stream operators are captured separately; these equations connect them:
-
-- behind a block, each stream is the sum of the streams before it, mixed by the residual mix, and of the block's output
-  times its post mix; the streams behind a layer are those before the next, and behind the last the final ones;
-- the residual mix sends from one stream to another, so the weights into each stream add up to 1 (last Sinkhorn step).
-
-They do not check that a block reads the collapsed streams, since the collapse weights are no point. An edit of the
-streams shows it, since the block then adds another row.
-
 A tap that fires once a pass and reads finite rows may still read something other than its name says: a stream counted
 twice, a part of a sum, a norm's input for its output. These equations need no second implementation of the model:
 
@@ -23,6 +14,16 @@ twice, a part of a sum, a norm's input for its output. These equations need no s
   the engine reports, with an edit of that row as well as without. Without an edit, a norm would hide any factor. So
   does the unembedding alone, given the row behind the norm. For a pooling model, the pooler stands for the unembedding,
   and the engine's pooled output for each token for the logits.
+
+With several residual streams (mHC) the inputs and outputs of the stream operators are captured separately; equations
+connect them:
+
+- behind a block, each stream is the sum of the streams before it, mixed by the residual mix, and of the block's output
+  times its post mix; the streams behind a layer are those before the next, and behind the last the final ones;
+- the residual mix sends from one stream to another, so the weights into each stream add up to 1 (last Sinkhorn step).
+
+These do not check that a block reads the collapsed streams, since the collapse weights are no point. An edit of the
+streams shows it, since the block then adds another row.
 """
 
 from __future__ import annotations

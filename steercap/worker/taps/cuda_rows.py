@@ -237,7 +237,7 @@ class _Group:
 class DeviceAccumulators:
     """Running reductions of requests, on the device.
 
-    An accumulator has the layout of a record of all points in `kernels.codecs.reduced`; a held row, that in
+    An accumulator has the layout of a record of all points in `kernels.codecs.raw`; a held row, that in
     `kernels.codecs.raw`.
 
     Args:
