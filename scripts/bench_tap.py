@@ -27,7 +27,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.kernels import triton_tap
 from steercap.steering.lowering import lower
-from steercap.worker.layouts import Form
+from steercap.worker.arena import Form
 from steercap.worker.step import BatchRows, Step
 from steercap.worker.taps.base import Installed, TapSizes
 from steercap.worker.taps.cuda import CudaTaps

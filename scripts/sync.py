@@ -393,7 +393,7 @@ def write_class(written: Written, name: str) -> None:
     above = written.use(base, Origin(f"steercap.sync.{module}", base), running=True)
     if base == "Twin":  # nothing but the class of the original
         above += f"[{written.awaited(origin)}]"
-    never = written.use("NonCopyable", Origin("steercap.core.ownership", "NonCopyable"), running=True)
+    never = written.use("NonCopyable", Origin("steercap.core.protocols", "NonCopyable"), running=True)
     given = next((types.default(keyword.value) for keyword in node.keywords if keyword.arg == "instead"), None)
     instead = repr(twin.instead) if given is None else ast.unparse(given)
     written.lines += [f"class {name}({never}, {above}, instead={instead}):", *_docstring(node, name)]

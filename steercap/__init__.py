@@ -34,28 +34,24 @@ if TYPE_CHECKING:
     from steercap.requests.monitoring import Crossing, MonitorReport
     from steercap.requests.sketching import RunningSketch
     from steercap.requests.stream import Chunk
-    from steercap.saes.features import Features
+    from steercap.saes.encoder import Features
     from steercap.saes.sae import SAE
     from steercap.steering.calibration import Calibration
-    from steercap.steering.edits.ablate import Ablate
-    from steercap.steering.edits.add import Add
-    from steercap.steering.edits.add_if import AddIf
-    from steercap.steering.edits.cap import Cap
+    from steercap.steering.edits.add import Add, AddIf
     from steercap.steering.edits.low_rank import LowRank
+    from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
     from steercap.steering.edits.replace import Replace
     from steercap.steering.edits.sae_feature import SAEFeature
-    from steercap.steering.edits.set_projection import SetProjection
-    from steercap.steering.logit_bias import LogitBias
     from steercap.steering.monitor import Monitor
-    from steercap.steering.spec import SteeringSpec
+    from steercap.steering.spec import LogitBias, SteeringSpec
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Ablate": "steering.edits.ablate",
+    "Ablate": "steering.edits.projecting",
     "Add": "steering.edits.add",
-    "AddIf": "steering.edits.add_if",
-    "Cap": "steering.edits.cap",
+    "AddIf": "steering.edits.add",
+    "Cap": "steering.edits.projecting",
     "AttentionSummary": "kernels.attention",
     "Calibration": "steering.calibration",
     "CaptureHandle": "captures.handle",
@@ -64,8 +60,8 @@ _HOMES = {
     "Chunk": "requests.stream",
     "Crossing": "requests.monitoring",
     "Encoded": "captures.pooled",
-    "Features": "saes.features",
-    "LogitBias": "steering.logit_bias",
+    "Features": "saes.encoder",
+    "LogitBias": "steering.spec",
     "LowRank": "steering.edits.low_rank",
     "Manifest": "captures.manifest",
     "Monitor": "steering.monitor",
@@ -77,7 +73,7 @@ _HOMES = {
     "RunningSketch": "requests.sketching",
     "SAE": "saes.sae",
     "SAEFeature": "steering.edits.sae_feature",
-    "SetProjection": "steering.edits.set_projection",
+    "SetProjection": "steering.edits.projecting",
     "Settings": "config",
     "Sketch": "captures.sketch",
     "SteerModel": "model",

@@ -17,10 +17,10 @@ from steercap.captures.stacking import flat
 from steercap.concurrency.heartbeat import progress_line
 from steercap.config import Overflow, Preset, Settings, Transport, environment, with_preset
 from steercap.core.display import described, layers_by_site
-from steercap.core.ownership import NonCopyable
+from steercap.core.prompts import tokens_of
+from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
-from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.memory import MemoryNeed, check_memory
 from steercap.errors import UnsupportedModel
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from steercap.adapters.types import AsyncLLM
     from steercap.client import RemoteModel
     from steercap.steering.edits import Edit
-    from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.spec import LogitBias
 
 
 #: Advice in the error of an attempted copy.
@@ -250,7 +250,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         """
         engine = self.serving.here()
         with steered(self, steering) as spec:
-            engine.lowered(spec)
+            engine.compiler.lowered(spec)
             yield spec
 
     @asynccontextmanager
@@ -363,7 +363,7 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             ModelClosed: the model was never started, or is closed.
             WrongEventLoop: it was started in another event loop, whose requests compile specs too.
         """
-        return self.serving.here().captured(spec)[0]
+        return self.serving.here().compiler.captured(spec)[0]
 
     def check_memory(self) -> MemoryNeed:
         """Compare the memory that the model needs with what is free; nothing is started.

@@ -19,7 +19,7 @@ from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.worker.assembly import assemble
+from steercap.worker.assembly import Assembly
 from steercap.worker.memory import Readable
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
@@ -33,6 +33,16 @@ CUDA = torch.cuda.is_available()  # if not, conftest.py has Triton interpret ker
 KINDS = ("host", "cuda")
 #: Where the taps of the device compute on this machine.
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+
+def assemble(
+    captured_rows: CapturedRows, schemas: Sequence[PointSchema], source: Readable, shard: int = 0
+) -> list[torch.Tensor | CodedRows]:
+    """The rows of every point at once, on this thread, as `Assembly.rows` returns them."""
+    assembly = Assembly(captured_rows, schemas, source, shard)
+    for part in assembly.parts:
+        assembly.fill(part)
+    return assembly.rows()
 
 
 class LateTransfers:

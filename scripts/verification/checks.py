@@ -518,7 +518,7 @@ async def _parallel(run: Run, show: Show, layout: str, reference: Reference) -> 
         prompts = [random_prompt(length, length) for length in range(1, 65)]
         vector = spec("add", 128, seed=7, layers="all")
         _, given = await model.generate(prompts, agreement.SEVEN, capture=CaptureSpec(sites=ALL_SITES), steering=vector)
-        held = [workers[0].requests for workers in await model.serving.opened().get_stats()]
+        held = [workers[0].requests for workers in await model.serving.opened().workers.get_stats()]
         await model.fetch_captures_batch(every := flattened(given))
         many = await asyncio.to_thread(hold, every, reference, [vector] * len(every))
         show[layout] |= {"requests of each engine": held, "64 steered": figures(worst_of(many))}
@@ -678,7 +678,7 @@ async def _held(machine: Machine, model: SteerModel) -> dict[str, int]:
     """What the engine holds, and how much memory is used: on the GPU, and by this process and its children."""
     gc.collect()
     handles, claimed, in_use = await settled(model)
-    stats, engines = await model.stats(), await model.serving.opened().get_stats()
+    stats, engines = await model.stats(), await model.serving.opened().workers.get_stats()
     held = {"handles": handles, "claimed": claimed, "in use": in_use, "slots": stats.steering_slots_in_use}
     held |= {"vectors": stats.vector_bytes_in_use, "waiting": stats.requests_waiting}
     held["steered"] = sum(count.steered for workers in engines for count in workers)

@@ -194,7 +194,7 @@ class Connection:
         asked = core.core_engines if engine is None else [core.core_engines[engine]]
         ask = core._call_utility_async  # noqa: SLF001 -- a public name that asks all engines came with 0.32
         answers = asyncio.gather(*(ask(*call, engine=one) for one in asked))
-        answers.add_done_callback(_looked_at)
+        answers.add_done_callback(lambda done: done.cancelled() or done.exception())  # late errors are not reported
         try:
             # vLLM leaves a call unanswered for ever when its engine dies or is shut down under it.
             while not (await asyncio.wait({answers}, timeout=LIVENESS_SECONDS))[0]:
@@ -298,9 +298,3 @@ class Connection:
                 if (socket := getattr(resources, name, None)) is not None and not socket.closed:
                     with contextlib.suppress(RuntimeError):  # the loop was closed at the same moment
                         socket.close(linger=0)
-
-
-def _looked_at(answers: asyncio.Future[Any]) -> None:
-    """Retrieve an error that arrives after its caller has left, so that asyncio does not report it."""
-    if not answers.cancelled():
-        answers.exception()

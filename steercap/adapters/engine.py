@@ -20,17 +20,16 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from steercap.adapters import detokenizer
 from steercap.adapters.arguments import check_heads, check_supported, read_arguments
-from steercap.adapters.cluster import tell_workers
 from steercap.adapters.connection import FRESH_SECONDS, Connection
+from steercap.adapters.entry import tell_workers
 from steercap.adapters.hardware import bound, check_kernels
 from steercap.adapters.lora import Adapters
-from steercap.adapters.pooling import read_pooling, tasks_of
+from steercap.adapters.parameters import ParamsReader, read_pooling, tasks_of
+from steercap.adapters.process_exit import refusal
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.releases import require
-from steercap.adapters.sampling import ParamsReader
 from steercap.adapters.settings import CONFIG_KEY, expected_family, overshoot, worker_config
-from steercap.adapters.startup_error import refusal
 from steercap.adapters.wire import Wire
 from steercap.architectures.sites import SITES
 from steercap.config import LAYER_END, Settings
@@ -38,7 +37,7 @@ from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
 from steercap.errors import EngineDied, EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
 from steercap.files.fingerprint import names_of
-from steercap.kernels.finite import overflows_later
+from steercap.kernels.bits import overflows_later
 
 RPC: Final = "steercap_answer"
 #: Folder of named shared memory on Linux.

@@ -1,4 +1,4 @@
-"""Entry functions of vLLM's processes, which prepare them to log little, whatever they import.
+"""Entry functions of vLLM's processes, which prepare them to log little, and the environment of workers of Ray.
 
 A process that vLLM spawns unpickles first its target function, then the arguments, and these import all of vLLM, which
 writes to its log at once. So the target is one of ours, and unpickling it prepares the process. It relies on this:
@@ -9,6 +9,11 @@ An engine core whose Ray worker died is terminated here. vLLM's monitor of such 
 core may be waiting for that worker's answer on a socket, and would wait for VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS: 5
 minutes, in which requests hang. It relies on this: the monitor sets `is_failed` before it calls
 `RayExecutorV2.shutdown`. It can go when waiting for answers ends with the executor.
+
+Ray starts workers from a process of its own: they inherit neither the mark nor the settings of vLLM's log, and vLLM
+copies the client's environment to them only after they have imported all of it. It relies on `ParallelConfig.use_ray`
+and `ray_runtime_env`, which `RayExecutorV2` passes on to Ray, and on `VLLM_RPC_BASE_PATH`, which is read whenever a
+socket is made. It can go when vLLM passes an environment on to workers before they begin.
 """
 
 from __future__ import annotations
@@ -22,11 +27,12 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
-from steercap.adapters.process_exit import leave_word_of
+from steercap.adapters.process_exit import FOLDER, leave_word_of, left_behind
+from steercap.adapters.reaper import MARK
 from steercap.adapters.releases import require
-from steercap.adapters.startup_error import FOLDER, left_behind
 
 #: Settings of vLLM's log; steercap leaves the log alone if the user has set one.
 STREAM: Final = "VLLM_LOGGING_STREAM"
@@ -156,3 +162,27 @@ def _shut_down(original: Callable[[], Any], executor: Any, *_args: Any, **_optio
         end.daemon = True
         end.start()
     return original()
+
+
+def tell_workers(config: Any, marked: Mapping[str, str]) -> None:
+    """Pass the engine's mark and the log settings to workers that Ray starts.
+
+    The mark ends workers on this machine with their engine.
+
+    Args:
+        config: vLLM's configuration, changed in place; one whose executor is not Ray's is left alone.
+        marked: environment of the engine's processes; see `Reaper.environment`.
+    """
+    parallel = config.parallel_config
+    if not parallel.use_ray:
+        return
+    given = dict(parallel.ray_runtime_env or {})
+    ours = {name: os.environ[name] for name in (*CHOICES, STREAM) if name in os.environ} | {MARK: marked[MARK]}
+    parallel.ray_runtime_env = {**given, "env_vars": {**ours, **given.get("env_vars", {})}}
+
+
+def find_folder() -> None:
+    """Choose a folder for this worker's sockets if the engine's, which is on the client's machine, is missing here."""
+    folder: Final = os.environ.get(FOLDER)
+    if folder is not None and not Path(folder).is_dir():
+        os.environ[FOLDER] = tempfile.gettempdir()

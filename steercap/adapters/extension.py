@@ -10,7 +10,7 @@ from typing import Any
 
 from steercap.adapters import hook_runners, load_adapter, runtime_of
 from steercap.adapters import process_exit as death
-from steercap.adapters.cluster import find_folder
+from steercap.adapters.entry import find_folder
 from steercap.core.messages import Unhooked, encode
 from steercap.errors import UnsupportedRunner
 

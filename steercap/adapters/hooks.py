@@ -21,14 +21,13 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.attention import attention_rules
-from steercap.adapters.experts import choosing
 from steercap.adapters.lora import without_adapters
+from steercap.adapters.modules import attention_rules, choosing
 from steercap.adapters.observing import Observations, ends_of
-from steercap.adapters.pooling import token_head
+from steercap.adapters.parameters import token_head
+from steercap.adapters.process_exit import READ, READING, mark
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
-from steercap.adapters.startup_error import READ, READING, mark
 from steercap.adapters.tracing import derived
 from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import FAMILIES, families_of
@@ -39,8 +38,7 @@ from steercap.core.names import is_module
 from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.errors import UnsupportedRunner
 from steercap.kernels.tap import bind
-from steercap.worker.install import install_taps
-from steercap.worker.projection import projecting
+from steercap.worker.install import install_taps, projecting
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps
 

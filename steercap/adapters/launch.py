@@ -27,8 +27,8 @@ from weakref import WeakSet
 
 from steercap.adapters import releases
 from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, ProcessEntry, quieten, wants_quiet
+from steercap.adapters.process_exit import FOLDER, READ, READING
 from steercap.adapters.reaper import Reaper
-from steercap.adapters.startup_error import FOLDER, READ, READING
 from steercap.concurrency.loops import on_thread
 from steercap.config import Settings
 from steercap.core.extras import extra

@@ -17,9 +17,8 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from steercap.adapters.releases import require
 from steercap.architectures.decoder import Decoder
-from steercap.architectures.sites import SITES
+from steercap.architectures.sites import SITES, ModuleSite
 from steercap.architectures.sites.base import RowShape, read_by
-from steercap.architectures.sites.modules import ModuleSite
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 

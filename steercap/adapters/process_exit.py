@@ -1,8 +1,12 @@
-"""Detection of an engine process that has ended, and of its exit code, at once: vLLM takes up to ten seconds.
+"""Detection of an engine process that has ended, of its exit code, and of the error that it wrote at start.
+
+vLLM tells the client only that a process failed, so errors at start are written to a file in the folder of the engine's
+start, which all of its processes know, see `adapters.reaper`. Only the first is kept: later ones are consequences.
+Empty files there say how far a start is. It imports nothing heavy.
 
 A process of this machine is watched by a pidfd, which can be read once it has ended, whoever its parent is. Only its
 parent learns its exit code: the client for engine cores, an engine core for its workers. An engine core writes the exit
-code to the folder of the engine, see `adapters.startup_error`. It relies on this: `MultiprocExecutor.shutdown` is
+code to the folder of the engine, see `left_behind`. It relies on this: `MultiprocExecutor.shutdown` is
 called when a worker has ended, with `is_failed` set, before others are waited for, and `workers` hold their processes
 as `proc`; of the client, on `engine_manager.finished_procs`.
 """
@@ -13,16 +17,71 @@ import contextlib
 import functools
 import json
 import os
+import re
 import select
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
 
+from steercap import errors
+from steercap.adapters.gpus import gather_gpus, gather_processes, named_holders
 from steercap.adapters.hardware import missing_kernel
-from steercap.adapters.startup_error import FOLDER
-from steercap.adapters.startup_error import NAME as REFUSAL
+
+#: Variable of vLLM's with the path of the folder.
+FOLDER: Final = "VLLM_RPC_BASE_PATH"
+#: Errors of vLLM and torch where a GPU has too little memory.
+MEMORY: Final = re.compile(r"CUDA out of memory|Free memory on device")
+#: Name of the file with the error.
+REFUSAL: Final = "refusal.json"
+#: Names of the empty files of a worker that begins to read the weights, and of one that has them.
+READING, READ = "reading", "read"
+
+
+def mark(name: str) -> None:
+    """Leave an empty file for the client; on another machine, where the folder is not, none."""
+    with contextlib.suppress(OSError):
+        (Path(os.environ.get(FOLDER, os.devnull)) / name).touch()
+
+
+@contextlib.contextmanager
+def left_behind() -> Iterator[None]:
+    """Write an error that ends the block to the file, and raise it."""
+    try:
+        yield
+    except Exception as raised:
+        error = _within(raised)
+        with contextlib.suppress(OSError), (Path(os.environ.get(FOLDER, os.devnull)) / REFUSAL).open("x") as file:
+            json.dump([type(error).__name__, str(error)], file)
+        raise
+
+
+def _within(error: Exception) -> Exception:
+    """Return the original error in Ray's `RayTaskError(...)`; any other error as it is."""
+    cause = getattr(error, "cause", None)
+    return cause if type(error).__name__.startswith("RayTaskError") and isinstance(cause, Exception) else error
+
+
+def refusal(folder: Path, start: str) -> errors.SteercapError | None:
+    """Return the error that a start failed with: steercap's own as it was raised, or ModelNotLoaded with vLLM's.
+
+    None if no process has written one.
+
+    Args:
+        folder: folder of the start.
+        start: sentence that says what failed, for the message.
+    """
+    try:
+        name, says = json.loads((folder / REFUSAL).read_text())
+    except (OSError, ValueError):
+        return None
+    ours = getattr(errors, name, None)
+    if isinstance(ours, type) and issubclass(ours, errors.EngineFailure):
+        return ours(says)
+    held = named_holders(gather_gpus(), gather_processes()) if MEMORY.search(says) else ""
+    return errors.ModelNotLoaded(f"{start}: {missing_kernel(says) or f'{name}: {says}'}{held and f'; {held}'}")
+
 
 #: Seconds after which no report of an exit code is expected any more.
 WORD_SECONDS: Final = 0.3

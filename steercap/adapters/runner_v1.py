@@ -1,25 +1,141 @@
-"""Adapter of vLLM's Model Runner V1, from which the CPU runner derives.
+"""Adapter of vLLM's Model Runner V1, from which the CPU runner derives, and a repair of its samplers.
 
 It relies on this, besides the names in `releases`: `_preprocess` is called for real batches only, after
 `_prepare_inputs` has laid the batch out in `input_batch`, `positions` and `input_ids`. It can go when vLLM offers a
 hook with the batch's layout.
+
+The repair is of `logprob_token_ids` beside `logprobs`. vLLM answers all requests of a batch as if they had asked by
+`logprob_token_ids` as soon as one of them has: another's `logprobs=5` becomes its sampled token, and token 0 at -inf.
+With drafts it ignores `logprob_token_ids`, or ends. Here each row gets what its request asked for. Model Runner V2
+mixes them itself.
+
+The repair relies on this: both samplers get all log probabilities that they return from `Sampler.gather_logprobs`, with
+equally many rows for each request, in the order of the batch; and `SamplingMetadata` has the requests' options as
+`logprob_token_ids` and `max_num_logprobs`. vLLM's output processor reads the sampled token, in the first column, and
+after it as many columns as the request asked for, so the padding of a row is never seen. It can go when vLLM mixes
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import numpy as np
+import torch
+from torch.nn.functional import pad
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
-from steercap.adapters import RUNTIME_ATTRIBUTE, logprobs
+from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.hooks import attach, looked_through, require_requests, step_of, wrap
 from steercap.adapters.releases import require
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
+
+
+def repair_logprobs() -> None:
+    """Repair this process's samplers; a second call does nothing."""
+    require("Sampler", Sampler)
+    require("RejectionSampler", RejectionSampler)
+    require("SamplingMetadata", SamplingMetadata)
+    wrap(Sampler, "forward", _sample)
+    wrap(RejectionSampler, "forward", _verify)
+
+
+def _sample(
+    original: Callable[[], Any],
+    sampler: Any,
+    logits: torch.Tensor,
+    sampling_metadata: Any,
+    *_args: Any,
+    **_options: Any,
+) -> Any:
+    with _mixed(sampler, sampling_metadata, len(logits)):
+        return original()
+
+
+def _verify(
+    original: Callable[[], Any],
+    rejection_sampler: Any,
+    metadata: Any,
+    _draft_probs: Any,
+    _logits: Any,
+    sampling_metadata: Any,
+    *_args: Any,
+    **_options: Any,
+) -> Any:
+    with _mixed(rejection_sampler.sampler, sampling_metadata, len(metadata.num_draft_tokens)):
+        return original()
+
+
+@contextmanager
+def _mixed(sampler: Any, metadata: Any, requests: int) -> Iterator[None]:
+    """Make the sampler see a request for `logprobs` alone in the block, and gather what each request asked for.
+
+    Args:
+        sampler: vLLM's `Sampler`.
+        metadata: `SamplingMetadata` of this pass.
+        requests: number of its requests.
+    """
+    asked, most = metadata.logprob_token_ids, metadata.max_num_logprobs
+    if not asked:
+        yield
+        return
+    gather = sampler.gather_logprobs
+
+    def gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        return with_tokens(gather(logprobs, num_logprobs, token_ids), logprobs, asked, len(logprobs) // requests)
+
+    metadata.logprob_token_ids, metadata.max_num_logprobs = None, most or 0
+    sampler.gather_logprobs = gathered
+    try:
+        yield
+    finally:
+        del sampler.gather_logprobs
+        metadata.logprob_token_ids, metadata.max_num_logprobs = asked, most
+
+
+def with_tokens(
+    found: LogprobsTensors, logprobs: torch.Tensor, asked: Mapping[int, Sequence[int]], each: int
+) -> LogprobsTensors:
+    """Return the most likely tokens of each row, and for some requests the tokens that these have asked for instead.
+
+    Args:
+        found: the sampled token and the most likely ones, [rows, 1 + most likely].
+        logprobs: log probabilities of every token, [rows, vocabulary].
+        asked: token ids by the index of their request in the batch.
+        each: number of rows of each request, one after the other.
+    """
+    most = max(map(len, asked.values()))
+    rows = [request * each + row for request in asked for row in range(each)]
+    tokens = torch.zeros(len(rows), most, dtype=torch.int64)
+    missing = torch.ones(len(rows), most, dtype=torch.bool)
+    for at, wanted in enumerate(asked.values()):
+        tokens[at * each : (at + 1) * each, : len(wanted)] = torch.tensor(wanted)
+        missing[at * each : (at + 1) * each, : len(wanted)] = False
+    index, tokens, missing = (_moved(one, logprobs.device) for one in (torch.tensor(rows), tokens, missing))
+    values = logprobs[index].gather(1, tokens).masked_fill(missing, -inf)
+    width = max(found.logprobs.shape[1], 1 + most)
+    ids = pad(found.logprob_token_ids, (0, width - found.logprobs.shape[1]))
+    numbers = pad(found.logprobs, (0, width - found.logprobs.shape[1]), value=-inf)
+    ids[index, 1:] = pad(tokens, (0, width - 1 - most)).to(ids.dtype)
+    numbers[index, 1:] = pad(values, (0, width - 1 - most), value=-inf)
+    return found._replace(logprob_token_ids=ids, logprobs=numbers)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to the device without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def hook() -> None:
@@ -28,7 +144,7 @@ def hook() -> None:
     require("Model Runner V1 on CPU", CPUModelRunner)
     require("ExecuteModelState", ExecuteModelState)
     require_requests()
-    logprobs.hook()
+    repair_logprobs()
     for owner in (GPUModelRunner, CPUModelRunner):
         wrap(owner, "load_model", _load_model)
     wrap(GPUModelRunner, "_preprocess", _preprocess)

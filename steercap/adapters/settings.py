@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from steercap.architectures.families import family_of, over_transformers
-from steercap.architectures.families.wrappers import architectures_within, generating
+from steercap.architectures.families import architectures_within, family_of, generating, over_transformers
 from steercap.core.schema import LINE_BYTES, REDUCED
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel

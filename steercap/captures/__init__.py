@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from steercap.core.extras import lazy_names
 
 if TYPE_CHECKING:
-    from steercap.captures.tuned_lens import TunedLens
+    from steercap.captures.lens import TunedLens
 
 __all__ = ["TunedLens"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"TunedLens": "tuned_lens"})
+__getattr__, __dir__ = lazy_names(__name__, {"TunedLens": "lens"})

@@ -98,7 +98,7 @@ async def experts(engine: Engine, layer: int, rows: torch.Tensor, positions: tor
     if not len(rows):
         raise InvalidRequest("experts: no rows were selected")
     size = max(1, _FRAME_BYTES // (rows.shape[1] * 4))
-    found = [await engine.choose(layer, some) for some in rows.split(size)]
+    found = [await engine.workers.choose(layer, some) for some in rows.split(size)]
     if refused := next((one.refused for one in found if one.refused), ""):
         raise InvalidRequest(f"experts: layer {layer}: {refused}")
     ids, weights = (

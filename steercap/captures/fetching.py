@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from steercap.captures.checks import Expected, parts_of, received
 from steercap.captures.lifecycle import Lifecycle, Source, Stage
 from steercap.captures.rows import Captures, Found
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.messages import Owner, Wanted
 from steercap.core.rows import Ints
 from steercap.errors import (

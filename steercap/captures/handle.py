@@ -21,10 +21,9 @@ from steercap.captures.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
 from steercap.captures.lifecycle import Lifecycle, Source, Stage
 from steercap.captures.rows import Captures, Coded, Featured, Found
 from steercap.core.attention import AttentionRule
-from steercap.core.chat import MediaSpan, MessageSpan, types_at
+from steercap.core.chat import LEFT_OUT, MediaSpan, MessageSpan, types_at
 from steercap.core.display import described, layers_by_site
-from steercap.core.ownership import NonCopyable
-from steercap.core.placing import LEFT_OUT
+from steercap.core.protocols import NonCopyable
 from steercap.core.receipt import Receipt
 from steercap.core.schema import ATTENTION, RAW
 from steercap.core.spec import Point
@@ -35,7 +34,7 @@ from steercap.kernels.attention import Attending, AttentionSummary, RecordedAtte
 from steercap.kernels.codecs.coded import CodedRows
 
 if TYPE_CHECKING:
-    from steercap.captures.tuned_lens import TunedLens
+    from steercap.captures.lens import TunedLens
     from steercap.steering.directions import Mark
 
 

@@ -19,7 +19,7 @@ from steercap.captures.rows import Captures, Found
 from steercap.captures.spilled import Spilled
 from steercap.core.call_style import AWAITED
 from steercap.core.messages import Owner, Wanted
-from steercap.core.ownership import NonCopyable
+from steercap.core.protocols import NonCopyable
 from steercap.errors import CaptureError, CaptureIncomplete, CaptureNotFetched, CaptureNotFinite, CaptureReleased
 
 if TYPE_CHECKING:

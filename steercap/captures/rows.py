@@ -18,7 +18,7 @@ from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
 from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, Codec
 from steercap.kernels.codecs.coded import CodedRows, Whole
-from steercap.saes.features import Features
+from steercap.saes.encoder import Features
 
 #: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
 Rows: TypeAlias = "Whole | tuple[Whole, ...]"

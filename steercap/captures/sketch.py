@@ -23,7 +23,8 @@ from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec, LayerOutOfRange
 from steercap.files import native
 from steercap.steering.directions import DirectionSet, Provenance
-from steercap.steering.layers import FrozenMapping, LayerVectors
+from steercap.steering.edits.inputs import FrozenMapping
+from steercap.steering.layers import LayerVectors
 from steercap.worker.sketches import SKETCHES, Kind, SketchState
 from steercap.worker.sketches.frequent_directions import FrequentDirections
 

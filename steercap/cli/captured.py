@@ -189,11 +189,11 @@ def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpe
 def asked_of(model: SteerModel, spec: CaptureSpec, steering: SteeringSpec | None) -> dict[str, Any]:
     """Return the inputs of captures that need an open model: model, codec, and digests of edits and directions."""
     engine = model.serving.here()
-    projected = engine.projected(spec)
+    projected = engine.compiler.projected(spec)
     return {
         "model": model.identity(),
-        "codec": str(engine.coding(spec)),
-        "steering": None if steering is None else engine.lowered(steering).digest.hex(),
+        "codec": str(engine.compiler.coding(spec)),
+        "steering": None if steering is None else engine.compiler.lowered(steering).digest.hex(),
         "directions": None if projected is None else projected.lowered.digest.hex(),
     }
 

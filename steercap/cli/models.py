@@ -105,9 +105,8 @@ def standing_of(architecture: str, known: tuple[str, ...] = ()) -> Standing:
         known: further names whose layers it may have, as of the language model in a wrapper.
     """
     from steercap.adapters.releases import registered
-    from steercap.architectures.families import FAMILIES, family_of
+    from steercap.architectures.families import FAMILIES, family_of, generating
     from steercap.architectures.families.proved import records
-    from steercap.architectures.families.wrappers import generating
 
     names = (architecture, *known)
     try:
@@ -210,7 +209,7 @@ def _command(name: str, standing: Standing) -> str:
 
 def _config_of(checkpoint: Checkpoint) -> tuple[Any, tuple[str, ...]]:
     """Return transformers' configuration, and further architectures that its layers may be of."""
-    from steercap.architectures.families.wrappers import architectures_within
+    from steercap.architectures.families import architectures_within
 
     with extra("cuda", "cpu"):
         from transformers import AutoConfig

@@ -86,7 +86,7 @@ class Preflight:
             from steercap.core.spec import check_armed
             from steercap.engine.compiler import codec_for
             from steercap.errors import InvalidSpec
-            from steercap.steering.projection import points_of
+            from steercap.steering.lowering import points_of
 
             wanted = spec.points if spec.project is None else partial(points_of, spec)
             coding, points = codec_for(spec, self.settings), placed(wanted(self.model.layers), self.model.layers)

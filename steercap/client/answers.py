@@ -20,8 +20,7 @@ from steercap.client.rows import RemoteRows
 from steercap.client.sampling import sampling_asked
 from steercap.client.streams import Streamed
 from steercap.client.uploads import Uploads
-from steercap.concurrency.bounded import each_of
-from steercap.concurrency.loops import scoped_steps
+from steercap.concurrency.loops import each_of, scoped_steps
 from steercap.core.chat import MessageSpan
 from steercap.core.extras import extra
 from steercap.core.prompts import (

@@ -18,8 +18,7 @@ from steercap.core.tokens import TokenSelection
 from steercap.core.values import Mask, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.steering.edits import EDITS, Edit
-from steercap.steering.logit_bias import LogitBias
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import LogitBias, SteeringSpec
 
 #: Maximum numbers of vectors in a request's body: as text they take 20 bytes each. More of them are uploaded, once.
 MOST_NUMBERS: Final = 4096

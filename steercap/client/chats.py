@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 from steercap.client.connection import Connection
-from steercap.core.chat import MessageSpan, message_spans, token_span
+from steercap.core.chat import MessageSpan, Region, message_spans, place, token_span
 from steercap.core.extras import extra
-from steercap.core.placing import Region, place
 from steercap.errors import InvalidRequest, ServerFailure
 from steercap.files.fingerprint import template_digest, tokenizer_digest
 

@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 from steercap.architectures.sites import SITES
 from steercap.client.sampling import sampling_asked
 from steercap.config import Settings
-from steercap.core.schema import Coding, PointSchema
-from steercap.core.spec import CaptureSpec, Point
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
 from steercap.engine.compiler import Compiler
 from steercap.files.fingerprint import template_digest, tokenizer_digest
-from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import Lowered
-from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
@@ -112,7 +109,7 @@ class RemoteEngine:
         self.vllm = RemoteVllm(**known, held_bytes=held_bytes)
         self.schemas: Final = dict(schemas)
         self.engines: int = said["engines"]
-        self._compiler = Compiler(
+        self.compiler = Compiler(
             armed,
             self.schemas,
             (),
@@ -123,23 +120,3 @@ class RemoteEngine:
             vocabulary=self.vllm.vocabulary,
             names=self.vllm.names,
         )
-
-    def captured(self, spec: CaptureSpec) -> tuple[tuple[Point, ...], tuple[int, ...]]:
-        """See `Compiler.captured`."""
-        return self._compiler.captured(spec)
-
-    def coding(self, spec: CaptureSpec) -> Coding:
-        """See `Compiler.coding`."""
-        return self._compiler.coding(spec)
-
-    def lowered(self, steering: Any) -> Lowered:
-        """See `Compiler.lowered`."""
-        return self._compiler.lowered(steering)
-
-    def projected(self, spec: CaptureSpec) -> Projected | None:
-        """See `Compiler.projected`."""
-        return self._compiler.projected(spec)
-
-    def calibrated(self, spec: CaptureSpec) -> Calibrated | None:
-        """See `Compiler.calibrated`."""
-        return self._compiler.calibrated(spec)

@@ -15,10 +15,10 @@ from steercap.client.connection import BY_SOCKET, Connection, RemoteServing
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
-from steercap.core.ownership import NonCopyable
+from steercap.core.prompts import given_ids, is_chat
+from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
-from steercap.core.tokenizing import given_ids, is_conversation
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, ModelClosed
 from steercap.requests.calls import Calls
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
     from steercap.steering.edits import Edit
     from steercap.steering.layers import LayerVectors
-    from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.spec import LogitBias
 
 #: Advice in the error of an attempted copy.
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"
@@ -159,7 +159,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         """
         if isinstance(text, str):
             return await self.connection.run(lambda: tokenised(self.connection, text, special=add_special_tokens))
-        if is_conversation(text):
+        if is_chat(text):
             return (await self.connection.run(lambda: templated(self.connection, text, {}, spans=False)))[0]
         return given_ids(text)
 
@@ -229,7 +229,7 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
             InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: it does not fit.
             ModelClosed: the connection was never started, or is closed.
         """
-        return self.serving.opened().captured(spec)[0]
+        return self.serving.opened().compiler.captured(spec)[0]
 
     # Attributes
 

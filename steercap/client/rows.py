@@ -12,8 +12,7 @@ from typing import Any, Final
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Found
 from steercap.client.connection import Connection
-from steercap.concurrency.bounded import each_of
-from steercap.concurrency.loops import scoped
+from steercap.concurrency.loops import each_of, scoped
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, CaptureReleased, InvalidRequest, SteercapError
 

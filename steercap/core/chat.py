@@ -1,4 +1,10 @@
-"""Positions in a prompt: of each message's content in a templated conversation, and of media.
+"""Positions in a prompt: of each message's content in a templated conversation, how it is searched for, and of media.
+
+A chat template is a program: it may drop, move, trim, repeat or merge messages, and branch on their text. So
+nothing is inferred from its special tokens, nor from the difference of two texts alone. The conversation is rendered
+again with marks in one message's content. A rendering counts only if it equals the prompt, to the character, once
+the marks are taken out or the content is put back: then the template decided as before, and the marks are where the
+content is. A message for which no rendering counts has no span, and a reason says why.
 
 Where media stand, the model reads embeddings made of them, not of the token ids, which are placeholders.
 """
@@ -6,15 +12,312 @@ Where media stand, the model reads embeddings made of them, not of the token ids
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from steercap.core.placing import UNCLEAR, Region
 from steercap.core.rows import Ints
+
+_T = TypeVar("_T")
+#: Characters [start, stop).
+Region = tuple[int, int]
+#: Generator of conversations to render; it is sent each rendered text or, where the template refuses it, None.
+Renderings = Generator[list[Mapping[str, Any]], str | None, _T]
+
+LEFT_OUT: Final = "is not in the prompt: the chat template leaves it out"
+UNCLEAR: Final = (
+    "cannot be placed in the prompt: the chat template depends on its content, or changes it; select its rows by "
+    "position"
+)
+#: Maximum number of renderings with marks for one text: two tags that a template branches on take about forty.
+PROBES: Final = 64
+#: Characters used as marks: the private use area, which belongs to no script.
+_MARKS: Final = range(0xE000, 0xF900)
+_BLANK: Final = " \t\n\r\f\v"
+
+
+def place(
+    text: str, conversation: Sequence[Mapping[str, Any]], index: int, spell: Callable[[str], str] = str
+) -> Renderings[list[Region] | str]:
+    """Find the regions of a rendered conversation that hold a message's content.
+
+    Args:
+        text: the rendered conversation.
+        conversation: its messages.
+        index: index of the message.
+        spell: function that converts content to the spelling used in `text`, character by character.
+
+    Returns:
+        The regions, none if the content is empty; `LEFT_OUT` or `UNCLEAR` if there are none to give.
+    """
+    taken = {*text}.union(*(words for message in conversation for words, _ in _texts(message)))
+    marks = [mark for mark in map(chr, _MARKS) if mark not in taken]
+    found: list[list[Region] | str] = []
+    for words, replaced in _texts(conversation[index]):
+
+        def changed(given: str, replaced: Callable[[str], Mapping[str, Any]] = replaced) -> list[Mapping[str, Any]]:
+            return [*conversation[:index], replaced(given), *conversation[index + 1 :]]
+
+        found.append((yield from _Words(text, words, changed, spell, marks).regions()))
+    if UNCLEAR in found:
+        return UNCLEAR
+    placed = [one for one in found if isinstance(one, list)]
+    if found and not placed:
+        return LEFT_OUT
+    regions = [region for one in placed for region in one]
+    between = [text[left[1] : right[0]] for left, right in itertools.pairwise(regions)]
+    ordered = all(left[1] <= right[0] for left, right in itertools.pairwise(regions))
+    if len(regions) > 1 and max(map(len, placed)) == 1 and ordered and not "".join(between).strip(_BLANK):
+        return [(regions[0][0], regions[-1][1])]
+    return regions
+
+
+def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[str], Mapping[str, Any]]]]:
+    """Yield each text in a message's content, and a function that makes the message with another text in its place."""
+    content: Any = message.get("content")
+    if isinstance(content, str):
+        yield content, lambda given: {**message, "content": given}
+    elif isinstance(content, (list, tuple)):
+        for at, part in enumerate(content):
+            words = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(words, str):
+                yield words, partial(_with_part, message, content, at)
+
+
+def _with_part(message: Mapping[str, Any], content: Sequence[Any], at: int, given: str) -> Mapping[str, Any]:
+    part = {**content[at], "text": given} if isinstance(content[at], Mapping) else given
+    return {**message, "content": [*content[:at], part, *content[at + 1 :]]}
+
+
+class _Words:
+    """Search for one text of a message in the prompt."""
+
+    def __init__(
+        self,
+        text: str,
+        words: str,
+        changed: Callable[[str], list[Mapping[str, Any]]],
+        spell: Callable[[str], str],
+        marks: Sequence[str],
+    ) -> None:
+        self.text = text
+        self.words = words
+        self.changed = changed
+        self.spell = spell
+        self.marks = marks
+
+    def regions(self) -> Renderings[list[Region] | str]:
+        """Find the regions by replacing the text; where that changes more than its place, put marks into it."""
+        if not self.words:
+            return []
+        if (rendered := (yield self.changed(self.marks[0]))) == self.text:
+            return LEFT_OUT
+        pieces = [] if rendered is None else rendered.split(self.spell(self.marks[0]))
+        if len(pieces) > 1:
+            for words in _trimmed(self.words):
+                if self.spell(words).join(pieces) == self.text:
+                    return _gaps(pieces, len(self.spell(words)))
+        if len(pieces) == 2:
+            kept = yield from self._cut(pieces[0], pieces[1])
+            if kept is not None:
+                return [kept]
+        return (yield from self._marked())
+
+    def _cut(self, head: str, tail: str) -> Renderings[Region | None]:
+        """Find the region if the template writes only the end or beginning of the text, between `head` and `tail`."""
+        start, stop = len(head), len(self.text) - len(tail)
+        if start >= stop or not (self.text.startswith(head) and self.text.endswith(tail)):
+            return None
+        rest, ends = self.text[start:stop], [0, *itertools.accumulate(len(self.spell(one)) for one in self.words)]
+        for first, last in ((ends[-1] - len(rest), ends[-1]), (0, len(rest))):
+            if first not in ends or last not in ends or self.spell(self.words)[first:last] != rest:
+                continue
+            at, end = ends.index(first), ends.index(last)
+            inner = self.words[at + 1 : end - 1]
+            marked = self.marks[0] + (inner + self.marks[1] if end - at > 1 else "")
+            rendered = yield self.changed(self.words[:at] + marked + self.words[end:])
+            if rendered == head + self.spell(marked) + tail:
+                return start, stop
+        return None
+
+    def _marked(self) -> Renderings[list[Region] | str]:
+        """Find the regions by marks between the characters, except where a mark changes the template's decisions."""
+        for words in _trimmed(self.words)[1:]:
+            if (yield self.changed(words)) == self.text:
+                self.words = words
+                break
+        if not self.words:
+            return []
+        seen = yield from self._probe()
+        places = sorted((at, place) for place, found in seen.items() for at in found)
+        if not places:
+            return LEFT_OUT if len(seen) == len(_places(self.words)) else UNCLEAR
+        runs: list[list[tuple[int, int]]] = []
+        for at, place in places:
+            if not runs or place <= runs[-1][-1][1]:
+                runs.append([])
+            runs[-1].append((at, place))
+        starts = yield from self._edges([run[0] for run in runs], backwards=False)
+        stops = yield from self._edges([run[-1] for run in runs], backwards=True)
+        if starts is None or stops is None:
+            return UNCLEAR
+        dropped = {place for place, found in seen.items() if not found}
+        regions = list[Region]()
+        for run, start, stop in zip(runs, starts, stops, strict=True):
+            parts = yield from self._parts(run, (start, stop), dropped)
+            if parts is None:
+                return UNCLEAR
+            regions += parts
+        return regions
+
+    def _probe(self) -> Renderings[dict[int, list[int]]]:
+        """Return the places in the prompt of a mark put before each character, by character index.
+
+        Marks that change the rest of the rendering are halved and tried again.
+        """
+        pending, seen = [_places(self.words)], dict[int, list[int]]()
+        for _ in range(PROBES):
+            if not pending:
+                break
+            places = pending.pop()
+            marks = dict(zip(places, self.marks, strict=False))
+            rendered = yield self.changed(
+                "".join(marks.get(at, "") + self.words[at : at + 1] for at in range(len(self.words) + 1))
+            )
+            found = None if rendered is None else self._read(rendered, marks)
+            if found is not None:
+                seen |= found
+            elif len(places) > 1:
+                pending += [places[: len(places) // 2], places[len(places) // 2 :]]
+        return seen
+
+    def _read(self, rendered: str, marks: Mapping[int, str]) -> dict[int, list[int]] | None:
+        """Find each mark's places in the prompt; return None if the rendering without marks is not the prompt."""
+        places = {self.spell(mark): place for place, mark in marks.items()}
+        found: dict[int, list[int]] = {place: [] for place in marks}
+        read, before = "", 0
+        for match in re.finditer("|".join(map(re.escape, places)), rendered):
+            read += rendered[before : match.start()]
+            found[places[match[0]]].append(len(read))
+            before = match.end()
+        return found if read + rendered[before:] == self.text else None
+
+    def _edges(self, marks: Sequence[tuple[int, int]], *, backwards: bool) -> Renderings[list[int] | None]:
+        """Find the start (or, with `backwards`, the end) of each occurrence of the text from its outermost marks.
+
+        Beyond such a mark lie characters between which a mark changes the rendering. Those that stand in the prompt,
+        such as
+        tags, count as the message's. Otherwise the text is rendered without them.
+
+        Args:
+            marks: outermost mark of each occurrence, as place in the prompt and index in the text.
+            backwards: True for ends.
+
+        Returns:
+            Places in the prompt, or None if they are unclear.
+        """
+        place = marks[0][1]
+        turn: Callable[[str], str] = (lambda one: one[::-1]) if backwards else str
+        beyond = self.words[place:] if backwards else self.words[:place]
+        spelled, text = turn(self.spell(beyond)), turn(self.text)
+        places = sorted(len(text) - at if backwards else at for at, _ in marks)
+        if beyond.strip(_BLANK) and (len(marks) == 1 or spelled[0] not in _BLANK):
+            found = [_before(text, at, spelled) for at in places]
+            if None not in found:
+                places = [at for at in found if at is not None]
+                beyond = ""
+        if beyond:
+            if len({place for _, place in marks}) > 1:
+                return None
+            mark = self.marks[0]
+            rendered = yield self.changed(self.words[:place] + mark if backwards else mark + self.words[place:])
+            pieces = [] if rendered is None else turn(rendered).split(turn(self.spell(mark)))
+            shifted = _shifted(text, places, pieces, spelled)
+            if shifted is None:
+                return None
+            places = shifted
+        return [len(text) - at for at in reversed(places)] if backwards else places
+
+    def _parts(
+        self, run: Sequence[tuple[int, int]], whole: Region, dropped: set[int]
+    ) -> Renderings[list[Region] | None]:
+        """Return the regions of one occurrence: one, or several where the template leaves out text between them."""
+        regions, begin = [], whole[0]
+        for (at, place), (then, after) in itertools.pairwise(run):
+            here, said = self.text[at:then], self.spell(self.words[place:after])
+            if _dense(here) == _dense(said) or not any(place < one < after for one in dropped):
+                continue
+            if (yield self.changed(self.words[:place] + self.words[after:])) != self.text:
+                return None
+            if _dense(here):
+                regions.append((begin, at))
+                begin = then
+        return [*regions, (begin, whole[1])]
+
+
+def _shifted(text: str, places: Sequence[int], pieces: Sequence[str], beyond: str) -> list[int] | None:
+    """Find the starts of the occurrences, given a rendering without the characters beyond the mark.
+
+    Args:
+        text: the prompt.
+        places: place of the mark in each occurrence.
+        pieces: the rendering, split at the mark.
+        beyond: text that each occurrence may have before the mark.
+
+    Returns:
+        Places in the prompt, or None if they are unclear.
+    """
+    found, before = [], 0
+    for place, piece in zip([*places, len(text)], pieces, strict=False):
+        begin = before + len(piece)
+        if text[before:begin] != piece or text[begin:place] not in ("", beyond):
+            return None
+        found.append(begin)
+        before = place
+    return found[:-1] if len(pieces) == len(places) + 1 and found[-1] == len(text) else None
+
+
+def _trimmed(words: str) -> list[str]:
+    """Return a text as it is, and in each form to which templates trim it."""
+    cuts = (cut(words, blank) for blank in (None, "\n") for cut in (str.strip, str.lstrip, str.rstrip))
+    return list(dict.fromkeys((words, *cuts)))
+
+
+def _gaps(pieces: Sequence[str], length: int) -> list[Region]:
+    """Return the regions between pieces of a text, each `length` characters long."""
+    starts = list(itertools.accumulate(len(piece) + length for piece in pieces[:-1]))
+    return [(stop - length, stop) for stop in starts]
+
+
+def _places(words: str) -> list[int]:
+    """List indices for marks in a text: the ends, the middle, and beside each character that is no letter or digit."""
+    inner = [at for at in range(1, len(words)) if not (words[at - 1].isalnum() and words[at].isalnum())]
+    half = len(_MARKS) // 4
+    return sorted({0, len(words) // 2, len(words), *inner[:half], *inner[-half:]})
+
+
+def _before(text: str, stop: int, words: str) -> int | None:
+    """Find the start of a text that ends at `stop`, blanks aside; None if another text stands there."""
+    for one in reversed(words.lstrip(_BLANK)):
+        if one in _BLANK:
+            continue
+        while stop and text[stop - 1] in _BLANK:
+            stop -= 1
+        if not stop or text[stop - 1] != one:
+            return None
+        stop -= 1
+    blank = words[: len(words) - len(words.lstrip(_BLANK))]
+    return stop - len(blank) if text[:stop].endswith(blank) else stop
+
+
+def _dense(text: str) -> str:
+    return text.translate(dict.fromkeys(map(ord, _BLANK)))
+
 
 #: Type of an ordinary token, whose embedding is that of its id.
 TEXT: Final = "text"

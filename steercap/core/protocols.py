@@ -1,10 +1,29 @@
-"""Protocols of an open model and of fetched rows, for functions that need not know the class of either."""
+"""Protocols of an open model and of fetched rows, and the base of objects with one owner, which are not copied."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol, SupportsIndex
+
+from steercap.errors import InvalidRequest
+
+
+class NonCopyable:
+    """Base of classes that cannot be copied or pickled: `copy`, `deepcopy` and `pickle` raise InvalidRequest.
+
+    Args:
+        instead: advice in the message, what to do instead; a keyword of the class statement.
+    """
+
+    _instead: ClassVar[str]
+
+    def __init_subclass__(cls, *, instead: str) -> None:
+        super().__init_subclass__()
+        cls._instead = instead
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise InvalidRequest(f"a {type(self).__name__} cannot be copied or pickled: {self._instead}")
 
 
 class OpenModel(Protocol):

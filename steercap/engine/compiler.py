@@ -19,19 +19,18 @@ from steercap.engine.ranks import Rank
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files.fingerprint import warn_of_other_model
 from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, codec_of, record_of
-from steercap.kernels.codecs.calibrated8 import CALIBRATED
+from steercap.kernels.codecs.full8 import CALIBRATED
 from steercap.saes import compiling
 from steercap.saes.compiling import Readers, compile_readers
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
-from steercap.steering.lowering import Lowered, lower
+from steercap.steering.lowering import Lowered, Projected, compile_projection, lower, points_of
 from steercap.steering.monitor import Monitor, check_widths, compile_probes
-from steercap.steering.projection import Projected, compile_projection, points_of
 from steercap.steering.spec import SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     from steercap.steering.calibration import Calibration
     from steercap.steering.edits import Edit
-    from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.spec import LogitBias
 
 
 class Compiler:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 from steercap.core.messages import Configure, Configured, Placed, Vectors
 from steercap.core.program import Configuration
 from steercap.core.slots import Grant, Slots
-from steercap.engine.batching import Batcher
+from steercap.engine.workers import Batcher
 from steercap.errors import EngineFailure, ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
 
 if TYPE_CHECKING:

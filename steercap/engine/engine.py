@@ -20,10 +20,10 @@ from steercap.architectures.families.proved import verified
 from steercap.concurrency.loops import end_within, finished, on_thread
 from steercap.config import Settings
 from steercap.core.budget import Ticket
-from steercap.core.messages import CapturedRows, Chosen, Counted, Owner, Unembedded, Unknown, Wanted
+from steercap.core.messages import Owner, Unembedded, Wanted
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.schema import Coding, PointSchema
-from steercap.core.spec import CaptureSpec, Point
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
 from steercap.core.tokens import count_selected
 from steercap.engine.admission import Admission
 from steercap.engine.compiler import Compiler
@@ -33,14 +33,9 @@ from steercap.engine.ranks import Rank, Ranks, attention_of, loaded_of
 from steercap.engine.saes import Dictionaries
 from steercap.engine.sketching import Sketching
 from steercap.engine.spilling import Spillable, Spilling, require_place
-from steercap.engine.workers import Records, Workers
+from steercap.engine.workers import Workers
 from steercap.errors import EngineDied, UnsupportedModel
 from steercap.kernels.codecs import dtype_of
-from steercap.saes.compiling import Readers
-from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import Lowered
-from steercap.steering.monitor import Monitor
-from steercap.steering.projection import Projected
 from steercap.worker.memory import LineReader
 
 if TYPE_CHECKING:
@@ -72,6 +67,8 @@ class Engine:
         ranks: workers that capture, as they answered when they attached.
 
     Attributes:
+        workers: connection to the workers.
+        compiler: compiler of the specs of requests.
         armed: index of every armed point.
         schemas: schema of every armed point, layer by layer.
         loaded: decoder layers that the workers have loaded.
@@ -91,7 +88,8 @@ class Engine:
         self.vllm = vllm
         self.settings = settings
         self.home: Final = workers.home
-        self._workers, self._ranks = workers, ranks
+        self.workers: Final = workers
+        self._ranks = ranks
         self._name = uuid4().hex[:8]
         self._numbers = count()
         known = {index: schema for rank in self._all_ranks for index, schema in rank.schemas.items()}
@@ -103,7 +101,7 @@ class Engine:
         self.verified: Final = verified(self.loaded.code)
         self._require_sites()
         self.attention: Final = attention_of(ranks[0])
-        self._compiler = Compiler(
+        self.compiler: Final = Compiler(
             self.armed,
             self.schemas,
             self._all_ranks,
@@ -198,7 +196,7 @@ class Engine:
         with self._one_ends:
             first = self._ending is None
             ending = self._ending = self._ending or Future()
-            self._workers.closed = True
+            self.workers.closed = True
         if first:
             try:
                 await self.home.run(self._wind_up, patience=GIVE_UP_SECONDS)
@@ -215,7 +213,7 @@ class Engine:
         await self.configurations.aclose()
         await self.sketching.aclose()
         await self.saes.aclose()
-        await self._workers.aclose()
+        await self.workers.aclose()
         await self.vllm.quiesce()
 
     def _end(self) -> None:
@@ -224,7 +222,7 @@ class Engine:
             if self.spilling is not None:
                 self.spilling.end()
             self._fetcher.close()
-            self._workers.end()
+            self.workers.end()
             for rank in self._all_ranks:
                 rank.reader.close()
         finally:
@@ -235,38 +233,6 @@ class Engine:
     def new_key(self) -> str:
         """Return a key for a request, unique on this machine; without underscore, see `runner_v1.sample_of`."""
         return f"steercap-{self._name}-{next(self._numbers)}"
-
-    def lowered(self, steering: Any) -> Lowered:
-        """See `Compiler.lowered`."""
-        return self._compiler.lowered(steering)
-
-    def captured(self, spec: CaptureSpec) -> tuple[tuple[Point, ...], tuple[int, ...]]:
-        """See `Compiler.captured`."""
-        return self._compiler.captured(spec)
-
-    def projected(self, spec: CaptureSpec) -> Projected | None:
-        """See `Compiler.projected`."""
-        return self._compiler.projected(spec)
-
-    def calibrated(self, spec: CaptureSpec) -> Calibrated | None:
-        """See `Compiler.calibrated`."""
-        return self._compiler.calibrated(spec)
-
-    def readers(self, spec: CaptureSpec) -> Readers | None:
-        """See `Compiler.readers`."""
-        return self._compiler.readers(spec)
-
-    def coding(self, spec: CaptureSpec) -> Coding:
-        """See `Compiler.coding`."""
-        return self._compiler.coding(spec)
-
-    def probe_points(self, monitors: Sequence[Monitor]) -> tuple[Point, ...]:
-        """See `Compiler.probe_points`."""
-        return self._compiler.probe_points(monitors)
-
-    def probed(self, monitors: Sequence[Monitor], points: Sequence[Point]) -> tuple[Projected, tuple[int, ...]]:
-        """See `Compiler.probed`."""
-        return self._compiler.probed(monitors, points)
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
         """Return the pages that `rows` rows of the plan, or their accumulator, take on the worker with most of them."""
@@ -398,11 +364,11 @@ class Engine:
     def give_back(self, owner: Owner, ticket: Ticket | None) -> None:
         """Free a request's rows and records with the next question. Idempotent."""
         freed = None if ticket is None else partial(self.admission.release, ticket)
-        self._workers.give_back(owner, freed, soon=self.admission.budget.waiting > 0)
+        self.workers.give_back(owner, freed, soon=self.admission.budget.waiting > 0)
 
     def give_back_from_any_thread(self, owner: Owner, ticket: Ticket) -> None:
         """Call `give_back` from any thread, after the loop has ended, or from a finalizer at any moment."""
-        if not self._workers.closed:
+        if not self.workers.closed:
             self.home.call(partial(self.give_back, owner, ticket))
 
     # Rows
@@ -423,7 +389,7 @@ class Engine:
         return await self.spilling.read(work)
 
     def _spills(self) -> Spilling:
-        workers, admission = self._workers, self.admission
+        workers, admission = self.workers, self.admission
         return Spilling(
             self.settings, admission.budget, admission.page_bytes, self.collect, workers.get_stats, admission.look_again
         )
@@ -438,24 +404,8 @@ class Engine:
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
-        found = await (self._workers.locate_growing(wanted) if growing else self.locate(wanted))
+        found = await (self.workers.locate_growing(wanted) if growing else self.workers.locate(wanted))
         return await self._fetcher.deliver(self._ranks, found)
-
-    async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[CapturedRows | Unknown]]]:
-        """See `Workers.locate`."""
-        return await self._workers.locate(wanted)
-
-    async def settle(self, wanted: Sequence[Wanted], *, ended: bool, biased: bool) -> list[Records]:
-        """See `Workers.settle`."""
-        return await self._workers.settle(wanted, ended=ended, biased=biased)
-
-    async def engage(self, owners: Sequence[Owner]) -> list[int]:
-        """See `Workers.engage`."""
-        return await self._workers.engage(owners)
-
-    async def get_stats(self) -> list[list[Counted]]:
-        """Return the resources in use on each capturing worker, engine by engine."""
-        return await self._workers.get_stats()
 
     @property
     def bank_row_bytes(self) -> int:
@@ -489,34 +439,7 @@ class Engine:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
         chosen = None if tokens is None else tuple(tokens)
-        return await self._workers.unembed(rows, engine, tokens=chosen, top=top, normed=normed)
-
-    async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int = 0) -> torch.Tensor:
-        """Apply the last projection of a layer's block to rows of its input: float32 [n, hidden].
-
-        Args:
-            layer: index of the layer.
-            site: site of the rows: "z" or "neurons".
-            rows: rows [n, *shape of the point], in the model's dtype.
-            engine: index of the engine to use.
-
-        Raises:
-            EngineFailure: the engine has died, or a worker cannot answer.
-        """
-        return await self._workers.project(layer, site, rows, engine)
-
-    async def choose(self, layer: int, rows: torch.Tensor, engine: int = 0) -> Chosen:
-        """Compute the experts that a layer's router chooses from their logits, as the model does.
-
-        Args:
-            layer: index of the layer.
-            rows: logits, float32 [n, experts], as captured at `router`.
-            engine: index of the engine to use.
-
-        Raises:
-            EngineFailure: the engine has died, or a worker cannot answer.
-        """
-        return await self._workers.choose(layer, rows, engine)
+        return await self.workers.unembed(rows, engine, tokens=chosen, top=top, normed=normed)
 
     @property
     def family(self) -> Family:
@@ -567,4 +490,4 @@ class Engine:
         Raises:
             ModelClosed, WrongEventLoop: it was closed, or started in another event loop.
         """
-        self._workers.require_open()
+        self.workers.require_open()

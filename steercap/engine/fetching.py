@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.messages import CapturedRows, Unknown
 from steercap.core.receipt import knowing
 from steercap.engine.ranks import Rank, Ranks

@@ -28,9 +28,8 @@ from steercap.core.messages import (
     Unknown,
 )
 from steercap.core.spec import Point
-from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
-from steercap.engine.workers import Workers
+from steercap.engine.workers import Batcher, Workers
 from steercap.errors import PointSplit, SketchClosed, SketchIncomplete, SketchMemoryFull
 from steercap.worker.sketches import SKETCHES, Kind, SketchState
 

@@ -1,4 +1,4 @@
-"""Connection to the workers of all engines: one frame for each question, which also lists released rows."""
+"""Connection to the workers of all engines: one frame for each question, batches of small ones, and released rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -50,7 +50,6 @@ from steercap.core.messages import (
     decode_answer,
     encode,
 )
-from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
 from steercap.engine.spilling import folder_of
 from steercap.errors import EngineFailure, ModelClosed, SteeringNotApplied, UnsupportedRunner, WorkerFailure
@@ -59,6 +58,69 @@ from steercap.worker.memory import open_reader
 
 if TYPE_CHECKING:
     from steercap.adapters.engine import VllmEngine
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Batcher(Generic[Item, Result]):
+    """Batcher of questions of one kind.
+
+    Args:
+        send: coroutine function that sends several questions and returns their answers in order.
+    """
+
+    def __init__(self, send: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]]) -> None:
+        self._send = send
+        self._pending: list[tuple[Item, asyncio.Future[Result]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def ask(self, item: Item) -> Result:
+        """Ask one question and return its answer; it is sent even if the caller stops waiting.
+
+        Raises:
+            ModelClosed: the batcher was closed meanwhile.
+            Whatever `send` raises.
+        """
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._pending.append((item, answer))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._drain(), name="steercap batch")
+        return await answer
+
+    async def aclose(self) -> None:
+        """Fail all waiting callers. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        closed = ModelClosed("the model was closed while a call to its workers ran")
+        _fail([answer for _, answer in self._pending], closed)
+        self._pending = []
+
+    async def _drain(self) -> None:
+        while self._pending:
+            await asyncio.sleep(0)  # so that callers that are about to ask can join
+            batch, self._pending = self._pending, []
+            answers = [answer for _, answer in batch]
+            try:
+                results = await self._send([item for item, _ in batch])
+                paired = list(zip(answers, results, strict=True))
+            except Exception as error:  # noqa: BLE001 -- it is theirs who asked
+                _fail(answers, error)
+            except BaseException:
+                _fail(answers, ModelClosed("the model was closed while a call to its workers ran"))
+                raise
+            else:
+                for answer, result in paired:
+                    if not answer.done():
+                        answer.set_result(result)
+
+
+def _fail(answers: Sequence[asyncio.Future[Result]], error: Exception) -> None:
+    for answer in answers:
+        if not answer.done():
+            answer.set_exception(error)
+
 
 #: Seconds that a release of rows waits for another question before it gets an RPC of its own.
 RELEASE_DELAY: Final = 0.05
@@ -268,8 +330,15 @@ class Workers:
             raise WorkerFailure(f"a worker did not unembed exactly the {len(rows)} rows that it was sent")
         return found
 
-    async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int) -> torch.Tensor:
-        """Apply the last projection of a layer's block to rows of its input, on one engine: float32 [n, hidden]."""
+    async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int = 0) -> torch.Tensor:
+        """Apply the last projection of a layer's block to rows of its input: float32 [n, hidden].
+
+        Args:
+            layer: index of the layer.
+            site: site of the rows: "z" or "neurons".
+            rows: rows [n, *shape of the point], in the model's dtype.
+            engine: index of the engine to use.
+        """
         asked = Project(layer, site, *_sent(rows))
         answers = (await self.ask(asked, Projected))[engine]
         if not answers:
@@ -277,8 +346,14 @@ class Workers:
         _require_rows(answers[0].rows, len(rows), _FLOAT_BYTES)
         return torch.frombuffer(bytearray(answers[0].rows), dtype=torch.float32).view(len(rows), -1)
 
-    async def choose(self, layer: int, rows: torch.Tensor, engine: int) -> Chosen:
-        """Compute the experts that a layer's router chooses, and their weights, on one engine."""
+    async def choose(self, layer: int, rows: torch.Tensor, engine: int = 0) -> Chosen:
+        """Compute the experts that a layer's router chooses from their logits, as the model does.
+
+        Args:
+            layer: index of the layer.
+            rows: logits, float32 [n, experts], as captured at `router`.
+            engine: index of the engine to use.
+        """
         answers = (await self.ask(Choose(layer, *_sent(rows)), Chosen))[engine]
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")

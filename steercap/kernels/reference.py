@@ -14,8 +14,18 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 
-from steercap.kernels.bits import HOLE, JOINED, LEADS, MEASURES, READS, RELATIVE, REPLACES, RESTORES
-from steercap.kernels.finite import edited_most, stray_rows
+from steercap.kernels.bits import (
+    HOLE,
+    JOINED,
+    LEADS,
+    MEASURES,
+    READS,
+    RELATIVE,
+    REPLACES,
+    RESTORES,
+    edited_most,
+    stray_rows,
+)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""Random projections on CUDA: rows of the ring times a matrix of signs, as codes behind the scales of their groups.
+"""Encodings on CUDA: eight-bit floating point, random projections, and projections on the directions of a point.
 
-A program takes a tile of rows of one point, and a group of their numbers: a matrix product in the rows' own dtype, in
-which 1 and -1 are exact, added up in float32. The formula is that of `kernels.codecs.random_projection`. Shape
-legend: records = tokens of a pass of one layout; points = its points with equal schemas; line = elements of a line of
-the ring; k = numbers of a row.
+The formulas are those of `kernels.codecs.fp8`, `random_projection` and `projected`. The bits of e4m3 are assembled as
+integers, which every device supports. A program of `rp` takes a tile of rows of one point, and a group of their
+numbers: a matrix product in the rows' own dtype, in which 1 and -1 are exact, added up in float32. Others have one
+program per row; in a large pass projections take a few rows of one point, which then share each direction.
+
+Shape legend: records = tokens of a pass of one layout; points = its points with equal schemas; width = elements of a
+row; line = elements of a line of the ring; k = numbers of a row.
 """
 
 from __future__ import annotations
@@ -13,10 +16,49 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
-from steercap.kernels.bits import GROUP
-from steercap.kernels.triton_uniform import all_finite, lift_of, nearest, step_of, steps_from
+from steercap.kernels.bits import FP8_HEAD, FP8_MOST, GROUP
+from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, nearest, step_of, steps_from
+
+_HEAD, _MOST = tl.constexpr(FP8_HEAD), tl.constexpr(FP8_MOST)
+
+
+@triton.jit
+def _fp8_kernel(
+    rows, codes, heads, records, points,
+    WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    record = records + tl.program_id(0) * 2
+    point = points + tl.program_id(1) * 2
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    row = tl.load(rows + (tl.load(record) + tl.load(point)) * ROW_LINE + columns, mask=inside, other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(row), 0)
+    finite = all_finite(row, inside, 0)
+    scale = step_of(most * 0.0, most, _MOST)
+    size = tl.minimum(tl.abs(steps_from(row, 0.0, scale, lift_of(most))), _MOST)
+    # The exponent as e4m3 has it, -6 for what is denormal there; three bits of mantissa behind the leading one.
+    exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+    unit = ((127 + 3 - exponent) << 23).to(tl.float32, bitcast=True)
+    code = (exponent + 6) * 8 + nearest(size * unit).to(tl.int32)
+    code = tl.where(row < 0, code + 128, code)
+    start = tl.load(record + 1) * BYTE_LINE + tl.load(point + 1)
+    tl.store(codes + start + _HEAD + columns, tl.where(finite, code, 0).to(tl.uint8), mask=inside)
+    tl.store(heads + start // 4, tl.where(finite, scale, float("nan")))
+
+
+def launch_fp8(
+    rows: Float[torch.Tensor, "lines line"],
+    ring: UInt8[torch.Tensor, "lines bytes"],
+    records: Int[torch.Tensor, "records 2"],
+    points: Int[torch.Tensor, "points 2"],
+    width: int,
+) -> None:
+    """Encode rows of the ring, and write the codes to other lines of it; arguments are those of `launch_full8`."""
+    block = triton.next_power_of_2(width)
+    launch_rows(_fp8_kernel, rows, ring, records, points, width=width, block=block, BLOCK=block)
+
 
 #: Rows of a tile, for passes of few records and of many; and elements of a row at a time, by bytes of an element.
 FEW, MANY = 16, 64
@@ -100,4 +142,76 @@ def launch_rp(
         DEPTH=DEPTHS[rows.itemsize],
         num_warps=4,
         num_stages=3,
+    )
+
+
+#: In passes of more records than this, a program handles TOGETHER of them.
+LARGE: Final = 512
+TOGETHER: Final = 4
+#: Elements of rows that one warp holds in registers, 32 threads of 64.
+WARP_ELEMENTS: Final = 2048
+
+
+@triton.jit
+def _project_kernel(
+    rows, results, bank, bank_rows, records, points, count, directions,
+    WIDTH, ROW_LINE, RESULT_LINE, BANK, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    numbers = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    point = tl.program_id(1)
+    there = numbers < count
+    sources = tl.load(records + numbers * 2, mask=there, other=0)
+    targets = tl.load(records + numbers * 2 + 1, mask=there, other=0)
+    offset = tl.load(points + point * 2)
+    target = results + targets * RESULT_LINE + tl.load(points + point * 2 + 1) // 4
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    start = (sources + offset) * ROW_LINE
+    tile = tl.load(rows + start[:, None] + columns, mask=there[:, None] & inside, other=0.0).to(tl.float32)
+    for direction in range(directions):
+        bank_row = tl.load(bank_rows + point * directions + direction)
+        vector = tl.load(bank + bank_row * BANK + columns, mask=inside, other=0.0)
+        along = tl.sum(tile * vector[None, :], axis=1)
+        tl.store(target + direction, along, mask=there)
+
+
+def launch_project(
+    rows: Float[torch.Tensor, "lines line"],
+    results: Float[torch.Tensor, "lines floats"],
+    records: Int[torch.Tensor, "records 2"],
+    points: Int[torch.Tensor, "points 2"],
+    width: int,
+    bank: Float[torch.Tensor, "vectors width"],
+    bank_rows: Int[torch.Tensor, "points directions"],
+) -> None:
+    """Project rows of the ring on their point's directions, and write the results to other lines of the ring.
+
+    Args:
+        rows: the ring, in the dtype of the points.
+        results: the ring, as float32.
+        records: first line of each raw record, and of its stored record, int64.
+        points: line of each point's row in a raw record, and byte of its numbers in a stored record, int64.
+        width: elements of a row.
+        bank: float32 vectors, a view that may be narrower than the bank.
+        bank_rows: bank rows of each point's directions, int64.
+    """
+    count, directions = len(records), bank_rows.shape[1]
+    together = TOGETHER if count > LARGE else 1
+    block = triton.next_power_of_2(width)
+    _project_kernel[(triton.cdiv(count, together), len(points))](
+        rows,
+        results,
+        bank,
+        bank_rows,
+        records,
+        points,
+        count,
+        directions,
+        WIDTH=width,
+        ROW_LINE=rows.shape[1],
+        RESULT_LINE=results.shape[1],
+        BANK=bank.stride(0),
+        BLOCK=block,
+        TOKENS=together,
+        num_warps=min(max(block * together // WARP_ELEMENTS, 4), 16),
     )

@@ -19,8 +19,18 @@ import triton.language as tl
 from jaxtyping import Float, Int
 
 from steercap.kernels import bits
-from steercap.kernels.bits import BEFORE, LAYOUT, LINE, MASK, REPLACED, REPORT, SLOT, TOKEN_COLUMNS
-from steercap.kernels.finite import edited_most, overflows_later
+from steercap.kernels.bits import (
+    BEFORE,
+    LAYOUT,
+    LINE,
+    MASK,
+    REPLACED,
+    REPORT,
+    SLOT,
+    TOKEN_COLUMNS,
+    edited_most,
+    overflows_later,
+)
 
 #: Integer columns of an entry; its eight floats are a table of their own.
 ENTRY_COLUMNS: Final = 8
@@ -121,7 +131,7 @@ def _tap_token(  # noqa: PLR0915 -- all that is known early is read early
 ):  # fmt: skip
     """Edit and copy the row of one token at one point.
 
-    With `LOOK` the rows of edited tokens are checked at points without edits too; see `kernels.finite`. With `NORMS`
+    With `LOOK` the rows of edited tokens are checked at points without edits too; see `kernels.bits`. With `NORMS`
     the norm of the row is left in `hidden`, and the row in `residual`: see `kernels.reference.add_norm`.
     """
     asked = tokens + token * _TOKEN_COLUMNS

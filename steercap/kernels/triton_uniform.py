@@ -1,6 +1,11 @@
-"""Uniform quantisation on CUDA: the arithmetic that the codecs' kernels share, that of `kernels.codecs.uniform`.
+"""Uniform quantisation on CUDA: the arithmetic of `kernels.codecs.uniform`, and codecs that use it.
 
-Scales and values are tensors of any shape; `axis` is the one that a scale covers.
+Scales and values are tensors of any shape; `axis` is the one that a scale covers. A codec has one program per row, and
+the formula of its module in `kernels.codecs`. In `topk8` the magnitude of the last element kept is found bit by bit, by
+counting: the bits of positive floats order as the floats do.
+
+Shape legend: records = tokens of a pass of one layout; points = its points with equal schemas; line = elements of a
+line of the ring.
 """
 
 from __future__ import annotations
@@ -10,6 +15,9 @@ from typing import Any, Final
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float, Int, UInt8
+
+from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS, GROUP, INT4_STEPS, TOPK8_HEAD
 
 #: Elements of a row that one warp holds in registers.
 WARP_ELEMENTS: Final = 1024
@@ -86,3 +94,164 @@ def launch_rows(
         num_warps=min(max(block // WARP_ELEMENTS, 1), 16),
         **more,
     )
+
+
+_FULL8_HEAD, _FULL8_STEPS = tl.constexpr(FULL8_HEAD), tl.constexpr(FULL8_STEPS)
+
+
+@triton.jit
+def _full8_kernel(
+    rows, codes, heads, records, points, bank, bank_rows,
+    WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr, BANK: tl.constexpr,
+    CALIBRATED: tl.constexpr,
+):  # fmt: skip
+    record = records + tl.program_id(0) * 2
+    point = points + tl.program_id(1) * 2
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    row = tl.load(rows + (tl.load(record) + tl.load(point)) * ROW_LINE + columns, mask=inside, other=0.0).to(tl.float32)
+    if CALIBRATED:
+        own = bank_rows + tl.program_id(1) * 2
+        centre = tl.load(bank + tl.load(own) * BANK + columns, mask=inside, other=0.0)
+        reach = tl.load(bank + tl.load(own + 1) * BANK + columns, mask=inside, other=1.0)
+        row = tl.div_rn(row - centre, reach)
+    least = tl.min(tl.where(inside, row, float("inf")), 0)
+    most = tl.max(tl.where(inside, row, float("-inf")), 0)
+    finite = all_finite(row, inside, 0)
+    scale = step_of(least, most, _FULL8_STEPS)
+    code = nearest(steps_from(row, least, scale, lift_of(tl.maximum(tl.abs(least), tl.abs(most)))))
+    code = tl.where(finite & inside, tl.minimum(tl.maximum(code, 0.0), _FULL8_STEPS), 0.0)
+    start = tl.load(record + 1) * BYTE_LINE + tl.load(point + 1)
+    tl.store(codes + start + _FULL8_HEAD + columns, code.to(tl.uint8), mask=inside)
+    tl.store(heads + start // 4, tl.where(finite, scale, float("nan")))
+    tl.store(heads + start // 4 + 1, least)
+
+
+def launch_full8(
+    rows: Float[torch.Tensor, "lines line"],
+    ring: UInt8[torch.Tensor, "lines bytes"],
+    records: Int[torch.Tensor, "records 2"],
+    points: Int[torch.Tensor, "points 2"],
+    width: int,
+    bank: Float[torch.Tensor, "vectors width"] | None = None,
+    bank_rows: Int[torch.Tensor, "points 2"] | None = None,
+) -> None:
+    """Encode rows of the ring, and write the codes to other lines of it.
+
+    Args:
+        rows: the ring, in the dtype of the points.
+        ring: the ring, as bytes.
+        records: first line of each raw record, and of its stored record, int64.
+        points: line of each point's row in a raw record, and byte of its codes in a stored record, int64.
+        width: elements of a row.
+        bank: float32 vectors of calibrated rows, a view that may be narrower than the bank; None without calibration.
+        bank_rows: bank rows of the centre and the reach of each point, int64.
+    """
+    block, calibrated = triton.next_power_of_2(width), bank is not None
+    more: dict[str, Any] = {"bank": bank if calibrated else rows, "bank_rows": bank_rows if calibrated else records}
+    more |= {"BLOCK": block, "BANK": 0 if bank is None else bank.stride(0), "CALIBRATED": calibrated}
+    launch_rows(_full8_kernel, rows, ring, records, points, width=width, block=block, **more)
+
+
+_GROUP, _INT4_STEPS = tl.constexpr(GROUP), tl.constexpr(INT4_STEPS)
+
+
+@triton.jit
+def _int4_kernel(
+    rows, codes, heads, records, points,
+    WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+):  # fmt: skip
+    record = records + tl.program_id(0) * 2
+    point = points + tl.program_id(1) * 2
+    groups = tl.arange(0, BLOCK_GROUPS)
+    columns = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    inside = columns < WIDTH
+    row = tl.load(rows + (tl.load(record) + tl.load(point)) * ROW_LINE + columns, mask=inside, other=0.0).to(tl.float32)
+    here = groups * _GROUP < WIDTH
+    least = tl.where(here, tl.min(tl.where(inside, row, float("inf")), 1), 0.0)
+    most = tl.where(here, tl.max(tl.where(inside, row, float("-inf")), 1), 0.0)
+    finite = all_finite(row, inside, 1)
+    scale = step_of(least, most, _INT4_STEPS)
+    lift = lift_of(tl.maximum(tl.abs(least), tl.abs(most)))
+    code = nearest(steps_from(row, least[:, None], scale[:, None], lift[:, None]))
+    code = tl.where(finite[:, None] & inside, tl.minimum(tl.maximum(code, 0.0), _INT4_STEPS), 0.0).to(tl.int32)
+    # The later of two elements goes in the upper half of their byte.
+    places = 1 + 15 * tl.arange(0, 2)
+    packed = tl.sum(tl.reshape(code, (BLOCK_GROUPS, _GROUP // 2, 2)) * places[None, None, :], 2)
+    bytes_ = groups[:, None] * (_GROUP // 2) + tl.arange(0, _GROUP // 2)[None, :]
+    start = tl.load(record + 1) * BYTE_LINE + tl.load(point + 1)
+    count: tl.constexpr = (WIDTH + _GROUP - 1) // _GROUP
+    tl.store(codes + start + 8 * count + bytes_, packed.to(tl.uint8), mask=bytes_ * 2 < WIDTH)
+    tl.store(heads + start // 4 + 2 * groups, tl.where(finite, scale, float("nan")), mask=here)
+    tl.store(heads + start // 4 + 2 * groups + 1, least, mask=here)
+
+
+def launch_int4(
+    rows: Float[torch.Tensor, "lines line"],
+    ring: UInt8[torch.Tensor, "lines bytes"],
+    records: Int[torch.Tensor, "records 2"],
+    points: Int[torch.Tensor, "points 2"],
+    width: int,
+) -> None:
+    """Encode rows of the ring, and write the codes to other lines of it; arguments are those of `launch_full8`."""
+    groups = triton.next_power_of_2(triton.cdiv(width, GROUP))
+    launch_rows(_int4_kernel, rows, ring, records, points, width=width, block=groups * GROUP, BLOCK_GROUPS=groups)
+
+
+_TOPK8_HEAD = tl.constexpr(TOPK8_HEAD)
+#: Low bits of a float32 that are zero in every number of a dtype.
+IDLE_BITS: Final = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+
+
+@triton.jit
+def _topk8_kernel(
+    rows, codes, heads, records, points, indices,
+    WIDTH: tl.constexpr, KEPT: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr,
+    IDLE: tl.constexpr,
+):  # fmt: skip
+    record = records + tl.program_id(0) * 2
+    point = points + tl.program_id(1) * 2
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    row = tl.load(rows + (tl.load(record) + tl.load(point)) * ROW_LINE + columns, mask=inside, other=0.0).to(tl.float32)
+    finite = all_finite(row, inside, 0)
+    size = tl.where(inside, tl.abs(row).to(tl.int32, bitcast=True), -1)
+    last = tl.zeros((), tl.int32)
+    for bit in range(31 - IDLE):
+        higher = last + (1 << (30 - bit))
+        last = tl.where(tl.sum((size >= higher).to(tl.int32), 0) >= KEPT, higher, last)
+    above, level = size > last, size == last
+    room = KEPT - tl.sum(above.to(tl.int32), 0)
+    kept = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    least = tl.min(tl.where(kept, row, float("inf")), 0)
+    most = tl.max(tl.where(kept, row, float("-inf")), 0)
+    scale = step_of(least, most, _FULL8_STEPS)
+    code = nearest(steps_from(row, least, scale, lift_of(tl.maximum(tl.abs(least), tl.abs(most)))))
+    code = tl.where(finite, tl.minimum(tl.maximum(code, 0.0), _FULL8_STEPS), 0.0)
+    start = tl.load(record + 1) * BYTE_LINE + tl.load(point + 1)
+    tl.store(indices + (start + _TOPK8_HEAD) // 2 + place, columns.to(tl.uint16), mask=kept)
+    tl.store(codes + start + _TOPK8_HEAD + 2 * KEPT + place, code.to(tl.uint8), mask=kept)
+    tl.store(heads + start // 4, tl.where(finite, scale, float("nan")))
+    tl.store(heads + start // 4 + 1, least)
+    tl.store(heads + start // 4 + 2, last.to(tl.float32, bitcast=True))
+
+
+def launch_topk8(
+    rows: Float[torch.Tensor, "lines line"],
+    ring: UInt8[torch.Tensor, "lines bytes"],
+    records: Int[torch.Tensor, "records 2"],
+    points: Int[torch.Tensor, "points 2"],
+    width: int,
+    kept: int,
+) -> None:
+    """Encode rows of the ring, and write the codes to other lines of it.
+
+    Args:
+        rows, ring, records, points, width: as for `launch_full8`.
+        kept: number of elements kept of each row.
+    """
+    block = triton.next_power_of_2(width)
+    indices, idle = ring.view(torch.uint16), IDLE_BITS[rows.dtype]
+    more = {"indices": indices, "KEPT": kept, "BLOCK": block, "IDLE": idle}
+    launch_rows(_topk8_kernel, rows, ring, records, points, width=width, block=block, **more)

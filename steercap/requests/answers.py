@@ -20,18 +20,17 @@ from steercap.core.prompts import (
     template_arguments,
     templated,
     text_of,
+    tokens_of,
     warn_of_doubled,
     warn_of_room,
     without_media,
 )
 from steercap.core.spec import CaptureSpec
-from steercap.core.tokenizing import tokens_of
 from steercap.engine.engine import Engine
 from steercap.errors import InvalidRequest
 from steercap.requests.call_types import Generation
-from steercap.requests.job import Job
+from steercap.requests.job import Job, run_all, run_job
 from steercap.requests.recompute import Recipe
-from steercap.requests.running import run_all, run_job
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
 

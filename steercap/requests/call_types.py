@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from steercap.adapters.types import PoolingParams, SamplingParams
     from steercap.captures.handle import CaptureHandle
     from steercap.steering.edits import Edit
-    from steercap.steering.logit_bias import LogitBias
     from steercap.steering.monitor import Monitor
+    from steercap.steering.spec import LogitBias
 
     #: Type of the handles of captured rows: awaited ones, or those of `steercap.sync`.
     Handle = DefaultingTypeVar("Handle", default=CaptureHandle)

@@ -1,11 +1,12 @@
-"""Jobs: single prompts, checked and compiled, and the steps that run them and hand over texts and handles."""
+"""Jobs: single prompts, checked and compiled, and the steps that run them, one or many, to their results."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -13,28 +14,71 @@ from steercap.captures.checks import Expected
 from steercap.captures.fetching import Arrived, arrived
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle, Lost, Source
+from steercap.captures.pooled import Encoded
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import Plan
+from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.schema import RAW
 from steercap.core.spec import Point
-from steercap.core.tokens import count_selected
-from steercap.errors import SteeringNotApplied
-from steercap.requests.compiled_steering import CompiledSteering, Planned
+from steercap.core.tokens import Range, count_selected
+from steercap.errors import ModelClosed, SteeringNotApplied, first_error
+from steercap.requests.call_types import Generation
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import Lowered
-from steercap.steering.projection import Projected
+from steercap.steering.lowering import Lowered, Projected
 
 if TYPE_CHECKING:
     from steercap.adapters.prompts import Rendered
     from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class CompiledSteering:
+    """Compiled steering of one prompt.
+
+    Args:
+        lowered: the edits.
+        scopes: positions of each token selection.
+        replaced: positions of each replacement.
+        biased: positions of each token selection of biases.
+        held: key of the request, if its edits wait for a monitor to fire; else "".
+    """
+
+    lowered: Lowered
+    scopes: tuple[tuple[Range, ...], ...]
+    replaced: tuple[tuple[int, ...], ...]
+    biased: tuple[tuple[Range, ...], ...] = ()
+    held: str = ""
+
+    def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
+        """Return the steering plan that is sent to the workers.
+
+        Args:
+            slots: the slot of each configuration, by its digest.
+            epoch: see `identity`.
+        """
+        digest = self.lowered.digest
+        name = identity(self.lowered.edits_digest or digest, self.scopes, self.replaced, epoch, self.held)
+        return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced, self.biased, bool(self.held))
+
+
+class Planned(NamedTuple):
+    """Complete instructions for the workers.
+
+    Args:
+        plan: the plan, with slots assigned; None if nothing is kept or changed.
+        salt: salt of the prefix cache, for keys and values that depend on more than the tokens; else "".
+    """
+
+    plan: Plan | None
+    salt: str
 
 
 @dataclass(frozen=True)
@@ -224,7 +268,7 @@ def outputs_of(
         outputs,
         lambda samples: rows_so_far(job, samples),
         lambda tokens: job.engine.vllm.text(job.prompt, cast("SamplingParams", job.params), tokens),
-        lambda indices: job.engine.engage([Owner(cast("Plan", job.plan).key, index) for index in indices]),
+        lambda indices: job.engine.workers.engage([Owner(cast("Plan", job.plan).key, index) for index in indices]),
         new=partial is None and kind == "DELTA",
         final=final,
     )
@@ -267,7 +311,7 @@ async def receipts_of(
         return None
     configuration = job.change.lowered.configuration
     wanted = [Wanted(Owner(plan.key, index), plan.prompt_len + length - 1) for index, length in samples]
-    found = await job.engine.settle(wanted, ended=ended, biased=bool(configuration.biases))
+    found = await job.engine.workers.settle(wanted, ended=ended, biased=bool(configuration.biases))
     try:
         return [
             check_edits(plan.key, _since(job, plan, item.owner.sample), configuration, item.total, said)
@@ -359,3 +403,80 @@ def _pages_kept(job: Job, plan: Plan, generated: int) -> int:
     total = plan.prompt_len + generated - 1 + job.engine.vllm.overshoot
     total = plan.limit if job.stops else min(plan.limit, total)
     return job.engine.pages_needed(plan.capture, count_selected(plan.capture.ranges, total))
+
+
+async def run_all(
+    jobs: AsyncIterable[Coroutine[Any, Any, Generation]], running: set[asyncio.Task[Any]]
+) -> list[Generation]:
+    """Run jobs concurrently, each as soon as it is prepared; the first error cancels the others.
+
+    Args:
+        jobs: coroutines of the jobs (`run_job`), in the order in which memory is claimed.
+        running: set that holds the tasks while they run; closing the model cancels the tasks in it.
+
+    Raises:
+        ModelClosed: the tasks were cancelled through `running`.
+    """
+    tasks: list[asyncio.Task[Generation]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            async for job in jobs:
+                task = group.create_task(job)
+                tasks.append(task)
+                running.add(task)
+                task.add_done_callback(running.discard)
+    except BaseException as failed:  # noqa: BLE001 -- raised again, out of its group
+        _release_done(tasks)
+        error = first_error(failed)
+        raise error from error.__cause__  # it keeps its own cause, and the group is none
+    if any(task.cancelled() for task in tasks):
+        _release_done(tasks)
+        raise ModelClosed("the model was closed while this request ran")
+    return [task.result() for task in tasks]
+
+
+async def run_job(job: Job, call: object) -> Generation:
+    """Run one job to its end on its engine; if that fails, nothing of it stays behind.
+
+    The `output` of a pooling model's job is an `Encoded`.
+
+    Args:
+        job: the job.
+        call: identity of the call that it is part of.
+    """
+    ticket = await memory_for(job, call)
+    try:
+        async with planned(job) as complete:
+            output: Any = None
+            async for output in outputs_of(job, complete, ticket, partial=False):  # noqa: B007 -- the last is wanted
+                pass
+            assert output is not None, "the engine ended a request without an output"
+            found = job.samples_of(output)
+            samples = [(sample.index, len(sample.token_ids)) for sample in found]
+            receipts = await receipts_of(job, complete.plan, samples, ended=True)
+        await enter_sketches(job, [(sample.index, sample.token_ids) for sample in found])
+    except BaseException:
+        if job.plan is not None:
+            job.engine.abandon(job.plan, ticket)
+        raise
+    texts = tuple(sample.text for sample in found)
+    reports = None if job.watch is None else tuple(job.watch.reports(sample.index) for sample in found)
+    steering = None if receipts is None else tuple(receipts)
+    if job.task is not None:
+        receipt = steering[0] if steering else None
+        output = Encoded(output.outputs.data, job.task, tuple(output.prompt_token_ids), receipt)
+    handles = None
+    if ticket is not None and job.plan is not None:
+        if job.hands_over:
+            handles = tuple(handles_of(job, found, ticket, receipts))
+        else:
+            job.engine.done_with(job.plan, ticket)
+    return Generation(output, texts, handles, steering, reports)
+
+
+def _release_done(tasks: Sequence[asyncio.Task[Generation]]) -> None:
+    """Release the handles of the finished jobs of a failed call, which nobody will get."""
+    for task in tasks:
+        if task.done() and not task.cancelled() and task.exception() is None:
+            for handle in task.result().handles or ():
+                handle.release()

@@ -14,16 +14,14 @@ from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection, selected
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.kernels.codecs.attention import MOST_POSITIONS
-from steercap.requests.compiled_steering import CompiledSteering
-from steercap.requests.job import Job
+from steercap.requests.job import CompiledSteering, Job
 from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader_for
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, joint_capture
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import biased_by, scopes_of
+from steercap.steering.lowering import Projected, biased_by, scopes_of
 from steercap.steering.monitor import Monitor, held_back, monitors_of
-from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
     from steercap.adapters.types import PoolingParams, SamplingParams
@@ -100,7 +98,7 @@ async def prepare(
     if held is not None and steering is not None:
         raise InvalidSpec("give a monitor with do='steer' or steering=, not both")
     steering = held or steering
-    lowered = None if steering is None else engine.lowered(steering)
+    lowered = None if steering is None else engine.compiler.lowered(steering)
     asked = await _asked(engine, params, encoding=encoding)
     stops = asked.stops or any(monitor.do == "stop" for monitor in watching)
     rendered = await vllm.render(prompt)
@@ -196,8 +194,8 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
     if monitors and sketches:
         raise InvalidSpec("monitors= cannot be used inside model.sketch(); make the call outside")
     if monitors and own is None:
-        places = engine.probe_points(monitors)
-        projected, columns = engine.probed(monitors, places)
+        places = engine.compiler.probe_points(monitors)
+        projected, columns = engine.compiler.probed(monitors, places)
         return _Kept(
             CaptureSpec(tokens=TokenSelection(tuple(term for one in monitors for term in one.selection.terms))),
             projected.points,
@@ -211,22 +209,24 @@ def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors:
     elif own is None:
         return _Kept()
     else:
-        spec, (points, indices) = own, engine.captured(own)
+        spec, (points, indices) = own, engine.compiler.captured(own)
     kept = _Kept(
         spec,
         points,
         indices,
-        engine.projected(spec),
-        engine.calibrated(spec),
-        engine.readers(spec),
-        engine.coding(spec),
+        engine.compiler.projected(spec),
+        engine.compiler.calibrated(spec),
+        engine.compiler.readers(spec),
+        engine.compiler.coding(spec),
     )
     if spec.attention is not None:
         queries = tuple(point for point in points if point.site == "q")
         kept = kept._replace(points=queries, attention=_attention(engine, spec.attention, queries))
     if not monitors:
         return kept
-    return kept._replace(read_at=reader_for(spec, kept.coding, points, monitors, engine.probe_points(monitors)))
+    return kept._replace(
+        read_at=reader_for(spec, kept.coding, points, monitors, engine.compiler.probe_points(monitors))
+    )
 
 
 def _attention(engine: Engine, top: int, queries: Sequence[Point]) -> AttentionPlan:
@@ -249,7 +249,7 @@ def _check_biases(asked: _Asked, change: CompiledSteering, prompt_len: int) -> N
     Raises:
         InvalidSpec: a pooling model, or `prompt_logprobs` at biased positions.
     """
-    from steercap.adapters.sampling import wants_prompt_logprobs
+    from steercap.adapters.parameters import wants_prompt_logprobs
 
     if not change.biased:
         return

@@ -27,11 +27,21 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
 from steercap.requests.call_types import Generation
-from steercap.requests.equations import ATTENTION, STREAM, Claim, closes, edited, pools, worst
-from steercap.requests.family_equations import of_norms, of_projections, of_rows
+from steercap.requests.equations import (
+    ATTENTION,
+    STREAM,
+    STREAMS,
+    Claim,
+    closes,
+    edited,
+    of_norms,
+    of_projections,
+    of_rows,
+    pools,
+    worst,
+)
+from steercap.requests.job import run_all, run_job
 from steercap.requests.preparing import prepare
-from steercap.requests.running import run_all, run_job
-from steercap.requests.stream_equations import STREAMS
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
 

@@ -18,9 +18,8 @@ from steercap.core.spec import CaptureSpec
 from steercap.engine.engine import Engine
 from steercap.errors import EngineDied
 from steercap.requests.call_types import READ
-from steercap.requests.job import Job, Sample
+from steercap.requests.job import Job, Sample, run_job
 from steercap.requests.preparing import OriginalLengths, prepare
-from steercap.requests.running import run_job
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from steercap.captures.checks import Expected, check_labelled
 from steercap.captures.sketch import Sketch, point_in, versions
 from steercap.core.messages import Joining, Wanted
-from steercap.core.ownership import NonCopyable
+from steercap.core.protocols import NonCopyable
 from steercap.core.receipt import check_points
 from steercap.core.spec import CaptureSpec, Layers, Point, resolve_layers
 from steercap.core.tokens import TokenSelection
@@ -50,7 +50,7 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
         self.spec = spec
         self.kind: str = kind
         self.size: int = SKETCHES[kind].checked_size(size)
-        self.points: tuple[Point, ...] = engine.captured(spec)[0]
+        self.points: tuple[Point, ...] = engine.compiler.captured(spec)[0]
         self.book = Book(engine.new_key(), kind, self.size, {point: engine.armed[point] for point in self.points})
         self._engine = engine
 
@@ -165,11 +165,13 @@ def joint_capture(
     wanted = sorted({point for sketch in sketches for point in sketch.points}, key=engine.armed.__getitem__)
     if own is None:
         return spec, tuple(wanted), tuple(engine.armed[point] for point in wanted)
-    points, indices = engine.captured(own)
+    points, indices = engine.compiler.captured(own)
     same = {
         name: getattr(spec, name) for name in ("layers", "sites", "codec", "k", "seed", "gather", "allow_nonfinite")
     }
-    raw = own.attention is None and engine.coding(own) == engine.coding(spec)  # which may follow from settings
+    raw = own.attention is None and engine.compiler.coding(own) == engine.compiler.coding(
+        spec
+    )  # which may follow from settings
     if not raw or dataclasses.replace(own, **same) != spec or not set(wanted) <= set(points):
         raise InvalidSpec(
             "a request inside a sketch has one set of captured rows, so its capture must have raw rows, the tokens "

@@ -91,7 +91,7 @@ async def stats_of(engine: Engine, restarts: int = 0) -> Stats:
         engine: the engine.
         restarts: number of restarts so far.
     """
-    engines = await engine.get_stats()
+    engines = await engine.workers.get_stats()
     counts = [count for workers in engines for count in workers]
     budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
     slots, row_bytes = engine.configurations.slots, engine.bank_row_bytes

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
-from steercap.saes import gemma_scope, layouts, sae_lens
+from steercap.saes import formats, layouts
 from steercap.saes.layouts import SAEPlace
 from steercap.saes.reading import SAESettings
 
@@ -35,12 +35,12 @@ class SAEFormat(NamedTuple):
     optional: bool = False
 
 
-SAE_LENS: Final = SAEFormat("SAELens", "sae_weights.safetensors", "cfg.json", sae_lens.read_recipe)
+SAE_LENS: Final = SAEFormat("SAELens", "sae_weights.safetensors", "cfg.json", formats.sae_lens)
 #: Formats in the order in which they are looked for.
 LAYOUTS: Final = (
     SAE_LENS,
-    SAEFormat("Gemma Scope 2", "params.safetensors", "config.json", gemma_scope.read_recipe, optional=True),
-    SAEFormat("Gemma Scope", "params.npz", "", gemma_scope.recipe_of_arrays),
+    SAEFormat("Gemma Scope 2", "params.safetensors", "config.json", formats.gemma_scope_2, optional=True),
+    SAEFormat("Gemma Scope", "params.npz", "", formats.gemma_scope),
     SAEFormat("Llama Scope R1", "sae_weights.safetensors", "config.json", layouts.llama_scope),
     SAEFormat("Llama Scope", "checkpoints/final.safetensors", "hyperparams.json", layouts.llama_scope),
     SAEFormat("dictionary_learning", "ae.pt", "config.json", layouts.dictionary_learning),

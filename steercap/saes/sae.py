@@ -14,8 +14,7 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, shown
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.kernels.codecs.features import read, rows_at_once
-from steercap.saes.encoder import Encoder
-from steercap.saes.features import Features
+from steercap.saes.encoder import Encoder, Features
 from steercap.saes.finding import SAE_LENS, SAEFiles, find
 from steercap.saes.layouts import SAEPlace, named
 from steercap.saes.reading import SAEParts, SAESettings, parts_of

@@ -24,9 +24,8 @@ from steercap.steering.directions import DirectionSet
 from steercap.steering.edits import EDITS, Edit
 from steercap.steering.edits.inputs import model_of
 from steercap.steering.layers import LayerVectors
-from steercap.steering.logit_bias import LogitBias
 from steercap.steering.monitor import Monitor, monitors_of
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import LogitBias, SteeringSpec
 
 Made = TypeVar("Made")
 

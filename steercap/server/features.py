@@ -20,7 +20,7 @@ from steercap.server.questions import MOST_TOP, answering, asked, rows_at, rows_
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
-    from steercap.saes.features import Features
+    from steercap.saes.encoder import Features
 
 #: Maximum rows per request.
 MOST_ROWS: Final = 1 << 13

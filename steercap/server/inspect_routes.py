@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from steercap.captures.handle import CaptureHandle
 from steercap.client.uploads import encoded
-from steercap.core.tokenizing import texts_of
+from steercap.core.prompts import texts_of
 from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.lab.directions import extract

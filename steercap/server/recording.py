@@ -103,9 +103,9 @@ class Recorder:
             InvalidSpec, InvalidRequest: a codec that would not make rows smaller; attention that is not understood.
         """
         engine = model.serving.here()
-        points, _ = engine.captured(self.settings.capture)
+        points, _ = engine.compiler.captured(self.settings.capture)
         for spec in (self.settings.capture, *self.settings.codecs.specs(layers=self.settings.layers)):
-            engine.coding(spec)
+            engine.compiler.coding(spec)
         for layer in {point.layer for point in points if point.site == "q"} if self.settings.codecs.attention else ():
             engine.attention[layer].understood(layer)
 

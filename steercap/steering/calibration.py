@@ -23,10 +23,8 @@ from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.files import native
 from steercap.files.native import FileKind
-from steercap.steering.edits.inputs import float32_copy
-from steercap.steering.layers import FrozenMapping
-from steercap.steering.lowering import Lowered
-from steercap.steering.projection import read_by
+from steercap.steering.edits.inputs import FrozenMapping, float32_copy
+from steercap.steering.lowering import Lowered, read_by
 
 #: Least reach of an element, as a share of the median spread. Otherwise a row in which an element varies that hardly
 #: varied in calibration would lose the precision of all others.

@@ -16,7 +16,8 @@ from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
 from steercap.files.native import FileKind
-from steercap.steering.layers import FrozenMapping, LayerVectors
+from steercap.steering.edits.inputs import FrozenMapping
+from steercap.steering.layers import LayerVectors
 
 #: Fingerprint of a direction at one layer.
 Mark: TypeAlias = tuple[float, ...]

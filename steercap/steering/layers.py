@@ -13,48 +13,21 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Final
 
 import torch
 from jaxtyping import Float
 
 from steercap.architectures.sites import SITES
-from steercap.core.display import described
 from steercap.core.spec import name_of_site
 from steercap.core.values import FAR, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
 from steercap.files import native
 from steercap.files.native import FileKind
-from steercap.steering.edits.inputs import Vector, float32_copy
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+from steercap.steering.edits.inputs import FrozenMapping, Vector, float32_copy
 
 #: Singular values below this share of the largest one are rounding, not a direction of their own.
 RANK_TOLERANCE: Final = 1e-6
-
-
-class FrozenMapping(Mapping[Key, Value], Generic[Key, Value]):
-    """Mapping that cannot be changed; every access to a tensor in it returns a copy."""
-
-    def __init__(self, items: Mapping[Key, Value]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: Key) -> Value:
-        found: Any = self._items[key]
-        if isinstance(found, torch.Tensor):
-            found = found.clone()
-        value: Value = found
-        return value
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __repr__(self) -> str:
-        return described(self._items)
 
 
 @dataclass(frozen=True, eq=False)

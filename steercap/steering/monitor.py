@@ -19,7 +19,7 @@ from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.steering.edits import Edit
 from steercap.steering.edits.inputs import Vector, at_layer, float32_copy, model_of
-from steercap.steering.projection import Projected, read_by
+from steercap.steering.lowering import Projected, read_by
 from steercap.steering.spec import SteeringSpec, spec_of
 
 #: Action of a monitor when it fires.

@@ -20,7 +20,7 @@ from steercap.sync.twins import HandleTwin, Run
 
 if TYPE_CHECKING:
     from steercap.steering.edits import Edit
-    from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.spec import LogitBias
 
 Value = TypeVar("Value")
 Model_co = TypeVar("Model_co", covariant=True)

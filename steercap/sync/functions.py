@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from steercap.lab.mechanism.analysis.given import Vectors
     from steercap.lab.mechanism.patching.activation import Ablation
     from steercap.lab.mechanism.patching.metrics import Metric
-    from steercap.lab.mechanism.patching.pairs import Align, Direction
     from steercap.lab.mechanism.patching.paths import Head, Receiver
     from steercap.lab.mechanism.patching.points import Grid
     from steercap.lab.mechanism.patching.results import Effects
+    from steercap.lab.mechanism.patching.running import Align, Direction
     from steercap.lab.personas.answers import AnswersRead
     from steercap.lab.personas.folder import Report
     from steercap.lab.personas.levels import PersonaKind
@@ -67,8 +67,7 @@ if TYPE_CHECKING:
     from steercap.steering.directions import DirectionSet
     from steercap.steering.edits import Edit
     from steercap.steering.layers import LayerVectors
-    from steercap.steering.logit_bias import LogitBias
-    from steercap.steering.spec import SteeringSpec
+    from steercap.steering.spec import LogitBias, SteeringSpec
     from steercap.sync.bridge import Bridged
     from steercap.sync.model import RemoteModel, SteerModel
 

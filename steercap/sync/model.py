@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, overload
 
 from steercap.client.model import RemoteModel as AwaitedRemoteModel
-from steercap.core.ownership import NonCopyable
+from steercap.core.protocols import NonCopyable
 from steercap.model import SteerModel as AwaitedSteerModel
 from steercap.requests.context import FROM_CONTEXT
 from steercap.sync.open_models import LocalTwin, ServedTwin

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from steercap.captures.handle import CaptureHandle as AwaitedCaptureHandle
-from steercap.core.ownership import NonCopyable
+from steercap.core.protocols import NonCopyable
 from steercap.requests.sketching import RunningSketch as AwaitedRunningSketch
 from steercap.sync.twins import HandleTwin, StreamTwin, Twin
 
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
     from steercap.captures import files
     from steercap.captures.experts import Experts
-    from steercap.captures.lens import Lens
+    from steercap.captures.lens import Lens, TunedLens
     from steercap.captures.lifecycle import Lifecycle
     from steercap.captures.rows import Captures, Coded, Featured
     from steercap.captures.sketch import Sketch
-    from steercap.captures.tuned_lens import TunedLens
     from steercap.core.attention import AttentionRule
     from steercap.core.chat import MediaSpan, MessageSpan
     from steercap.core.receipt import Receipt

@@ -98,7 +98,7 @@ class LocalTwin(Bridged[SteerModel]):
         return self.bridge.run(_call(lambda: self.awaited.check_capture(spec)))
 
     def _check(self, spec: SteeringSpec) -> None:
-        self.bridge.run(_call(lambda: self.awaited.serving.opened().lowered(spec)))
+        self.bridge.run(_call(lambda: self.awaited.serving.opened().compiler.lowered(spec)))
 
     @property
     def factory(self) -> Callable[[], SteerModel]:

@@ -13,14 +13,11 @@ from jaxtyping import Float
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.steering.edits import Edit
-from steercap.steering.edits.ablate import Ablate
-from steercap.steering.edits.add import Add
-from steercap.steering.edits.add_if import AddIf
-from steercap.steering.edits.cap import Cap
+from steercap.steering.edits.add import Add, AddIf
 from steercap.steering.edits.low_rank import LowRank
+from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
 from steercap.steering.edits.replace import Replace
 from steercap.steering.edits.sae_feature import SAEFeature
-from steercap.steering.edits.set_projection import SetProjection
 from steercap.steering.spec import SteeringSpec
 
 Rows = Float[torch.Tensor, "rows hidden"]

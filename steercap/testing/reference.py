@@ -23,8 +23,7 @@ from steercap.core.extras import extra
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.lab.training.hooked import HookedModel, Visited, firsts
-from steercap.steering.logit_bias import LogitBias
-from steercap.steering.spec import SteeringSpec
+from steercap.steering.spec import LogitBias, SteeringSpec
 from steercap.testing.edits import edited
 
 

@@ -128,29 +128,6 @@ def parcel_bytes(captured_rows: CapturedRows, schemas: Sequence[PointSchema]) ->
     return captured_rows.stored_rows * sum(record_of(schemas, captured_rows.coding).sizes)
 
 
-def assemble(
-    captured_rows: CapturedRows, schemas: Sequence[PointSchema], source: Readable, shard: int = 0
-) -> list[torch.Tensor | CodedRows]:
-    """Gather the records of captured rows at once, on this thread.
-
-    Args:
-        captured_rows: the message that describes the lines.
-        schemas: schemas of its points.
-        source: the lines of these rows.
-        shard: as for `Assembly`.
-
-    Returns:
-        The rows of every point, as `Assembly.rows` returns them.
-
-    Raises:
-        CaptureIncomplete: the lines do not hold the records that the message says.
-    """
-    assembly = Assembly(captured_rows, schemas, source, shard)
-    for part in assembly.parts:
-        assembly.fill(part)
-    return assembly.rows()
-
-
 def _records(captured_rows: CapturedRows, record: int, source: Readable) -> Ints:
     """Return the first line of each record of `record` lines: int64 [rows]."""
     starts, counts = _arrays(source.ranges)

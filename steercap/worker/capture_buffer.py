@@ -16,8 +16,7 @@ from steercap.core.rows import Ints, RecordLines, ranks, rows_selected, runs
 from steercap.core.schema import REDUCED
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import record_of
-from steercap.worker.arena import Arena
-from steercap.worker.layouts import Form, Layouts, Reads
+from steercap.worker.arena import Arena, Form, Layouts, Reads
 from steercap.worker.reduce import record_blocks, reduce_rows, rows_of
 
 
@@ -50,7 +49,9 @@ class CaptureBuffer(ABC):
         self._layouts = layouts
         self._points = layouts.points(capture.points)
         self._schemas = layouts.schemas(self._points)
-        self._layout = layouts.acquire(capture.points, _form(capture, reads)) if self._points else None
+        slot = NONE if capture.vectors is None else capture.vectors.slot
+        form = Form(capture.coding, slot, capture.before_edits, reads)
+        self._layout = layouts.acquire(capture.points, form) if self._points else None
         if self._points and self._layout is None:
             self.fail("too many requests keep different points at once")
         elif self._layout is not None and not 0 < self._layout.stored.lines <= arena.shape.lines:
@@ -297,8 +298,3 @@ class ArenaBuffer(CaptureBuffer):
         self.stop()  # a row that came later would land on the reduced one, or in pages that are another's by then
         reduce_rows(self._arena, tuple(self._places.ranges(range(rows))), self._layout, self._schemas, reduction)
         self._keep(1)
-
-
-def _form(capture: CapturePlan, reads: Reads) -> Form:
-    slot = NONE if capture.vectors is None else capture.vectors.slot
-    return Form(capture.coding, slot, capture.before_edits, reads)

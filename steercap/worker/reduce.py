@@ -12,7 +12,7 @@ from steercap.core.messages import LineRange
 from steercap.core.schema import LINE_BYTES, RAW, REDUCED, PointSchema
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import ENCODINGS
-from steercap.worker.layouts import RecordLayout
+from steercap.worker.arena import RecordLayout
 
 if TYPE_CHECKING:
     from steercap.worker.arena import Arena
@@ -93,7 +93,7 @@ def rows_of(records: torch.Tensor, layout: RecordLayout, schemas: Sequence[Point
 
 
 def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
-    """Write one float32 row per point at a line, in the layout of `kernels.codecs.reduced`."""
+    """Write one float32 row per point at a line, in the layout of `kernels.codecs.raw`."""
     encoding = ENCODINGS["reduced"]
     offsets = encoding.record(schemas, REDUCED).offsets
     for schema, offset, row in zip(schemas, offsets, rows, strict=True):

@@ -15,11 +15,10 @@ from steercap.core.rows import Ints, rows_selected
 from steercap.core.schema import REDUCED
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.reduced import accumulator_records
+from steercap.kernels.codecs.raw import accumulator_records
 from steercap.worker.accumulators import EMPTY
-from steercap.worker.arena import Arena
+from steercap.worker.arena import Arena, Layouts, RecordLayout
 from steercap.worker.capture_buffer import CaptureBuffer
-from steercap.worker.layouts import Layouts, RecordLayout
 from steercap.worker.reduce import Accumulator, rows_of, write_reduced
 from steercap.worker.taps.base import Taps
 

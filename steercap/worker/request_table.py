@@ -20,8 +20,8 @@ from steercap.core.messages import Owner, Wanted
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
 from steercap.kernels.bits import BEFORE, LAYOUT, MASK, SLOT
+from steercap.worker.arena import Layouts
 from steercap.worker.capture_buffer import CaptureBuffer
-from steercap.worker.layouts import Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.steering import Slot, SteeredSample
 from steercap.worker.step import (

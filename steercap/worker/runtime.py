@@ -62,18 +62,16 @@ from steercap.core.program import NONE
 from steercap.core.rows import Ints, page_shape
 from steercap.core.schema import LINE_BYTES, RAW
 from steercap.errors import InvalidFrame, SteercapError, WorkerFailure
+from steercap.kernels.bits import edited_most
 from steercap.kernels.codecs import dtype_of, record_of
-from steercap.kernels.finite import edited_most
-from steercap.worker.arena import Arena
-from steercap.worker.attention_buffer import AttentionBuffer, advance
+from steercap.worker.arena import Arena, Reads
 from steercap.worker.biasing import Biasing
 from steercap.worker.bounds import check_plan, check_vectors
+from steercap.worker.buffers import AttentionBuffer, ChunkedBuffer, advance
 from steercap.worker.capture_buffer import ArenaBuffer, CaptureBuffer
 from steercap.worker.channel import Listener
-from steercap.worker.chunks import ChunkedBuffer
-from steercap.worker.layouts import Reads
+from steercap.worker.install import Choosing, Projecting, chosen, projected
 from steercap.worker.memory import WIRE_BYTES
-from steercap.worker.projection import Choosing, Projecting, chosen, projected
 from steercap.worker.reducing_buffer import ReducingBuffer, finish
 from steercap.worker.request_table import RequestTable, Tracked
 from steercap.worker.saes import SAEs

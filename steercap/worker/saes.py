@@ -18,7 +18,7 @@ import torch
 from steercap.core.messages import CloseSAE, OpenSAE, SAEOpened
 from steercap.errors import MemoryNotShared
 from steercap.saes.encoder import Encoder, image_bytes
-from steercap.worker.layouts import Layouts, Reads
+from steercap.worker.arena import Layouts, Reads
 from steercap.worker.memory import HEADER_BYTES, SharedSegment
 
 #: Key of an encoder: its digest and point.

@@ -25,8 +25,8 @@ from steercap.core.messages import (
     SketchPart,
 )
 from steercap.errors import WorkerFailure
+from steercap.worker.arena import Layouts
 from steercap.worker.capture_buffer import ArenaBuffer
-from steercap.worker.layouts import Layouts
 from steercap.worker.sketches import SKETCHES, Kind, SketchState, squares_of
 
 

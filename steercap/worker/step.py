@@ -13,7 +13,7 @@ import torch
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
 from steercap.kernels.bits import BEFORE, LAYOUT, MASK, SLOT, TOKEN_COLUMNS
-from steercap.worker.layouts import Layouts
+from steercap.worker.arena import Layouts
 
 #: Columns of a step's table. From ASKED on they are those of the device's table, which `kernels.bits` names; of these,
 #: line, replacement and report are NONE here. A pass's report is compared with the first COMPARED columns.

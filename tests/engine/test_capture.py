@@ -203,7 +203,7 @@ async def test_generated_rows_that_never_came_are_an_empty_tensor(tiny) -> None:
 async def test_fetch_is_lazy_idempotent_and_one_call_for_all(tiny, monkeypatch) -> None:
     """Nothing moves before `fetch`; a batch is one question; fetched rows are not fetched again."""
     calls = []
-    ((channel,),) = tiny.serving.engine._workers._channels
+    ((channel,),) = tiny.serving.engine.workers._channels
     original = channel.ask
 
     def counted(frame: bytes) -> asyncio.Future[bytes]:
@@ -231,7 +231,7 @@ async def test_bytes_over_rpc_equal_shared_memory(tiny) -> None:
     assert isinstance(rank.reader, memory.SharedReader)
     prompt = random_prompt(100, 12)
     _, handle = await tiny.generate(prompt, SIX, capture=CaptureSpec(sites=ALL_SITES))
-    wire = memory.WireReader(engine._workers.line_source(0, 0))
+    wire = memory.WireReader(engine.workers.line_source(0, 0))
     (shared,) = await engine.collect([handle.lifecycle.source.wanted])
     engine._ranks = ((replace(rank, reader=wire),),)
     try:

@@ -15,8 +15,8 @@ from support.specs import vector
 from steercap import CaptureSpec
 from steercap.errors import InvalidPrompt, InvalidVector, PointNotArmed
 from steercap.lab.directions import Exchange, extract
-from steercap.lab.measures.perplexity import Perplexity
 from steercap.lab.measures.score import Score
+from steercap.lab.measures.texts import Perplexity
 from steercap.lab.mechanism.views import heatmap_of
 from steercap.lab.personas import traits
 from steercap.lab.studies.sweeps import Answered, Sweep, run_sweep

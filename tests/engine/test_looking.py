@@ -13,11 +13,11 @@ from support.sae_features import check_features
 
 from steercap import SAE, CaptureHandle, CaptureSpec, SteerModel
 from steercap.adapters import server
+from steercap.core.prompts import texts_of
 from steercap.core.spec import REDUCTIONS
-from steercap.core.tokenizing import texts_of
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec
 from steercap.lab.directions import extract
-from steercap.saes.features import Features
+from steercap.saes.encoder import Features
 from steercap.server import inspect_routes as looking
 from steercap.server.features import loaded, require_fitting
 from steercap.server.server import ServerSettings, application

@@ -124,7 +124,7 @@ async def test_two_engines_give_the_rows_of_transformers(tiny_reference) -> None
         assert model.serving.engine.engines == 2
         both = CaptureSpec(sites=ALL_SITES)
         _, handles = await model.generate(prompts, SEVEN, capture=both)
-        held = [workers[0].requests for workers in await model.serving.engine.get_stats()]
+        held = [workers[0].requests for workers in await model.serving.engine.workers.get_stats()]
         assert sum(held) == 24
         assert min(held) >= 1  # each request goes to the engine that has less to do just then
         _, samples = await model.generate(prompts[9], {**SIX_STEPS, "n": 4}, capture=both, steering=added)

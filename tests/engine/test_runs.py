@@ -42,7 +42,7 @@ async def test_a_run_gives_back_what_came(tiny, tmp_path) -> None:
     for known, found in zip([*plain, *steered], manifest.handles(), strict=True):
         assert all(torch.equal(known.captures[point], found.captures[point]) for point in known.points)
         assert known.receipt.steering == found.receipt.steering
-    digest = tiny.serving.engine.lowered(steering).digest.hex()
+    digest = tiny.serving.engine.compiler.lowered(steering).digest.hex()
     assert [request.steering for request in manifest.requests] == [None] * 3 + [digest] * 3
     assert [request.positions for request in manifest.requests[:3]] == [((0, 17),), ((0, 17),), ((0, 1), (12, 17))]
     assert [manifest.layout_of(request).returned for request in manifest.requests[:3]] == [
@@ -60,7 +60,7 @@ async def test_the_codec_of_the_environment_is_that_of_captures_that_name_none(t
     before, *_ = known = await tiny.read([prompt] * 3, capture=specs)
     await tiny.fetch_captures_batch(known)
     means = await mean_rows(tiny, ["One two three"], layers=[2])
-    monkeypatch.setattr(engine._compiler, "_settings", dataclasses.replace(engine.settings, codec="full8"))
+    monkeypatch.setattr(engine.compiler, "_settings", dataclasses.replace(engine.settings, codec="full8"))
     coded, raw, mean = found = await tiny.read([prompt] * 3, capture=specs)
     short = await tiny.read(prompt, capture_layers=2)
     await tiny.fetch_captures_batch([found, short])

@@ -268,7 +268,7 @@ async def test_a_worker_that_does_not_edit_is_found_out(tiny) -> None:
     prompt = random_prompt(140, 15)
     engine = tiny.serving.engine
     await tiny.generate(prompt, PARAMS, steering=steering)
-    held = engine.configurations.slots._slots.held[engine.lowered(steering).configuration.digest]
+    held = engine.configurations.slots._slots.held[engine.compiler.lowered(steering).configuration.digest]
     right = held.places
     held.places = ((right[0] + 9) % 256,)  # the client is made to believe in another slot
     with pytest.raises(SteeringNotApplied, match="does not hold this request's configuration"):
@@ -278,7 +278,7 @@ async def test_a_worker_that_does_not_edit_is_found_out(tiny) -> None:
     assert raw.output.num_cached_tokens == 0
     assert raw.steering[0].rows == (149,)
     await settled(tiny)
-    assert (await engine.get_stats())[0][0].steered == 0
+    assert (await engine.workers.get_stats())[0][0].steered == 0
 
 
 async def test_a_steered_request_that_is_cancelled_leaves_nothing(tiny) -> None:
@@ -294,7 +294,7 @@ async def test_a_steered_request_that_is_cancelled_leaves_nothing(tiny) -> None:
     await settled(tiny)
     stats = await tiny.stats()
     assert (stats.steering_slots_in_use, stats.vector_bytes_in_use) == (0, 0)
-    assert (await tiny.serving.engine.get_stats())[0][0].steered == 0
+    assert (await tiny.serving.engine.workers.get_stats())[0][0].steered == 0
 
 
 async def test_a_stop_string_ends_the_count(tiny, tiny_reference) -> None:
@@ -328,7 +328,7 @@ async def test_a_stream_left_early_gives_its_slot_back(tiny) -> None:
     await stream.aclose()
     await settled(tiny)
     assert (await tiny.stats()).steering_slots_in_use == 0
-    assert (await tiny.serving.engine.get_stats())[0][0].steered == 0
+    assert (await tiny.serving.engine.workers.get_stats())[0][0].steered == 0
 
 
 async def test_vectors_are_sent_once(tiny) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from workers import batch, device_of, some_runtime, tap
+from workers import assemble, batch, device_of, some_runtime, tap
 
 from steercap.core.messages import (
     Attach,
@@ -26,7 +26,6 @@ from steercap.core.schema import RAW
 from steercap.core.spec import Reduction
 from steercap.core.tokens import Range
 from steercap.kernels.codecs import dtype_of
-from steercap.worker.assembly import assemble
 from steercap.worker.memory import open_reader
 
 WIDTH, POINTS = 8, 3

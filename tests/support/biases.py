@@ -11,8 +11,7 @@ import torch
 from steercap.core.tokens import selected
 from steercap.requests.call_types import Generation
 from steercap.steering.edits.add import Add
-from steercap.steering.logit_bias import LogitBias
-from steercap.steering.spec import SteeringSpec, spec_of
+from steercap.steering.spec import LogitBias, SteeringSpec, spec_of
 from steercap.testing.reference import Reference
 from support.rows import GREEDY, random_prompt
 from support.specs import edit, vector

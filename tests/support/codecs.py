@@ -12,9 +12,9 @@ from steercap.captures.stacking import flat
 from steercap.core.schema import Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.kernels.codecs import ENCODINGS, Codec
-from steercap.kernels.codecs.calibrated8 import CALIBRATED
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.lab.directions.calibrating import calibrate
+from steercap.kernels.codecs.full8 import CALIBRATED
+from steercap.lab.directions.extraction import calibrate
 from steercap.model import SteerModel
 from steercap.steering.spec import SteeringSpec
 from support.agreement import sites_of

@@ -9,7 +9,7 @@ import torch
 from steercap.core.spec import CaptureSpec
 from steercap.errors import CaptureIncomplete
 from steercap.model import SteerModel
-from steercap.saes.features import Features
+from steercap.saes.encoder import Features
 from steercap.saes.sae import SAE
 from steercap.testing.saes import RandomSAE
 from support.rows import GREEDY, random_prompt

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from msgspec.structs import replace
+from workers import assemble
 
 from steercap.captures.checks import Expected, received
 from steercap.core.messages import (
@@ -51,7 +52,6 @@ from steercap.core.tokens import Range
 from steercap.engine.fetching import Fetcher
 from steercap.engine.ranks import Rank
 from steercap.errors import CaptureError, InvalidFrame, SteeringNotApplied
-from steercap.worker.assembly import assemble
 from steercap.worker.memory import LineReader, Readable
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows

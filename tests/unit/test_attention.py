@@ -47,7 +47,7 @@ from steercap.kernels.attention import Attending, numbers_of, pattern, summarise
 from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.worker import attention_buffer
+from steercap.worker import buffers
 from steercap.worker.runtime import Runtime
 
 RULES = st.builds(
@@ -231,7 +231,7 @@ def module():
 
 def test_a_rule_is_read_off_the_module(module) -> None:
     """Scale, window, cap and sinks are those that vLLM's module was made with."""
-    from steercap.adapters.attention import rule_of
+    from steercap.adapters.modules import rule_of
 
     assert rule_of(module()) == AttentionRule(0.125)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
@@ -245,7 +245,7 @@ def test_what_is_not_understood_is_said(module) -> None:
     from vllm.model_executor.layers.attention import Attention, EncoderOnlyAttention
     from vllm.v1.attention.backend import AttentionType
 
-    from steercap.adapters.attention import rule_of
+    from steercap.adapters.modules import rule_of
 
     class Other(Attention):
         """A model's own."""
@@ -348,8 +348,8 @@ def test_a_token_behind_the_end_writes_to_no_page_that_the_summary_freed(kind, f
     run(("r", 0, total - 2, 1.0))
     for at in (total - 2, total - 1):
         run(("r", at, 1, 1.0))
-    monkeypatch.setattr(attention_buffer, "SLICE", 1000)
-    monkeypatch.setattr(attention_buffer, "DEVICE_SLICE", 1000)
+    monkeypatch.setattr(buffers, "SLICE", 1000)
+    monkeypatch.setattr(buffers, "DEVICE_SLICE", 1000)
     question = encode(Call((), Collect((Wanted(Owner("r", 0), total),))))
     assert decode_answer(runtime.answer(question)).unfinished
     runtime.register("n", Plan("n", 3, 3, capture=capture).encode(), 0)
@@ -390,8 +390,8 @@ def test_workers_make_the_summary_of_rows_that_came_in_chunks(kind, ranks, total
         own = {point: row if row.dim() < 3 else row.chunk(ranks, dim=1)[shard] for point, row in rows.items()}
         halves = [(0, 16), (16, prompt), (8, prompt), *((at, at + 1) for at in range(prompt, total))]
         passes_of(runtime, kind, own, halves)
-        monkeypatch.setattr(attention_buffer, "SLICE", 1000)
-        monkeypatch.setattr(attention_buffer, "DEVICE_SLICE", 1000)
+        monkeypatch.setattr(buffers, "SLICE", 1000)
+        monkeypatch.setattr(buffers, "DEVICE_SLICE", 1000)
         answers = []
         while len(answers) < 3 or answers[-1].unfinished or answers[-2].unfinished:  # a second fetch is answered alike
             answer = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), total),))))))

@@ -27,7 +27,7 @@ from steercap.errors import (
     SteeringNotApplied,
     TooManyEdits,
 )
-from steercap.requests.compiled_steering import CompiledSteering
+from steercap.requests.job import CompiledSteering
 from steercap.steering.lowering import biased_by, lower, scopes_of
 
 VOCABULARY, WIDTH, PROMPT, LIMIT = 40, 8, 5, 12

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.errors import InvalidSetting
 
 

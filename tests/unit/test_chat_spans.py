@@ -15,7 +15,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.client.chats import templated as served
-from steercap.core.placing import LEFT_OUT, UNCLEAR
+from steercap.core.chat import LEFT_OUT, UNCLEAR
 from steercap.core.prompts import templated
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point

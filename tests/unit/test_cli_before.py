@@ -31,7 +31,7 @@ from steercap.cli.app import app
 from steercap.cli.captured import Store
 from steercap.cli.engines import ModelOptions
 from steercap.cli.generate import PrintedAnswer, report
-from steercap.cli.onward import folded, sweeps_of
+from steercap.cli.persona import folded, sweeps_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted

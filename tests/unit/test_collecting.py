@@ -35,7 +35,7 @@ from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, open_s
 from steercap.lab.datasets.collecting.documents import CorpusDocument, Cutting, NotDocument, Window, content_of
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.pipeline import Block, Ended
-from steercap.lab.datasets.collecting.samples import Selected, described, sample_of, seed_of
+from steercap.lab.datasets.collecting.samples import Selected, sample_of, seed_of
 from steercap.lab.datasets.collecting.shards import Sharder, stopping
 from steercap.steering.layers import LayerVectors
 from steercap.testing.tiny import tokenizer
@@ -459,7 +459,7 @@ def test_samples_say_what_they_depend_on():
         ByProbe(probe, 1, below=1.0),
         ByProbe(LayerVectors({1: torch.tensor([2.0, 0.5])}), 1, above=1.0),
     ]
-    assert len({json.dumps(described(one), sort_keys=True) for one in samples}) == len(samples)
+    assert len({json.dumps(one.described(), sort_keys=True) for one in samples}) == len(samples)
 
 
 def test_seeds_of_documents_are_all_different():

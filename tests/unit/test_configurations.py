@@ -12,8 +12,8 @@ from workers import known_schemas
 from steercap.config import Settings
 from steercap.core.messages import Configure, Configured
 from steercap.core.spec import Point
-from steercap.engine.batching import Batcher
 from steercap.engine.configurations import Configurations
+from steercap.engine.workers import Batcher
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
 from steercap.requests.context import FROM_CONTEXT, by_word_or_context, in_force, steered
 from steercap.steering.lowering import lower

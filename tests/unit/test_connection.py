@@ -17,8 +17,7 @@ import pytest
 
 from steercap.client import RemoteModel
 from steercap.client.rows import RemoteRows
-from steercap.concurrency.bounded import each_of
-from steercap.concurrency.loops import scoped, scoped_steps
+from steercap.concurrency.loops import each_of, scoped, scoped_steps
 from steercap.errors import CaptureIncomplete, InvalidRequest, ModelClosed
 
 #: Connections that wait unused while a request is cancelled: httpx closes them one after the other, each in a step.

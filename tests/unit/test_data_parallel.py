@@ -25,8 +25,8 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.engine import Engine
 from steercap.errors import InvalidRequest, SteeringNotApplied, WorkerFailure
+from steercap.requests.job import run_all, run_job
 from steercap.requests.preparing import prepare
-from steercap.requests.running import run_all, run_job
 from steercap.requests.stats import stats_of
 from steercap.steering.edits.add import Add
 from steercap.steering.lowering import scopes_of
@@ -157,7 +157,7 @@ async def test_rows_come_from_the_engine_that_ran_the_request(transport) -> None
         reads = [number for question, number in cluster.asked if isinstance(question, Read)]
         assert len(cluster.asked) - len(reads) == 1
         assert sorted(reads) == ([0, 0, 1, 1] if transport == "wire" else [])
-        located = await engine.locate([Wanted(Owner(plans[1].key, 0), 5)])
+        located = await engine.workers.locate([Wanted(Owner(plans[1].key, 0), 5)])
         assert [[type(one).__name__ for one in workers] for workers in located[0]] == [
             ["Unknown"] * 2,
             ["CapturedRows"] * 2,
@@ -185,7 +185,7 @@ async def test_edits_are_those_of_the_engine_that_ran_the_request() -> None:
     """Every stage of one engine must have made its edits; the other engine's ignorance is not a failure."""
     cluster = Cluster()
     async with engine_of(cluster) as engine:
-        lowered = engine.lowered(SPEC)
+        lowered = engine.compiler.lowered(SPEC)
         scopes, replaced = scopes_of(lowered, 3, 5)
         async with engine.configurations.holding(lowered) as (grant,):
             name = identity(grant.digest, scopes, replaced, 0)
@@ -196,7 +196,9 @@ async def test_edits_are_those_of_the_engine_that_ran_the_request() -> None:
             cluster.run(twice, 0)
             cluster.run(twice, 1)
             plans = (good, half, never, twice)
-            found = await engine.settle([Wanted(Owner(plan.key, 0), 5) for plan in plans], ended=True, biased=False)
+            found = await engine.workers.settle(
+                [Wanted(Owner(plan.key, 0), 5) for plan in plans], ended=True, biased=False
+            )
         receipt = check_edits("r", good, lowered.configuration, 5, found[0])
         assert receipt.rows == (POINTS * 5,)
         for plan, said, message in (
@@ -225,7 +227,7 @@ async def test_a_request_runs_where_its_rows_have_room() -> None:
 
         done = await run_all(jobs(), set())
         assert sorted(cluster.ran, key=str) == [0, 0, 0, 1, 1, None, None]
-        assert [count[0].requests for count in await engine.get_stats()] == [3, 2]
+        assert [count[0].requests for count in await engine.workers.get_stats()] == [3, 2]
         stats = await stats_of(engine)
         assert stats.handles_held == 5
         assert stats.capture_bytes_claimed == 3 * engine.admission.page_bytes
@@ -252,7 +254,7 @@ async def test_an_error_of_one_request_comes_with_its_cause() -> None:
             await run_all(jobs, set())
         assert failed.value.__cause__ is cause
         assert engine.admission.budget.reserved > 0  # until the workers have heard of it
-        await engine.get_stats()
+        await engine.workers.get_stats()
         assert engine.admission.budget.reserved == 0
 
 
@@ -263,7 +265,7 @@ async def test_an_engine_that_comes_or_goes_is_not_overlooked() -> None:
         cluster.workers.append(cluster.workers.pop(0))
         cluster.workers.append([])
         with pytest.raises(WorkerFailure, match="3 engines answered where 2 were started"):
-            await engine.get_stats()
+            await engine.workers.get_stats()
 
 
 @pytest.mark.parametrize("channels", [True, False])
@@ -274,11 +276,11 @@ async def test_rows_and_records_are_the_same_by_rpc_and_by_channel(channels) -> 
         plans = one_on_each(cluster, engine)
         deliveries = await engine.collect([Wanted(Owner(plan.key, 0), 5) for plan in plans])
         assert [values(one) for one in deliveries] == [[0, 1, 10, 11], [100, 101, 110, 111]]
-        assert [[one.requests for one in workers] for workers in await engine.get_stats()] == [[1, 1], [1, 1]]
+        assert [[one.requests for one in workers] for workers in await engine.workers.get_stats()] == [[1, 1], [1, 1]]
         assert len(cluster.asked) == (0 if channels else 2)
         for number, plan in enumerate(plans):
             engine.give_back(Owner(plan.key, 0), None)
-            left = [[one.requests for one in workers] for workers in await engine.get_stats()]
+            left = [[one.requests for one in workers] for workers in await engine.workers.get_stats()]
             assert left == [[0, 0], [0, 0] if number else [1, 1]]
 
 
@@ -310,7 +312,7 @@ async def test_questions_and_passes_at_once() -> None:
             room.release()
         thread.join()
         assert not errors
-        assert {one.requests for workers in await engine.get_stats() for one in workers} == {0}
+        assert {one.requests for workers in await engine.workers.get_stats() for one in workers} == {0}
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -318,20 +320,20 @@ async def test_a_channel_that_breaks(asked, monkeypatch) -> None:
     """All goes by RPC then. What was being asked is not asked again: a worker may have answered, and forgotten it."""
     cluster = Cluster(channels=True)
     async with engine_of(cluster) as engine:
-        lowered = engine.lowered(SPEC)
+        lowered = engine.compiler.lowered(SPEC)
         async with engine.configurations.holding(lowered) as (grant,):
             plans = [steered(engine, grant, lowered) for _ in range(2)]
             for plan in plans:
                 cluster.run(plan, 0)
-            broken = engine._workers._channels[1][0]
+            broken = engine.workers._channels[1][0]
             if asked:
                 ask = broken.ask
                 monkeypatch.setattr(broken, "ask", lambda frame: (ask(frame), broken.close())[0])
                 with pytest.raises(WorkerFailure, match="a worker closed its channel during a call"):
-                    await engine.settle([Wanted(Owner(plans[0].key, 0), 5)], ended=True, biased=False)
+                    await engine.workers.settle([Wanted(Owner(plans[0].key, 0), 5)], ended=True, biased=False)
             else:
                 broken.close()
-            (found,) = await engine.settle([Wanted(Owner(plans[1].key, 0), 5)], ended=True, biased=False)
+            (found,) = await engine.workers.settle([Wanted(Owner(plans[1].key, 0), 5)], ended=True, biased=False)
             check_edits("r", plans[1], lowered.configuration, 5, found)
 
 
@@ -343,7 +345,7 @@ async def test_a_request_that_was_aborted_is_not_overtaken() -> None:
         plan = Plan(engine.new_key(), 3, 5, capture=ALL)
         cluster.aborted += 1
         engine.give_back(Owner(plan.key, 0), None)
-        await engine.get_stats()
+        await engine.workers.get_stats()
         assert len(cluster.asked) == 1
-        await engine.get_stats()
+        await engine.workers.get_stats()
         assert len(cluster.asked) == 1

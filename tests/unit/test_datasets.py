@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 from shards import MODEL, POINTS, definition_of, folder_of, shard_of
 
-from steercap.cli.datasets import inspected_dataset
+from steercap.cli.folders import inspected_dataset
 from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from steercap.adapters import process_exit as death
-from steercap.adapters.startup_error import FOLDER, left_behind
+from steercap.adapters.process_exit import FOLDER, left_behind
 
 
 def _until(condition) -> float:

@@ -35,8 +35,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
 from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
-from steercap.kernels.bits import HOLE
-from steercap.kernels.finite import EDITED_MOST
+from steercap.kernels.bits import EDITED_MOST, HOLE
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits import EDITS
 from steercap.steering.lowering import lower, scopes_of

@@ -16,10 +16,9 @@ from hypothesis import strategies as some
 from steercap import Ablate, Add, Cap, LowRank, Point, Replace, SteeringSpec
 from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
 from steercap.files.tables import read_table
-from steercap.lab.measures.perplexity import Perplexity
 from steercap.lab.measures.score import Classifier
 from steercap.lab.measures.statistics import cluster_means, difference, estimate, sign_flip, slope
-from steercap.lab.measures.texts import Length, Matches, Refusal
+from steercap.lab.measures.texts import Length, Matches, Perplexity, Refusal
 from steercap.lab.studies.evaluation import (
     TASKS,
     Choice,

@@ -21,8 +21,7 @@ from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
 from steercap.lab.measures import Measure
-from steercap.lab.measures.perplexity import Perplexity, _perplexity, prompt_logprobs_of
-from steercap.lab.measures.texts import Length, Repetition
+from steercap.lab.measures.texts import Length, Perplexity, Repetition, _perplexity, prompt_logprobs_of
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
 from steercap.lab.studies.running import measures_of

@@ -12,11 +12,11 @@ from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroE
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
-from steercap.adapters.experts import choosing
+from steercap.adapters.modules import choosing
 from steercap.architectures.families.base import Family
 from steercap.core.messages import Choose, Chosen, NotCapturing
 from steercap.errors import InvalidRequest
-from steercap.worker.projection import checked, chosen
+from steercap.worker.install import checked, chosen
 
 FAMILY = Family(router="gate")
 LOGITS = torch.tensor([[0.0, 4.0, 1.0, 2.0], [3.0, -1.0, 2.5, 0.0]])

@@ -30,8 +30,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.schema import RAW, PointSchema
 from steercap.core.tokens import Range
-from steercap.kernels.bits import NOT_FINITE, split_checksum, weight
-from steercap.kernels.finite import EDITED_MOST, edited_most, stray_rows
+from steercap.kernels.bits import EDITED_MOST, NOT_FINITE, edited_most, split_checksum, stray_rows, weight
 
 WIDTH, POINTS, TOKENS = 24, 3, 5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

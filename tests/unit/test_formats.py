@@ -22,10 +22,10 @@ from workers import known_schemas
 
 from steercap import Calibration
 from steercap.captures.handle import CaptureHandle
+from steercap.captures.lens import TunedLens
 from steercap.captures.manifest import Manifest
 from steercap.captures.quantisation import Codes, Quantiser
 from steercap.captures.sketch import Sketch
-from steercap.captures.tuned_lens import TunedLens
 from steercap.cli.inspection import inspected
 from steercap.core.program import Configuration
 from steercap.core.spec import Point
@@ -42,7 +42,7 @@ from steercap.saes.sae import SAE
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits import EDITS, Edit
 from steercap.steering.edits.add import Add
-from steercap.steering.edits.cap import Cap
+from steercap.steering.edits.projecting import Cap
 from steercap.steering.edits.replace import Replace
 from steercap.steering.formats import (
     load_capping,

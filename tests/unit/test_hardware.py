@@ -16,10 +16,10 @@ from support.streams import streams_checkpoint
 from vllm.platforms import current_platform
 
 from steercap import SteerModel, errors
-from steercap.adapters import hardware, startup_error
+from steercap.adapters import hardware, process_exit
 from steercap.adapters.gpus import Gpu, GpuProcess
 from steercap.adapters.hardware import BIND, NEEDS
-from steercap.adapters.startup_error import NAME, left_behind, refusal
+from steercap.adapters.process_exit import REFUSAL, left_behind, refusal
 from steercap.engine.checkpoint import look_up
 from steercap.errors import InvalidSetting, ModelNotLoaded
 
@@ -91,21 +91,21 @@ def test_an_engine_that_died_of_a_missing_kernel_says_so(tmp_path, monkeypatch) 
     if current_platform.is_cpu():
         assert "has no kernel 'no_such_kernel'" in str(found)
         assert "OpNamespace" not in str(found)
-    (tmp_path / NAME).write_text(json.dumps(["AttributeError", "'X' object has no attribute 'y'"]))
+    (tmp_path / REFUSAL).write_text(json.dumps(["AttributeError", "'X' object has no attribute 'y'"]))
     says = "the engine did not start: AttributeError: 'X' object has no attribute 'y'"
     assert str(refusal(tmp_path, "the engine did not start")) == says
-    (tmp_path / NAME).write_text(json.dumps(["UnsupportedModel", "says"]))
+    (tmp_path / REFUSAL).write_text(json.dumps(["UnsupportedModel", "says"]))
     assert isinstance(refusal(tmp_path, ""), errors.UnsupportedModel)
 
 
 def test_an_engine_without_memory_names_who_holds_it(tmp_path, monkeypatch) -> None:
     """vLLM's own words, and the processes behind them; of another error nobody is asked."""
     gpus = (Gpu("H200", 1 << 40, 1, None, "", 0, "GPU-0"),)
-    monkeypatch.setattr(startup_error, "gather_gpus", lambda: gpus)
-    monkeypatch.setattr(startup_error, "gather_processes", lambda: (GpuProcess("GPU-0", 77, "python", 129 * 10**9),))
+    monkeypatch.setattr(process_exit, "gather_gpus", lambda: gpus)
+    monkeypatch.setattr(process_exit, "gather_processes", lambda: (GpuProcess("GPU-0", 77, "python", 129 * 10**9),))
     says = "Free memory on device cuda:0 (5.2/139.8 GiB) on startup is less than desired GPU memory utilization"
     for error, more in ((says, "; process 77 (python) holds 129.0 GB of GPU 0"), ("no such file", "")):
-        (tmp_path / NAME).write_text(json.dumps(["ValueError", error]))
+        (tmp_path / REFUSAL).write_text(json.dumps(["ValueError", error]))
         assert str(refusal(tmp_path, "no start")) == f"no start: ValueError: {error}{more}"
 
 

@@ -63,10 +63,9 @@ from steercap.lab.personas import PersonaSettings
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.sweeps import Sweep
 from steercap.steering import DirectionSet, LayerVectors
-from steercap.steering.edits.cap import Cap
 from steercap.steering.edits.low_rank import LowRank
-from steercap.steering.lowering import lower, scopes_of
-from steercap.steering.projection import compile_projection
+from steercap.steering.edits.projecting import Cap
+from steercap.steering.lowering import compile_projection, lower, scopes_of
 
 WIDTH, LAYERS, PROMPT, LIMIT = 4, 3, 5, 9
 ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}

@@ -36,8 +36,8 @@ from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import check_edits
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
-from steercap.engine.batching import Batcher
 from steercap.engine.configurations import Configurations
+from steercap.engine.workers import Batcher
 from steercap.steering.lowering import lower, scopes_of
 
 WIDTH, POINTS, SLOTS, ROWS, AT_ONCE = 4, 3, 3, 6, 4

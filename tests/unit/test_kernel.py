@@ -85,7 +85,7 @@ PROJECT = """
 import json
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from steercap.kernels.triton_project import TOGETHER, _project_kernel
+from steercap.kernels.triton_rp import TOGETHER, _project_kernel
 
 names = _project_kernel.arg_names
 constants = dict(BLOCK=4096, TOKENS=TOGETHER)

@@ -19,8 +19,8 @@ from steercap.core.tokens import Range
 from steercap.kernels.codecs import codec_of, record_of
 from steercap.kernels.codecs.coded import parts_of
 from steercap.kernels.triton_tap import TapLauncher
-from steercap.worker.taps.copies import grids
 from steercap.worker.taps.cuda import LOST
+from steercap.worker.taps.cuda_rows import grids
 from steercap.worker.taps.large import LargePass
 
 LAYERS = (0, 0, 0, 1, 1, 2, 2, 2, 3)

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from shards import definition_of, folder_of
 from support.rows import TINY_ENGINE
 
-from steercap.adapters.cluster import find_folder
-from steercap.adapters.startup_error import FOLDER, left_behind, refusal
+from steercap.adapters.entry import find_folder
+from steercap.adapters.process_exit import FOLDER, left_behind, refusal
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSetting, MemoryNotShared, RunDiffers, UnsupportedModel
 from steercap.lab.datasets.collecting import RayActors

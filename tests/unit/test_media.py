@@ -12,8 +12,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from steercap import CaptureHandle
 from steercap.adapters.prompts import media_of, prompt_dict
-from steercap.architectures.families import family_of
-from steercap.architectures.families.wrappers import architectures_within
+from steercap.architectures.families import architectures_within, family_of
 from steercap.core.chat import MediaSpan, types_at
 from steercap.core.prompts import without_media
 from steercap.errors import InvalidFile, InvalidPrompt

@@ -24,9 +24,9 @@ from steercap.lab.mechanism.patching import (
     PatchEffect,
     Receiver,
 )
-from steercap.lab.mechanism.patching.pairs import pairs_of
 from steercap.lab.mechanism.patching.plots import Scale
 from steercap.lab.mechanism.patching.points import PatchedPlace, ResolvedGrid, elements_of, positions_of
+from steercap.lab.mechanism.patching.running import pairs_of
 from steercap.testing import tiny_checkpoint
 
 HEADS = PointSchema((3, 8), "float32")

@@ -14,16 +14,15 @@ from vllm import PoolingParams
 from steercap import Encoded, errors
 from steercap.adapters.engine import _carry, _require_whole
 from steercap.adapters.hooks import carried
-from steercap.adapters.pooling import read_pooling, tasks_of, token_head
+from steercap.adapters.parameters import read_pooling, tasks_of, token_head
 from steercap.architectures.decoder import decoder_of
-from steercap.architectures.families import FAMILIES, family_of
-from steercap.architectures.families.wrappers import generating
+from steercap.architectures.families import FAMILIES, family_of, generating
 from steercap.core.plan import EXTRA_ARGS_KEY, CapturePlan, Plan
 from steercap.core.schema import RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.requests.equations import equations, norm_of
-from steercap.worker.projection import projecting
+from steercap.worker.install import projecting
 
 EMBEDDING = ("embed", "token_embed")
 

@@ -9,7 +9,7 @@ from torch import nn
 from steercap.architectures.families.base import Family
 from steercap.architectures.sites.base import part_of
 from steercap.core.messages import NotCapturing, Project, Projected
-from steercap.worker.projection import projected, projecting
+from steercap.worker.install import projected, projecting
 
 WIDTH, HIDDEN = 12, 8
 CPU = torch.device("cpu")

@@ -34,11 +34,10 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.engine.configurations import Configurations
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.kernels.triton_project import LARGE, launch_project
+from steercap.kernels.triton_rp import LARGE, launch_project
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.directions import alike
-from steercap.steering.lowering import Lowered, lower, scopes_of
-from steercap.steering.projection import compile_projection, points_of
+from steercap.steering.lowering import Lowered, compile_projection, lower, points_of, scopes_of
 
 POINTS, LIMIT = 3, 40
 ARMED = {Point(layer, "resid_post"): layer for layer in range(POINTS)}

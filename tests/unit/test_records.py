@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workers import assemble
 
 from steercap.core.messages import CapturedRows, LineRange, Owner
 from steercap.core.rows import page_shape
@@ -88,7 +89,7 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
     )
     before, assembly.PART_BYTES = assembly.PART_BYTES, part_bytes
     try:
-        found = assembly.assemble(captured_rows, points, Readable(arena, ranges))
+        found = assemble(captured_rows, points, Readable(arena, ranges))
     finally:
         assembly.PART_BYTES = before
     arena.zero_()  # what was handed over is in memory of its own

@@ -20,8 +20,8 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.adapters import cpu, detokenizer
+from steercap.adapters.parameters import ParamsReader, read_params
 from steercap.adapters.prompts import prompt_dict
-from steercap.adapters.sampling import ParamsReader, read_params
 from steercap.adapters.wire import is_plain_options, is_plain_params, plain_ids
 from steercap.errors import InvalidPrompt, InvalidRequest
 from steercap.testing import tiny_checkpoint

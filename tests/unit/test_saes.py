@@ -34,10 +34,9 @@ from steercap.core.tokens import Range
 from steercap.errors import InvalidFile, InvalidSpec, PointSplit
 from steercap.kernels.codecs.coded import CodedRows
 from steercap.kernels.codecs.features import HEAD
-from steercap.saes import sae_lens
+from steercap.saes import formats
 from steercap.saes.compiling import compile_readers
-from steercap.saes.encoder import Encoder, image_bytes
-from steercap.saes.features import Features
+from steercap.saes.encoder import Encoder, Features, image_bytes
 from steercap.saes.layouts import SAEPlace
 from steercap.saes.tensors import Tensors
 from steercap.testing.saes import OWN, RandomSAE
@@ -190,10 +189,10 @@ def test_what_sae_lens_knows_of_a_repository_is_known(tmp_path) -> None:
     (tmp_path / "cfg.json").write_text(json.dumps(said))
     empty = Tensors(tmp_path, {}, torch.zeros)
     place = SAEPlace(tmp_path, tmp_path / "cfg.json", "jbloom/GPT2-Small-SAEs-Reformatted", empty)
-    assert sae_lens.read_recipe(place).centred
+    assert formats.sae_lens(place).centred
     said = {"hook_name": "blocks.8.hook_resid_pre", "model_name": "mistral-7b", "normalize_activations": "none"}
     (tmp_path / "cfg.json").write_text(json.dumps(said))
-    rescaled = sae_lens.read_recipe(place._replace(source="JoshEngels/Mistral-7B-Residual-Stream-SAEs"))
+    rescaled = formats.sae_lens(place._replace(source="JoshEngels/Mistral-7B-Residual-Stream-SAEs"))
     assert rescaled.normalisation == "constant_norm_rescale"
 
 

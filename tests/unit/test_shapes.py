@@ -13,7 +13,7 @@ from shapes import CHECKED
 
 import steercap
 from steercap.kernels import reference
-from steercap.kernels.finite import stray_rows
+from steercap.kernels.bits import stray_rows
 
 ROOT = Path(steercap.__file__).parent
 #: Where shapes are stated and not checked: on CUDA alone, within Triton, in what vLLM compiles, and in tests of tests.

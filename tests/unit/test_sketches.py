@@ -52,8 +52,8 @@ from steercap.errors import (
     SketchMemoryFull,
     UnknownName,
 )
+from steercap.kernels.bits import exact_products
 from steercap.kernels.codecs import dtype_of
-from steercap.kernels.exact import exact_products
 from steercap.requests.context import joining, sketches_in_force
 from steercap.worker.sketches import BLOCK, SKETCHES, SketchState
 from steercap.worker.sketches.frequent_directions import shrink

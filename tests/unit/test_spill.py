@@ -30,7 +30,6 @@ from steercap.captures.rows import Captures, Found
 from steercap.captures.spilled import Spilled
 from steercap.config import Settings
 from steercap.core.budget import Budget, Ticket
-from steercap.core.extents import Extents
 from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding, PointSchema
 from steercap.core.spec import Point
@@ -38,7 +37,7 @@ from steercap.engine.admission import Admission
 from steercap.engine.spilling import Spilling, require_place
 from steercap.errors import CaptureIncomplete, CaptureMemoryFull, CaptureReleased, InvalidSetting, ModelClosed
 from steercap.files import spill
-from steercap.files.spill import BLOCK_BYTES, CHUNK_BYTES, SpillFile
+from steercap.files.spill import BLOCK_BYTES, CHUNK_BYTES, Extents, SpillFile
 from steercap.kernels.codecs.coded import CodedRows
 
 BLOCKS = 40

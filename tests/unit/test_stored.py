@@ -44,7 +44,7 @@ from stored_runs import (
 )
 
 from steercap import Add, Calibration, CaptureHandle, LowRank, Manifest, Sketch, SteeringSpec, errors
-from steercap.adapters.startup_error import NAME as REFUSAL
+from steercap.adapters.process_exit import REFUSAL
 from steercap.architectures.sites import SITES
 from steercap.captures import files, manifest
 from steercap.captures import sketch as sketches
@@ -84,7 +84,6 @@ from steercap.lab.datasets import ActivationDataset, verify
 from steercap.lab.datasets.collecting.documents import Cutting
 from steercap.lab.datasets.collecting.readers import READERS as SOURCES
 from steercap.lab.datasets.collecting.samples import ByPredicate, ByProbe, OneIn, Selected, TokenSample
-from steercap.lab.datasets.collecting.samples import described as described_sample
 from steercap.lab.datasets.collecting.samples import seed_of as seed_of_document
 from steercap.lab.datasets.definition import DATASET
 from steercap.lab.datasets.folder import Totals
@@ -639,7 +638,7 @@ def test_folders_of_what_comes_with_steercap_keep_their_names() -> None:
 )
 def test_samples_of_tokens_are_described_alike(sample, said) -> None:
     """In the definition of a data set."""
-    assert described_sample(sample) == said
+    assert json.loads(json.dumps(sample.described())) == said
 
 
 def test_settings_are_described_alike() -> None:

@@ -20,7 +20,7 @@ from steercap.config import MIXED, Settings
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel, UnsupportedRunner
 from steercap.kernels import tap as taps
-from steercap.requests.stream_equations import STREAMS, mixes
+from steercap.requests.equations import STREAMS, mixes
 
 N, S, HIDDEN = 5, 4, 16
 V4 = FAMILIES["deepseek_v4"]

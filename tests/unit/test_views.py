@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from steercap import errors
 from steercap.captures.rows import Captures, Found
+from steercap.core.prompts import drawn, shortened, visible
 from steercap.core.spec import Point
-from steercap.core.tokenizing import drawn, shortened, visible
 from steercap.lab.mechanism.views import LogitLens, TokenHeatmap, Unembedding, logit_lens
 from steercap.testing import Reference, tiny_checkpoint
 

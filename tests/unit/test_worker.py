@@ -43,7 +43,7 @@ from steercap.core.schema import LINE_BYTES, RAW, REDUCED
 from steercap.core.tokens import Range
 from steercap.worker.step import BatchRows, Step
 from steercap.worker.taps import cuda
-from steercap.worker.taps.copies import pieces, runs
+from steercap.worker.taps.cuda_rows import pieces, runs
 from steercap.worker.taps.transfers import Ring
 
 #: For passes over thousands of tokens, which Triton's interpreter would take minutes for.

@@ -1,4 +1,4 @@
-"""Sites of the residual stream: before, within and after a layer, at the model's start, and behind its final norm.
+"""Sites of the residual stream, or of several (mHC): before, within and after a layer, at the start, behind the norm.
 
 `embed` and `resid_pre` of layer 0 equal transformers' `hidden_states[0]`; `resid_pre` is `hidden_states[layer]` and
 `resid_post` is `hidden_states[layer + 1]`, before any final norm. `embed` comes after any scale and position embedding;
@@ -27,6 +27,7 @@ from steercap.architectures.sites.base import (
     visit_input,
     visit_output,
 )
+from steercap.architectures.sites.streams import HEAD, Coefficients, Streams, operators, tapped
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from steercap.architectures.families.base import Family
+    from steercap.architectures.sites.base import Removable
 
 
 class ResidPre(Site):
@@ -172,6 +174,39 @@ class FinalNorm(Site):
         return visit_output(layer.get_submodule(located(layer, family.norm)), visit)
 
 
+class BeforeAttention(Streams):
+    """Streams from which keys and values are made."""
+
+    before_keys: ClassVar[bool] = True
+
+
+class FinalStreams(Site):
+    """Tap on the input of the model's collapsing operator; it exists once in a model, on the last pipeline stage."""
+
+    of_model = -1
+    within = "decoder"
+
+    def known(self, family: Family) -> bool:
+        return family.mhc
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        operators(layer, HEAD)
+        streams: Any = layer.hc_mult
+        return RowShape((int(streams), sizes.hidden))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> Removable:
+        (head,) = operators(layer, HEAD)
+        see = tapped(head.module, "mhc_streams_final", tap)
+
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            see(args[0] if args else kwargs["hidden_states"])
+
+        return head.module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
+        return visit_input(layer.get_submodule("hc_head"), visit)
+
+
 #: By name.
 MEMBERS: Final[Mapping[str, Site]] = {
     "embed": Embed(),
@@ -179,4 +214,14 @@ MEMBERS: Final[Mapping[str, Site]] = {
     "resid_mid": ResidMid(),
     "resid_post": ResidPost(),
     "resid_pre": ResidPre(),
+    # Streams are [streams, hidden]; before layer 0's attention block they are the embedding, repeated. Factors by which
+    # a block's output is added to each stream are [streams], 0 to 2. Matrices that mix the streams after a block are
+    # [from, to], rows and columns of sum 1. Both are float32.
+    "mhc_streams_pre_attn": BeforeAttention("mhc_streams_pre_attn", "attn"),
+    "mhc_attn_post_mix": Coefficients("mhc_attn_post_mix", "attn", output=0, axes=1),
+    "mhc_attn_res_mix": Coefficients("mhc_attn_res_mix", "attn", output=1, axes=2),
+    "mhc_streams_pre_mlp": Streams("mhc_streams_pre_mlp", "ffn"),
+    "mhc_ffn_post_mix": Coefficients("mhc_ffn_post_mix", "ffn", output=0, axes=1),
+    "mhc_ffn_res_mix": Coefficients("mhc_ffn_res_mix", "ffn", output=1, axes=2),
+    "mhc_streams_final": FinalStreams(),
 }

@@ -1,4 +1,4 @@
-"""Encodings of rows, one file each: interface and registry. To add one, add a file with a `MEMBER`.
+"""Encodings of rows: interface and registry. To add one, add a file with a `MEMBER`, or an entry of its `MEMBERS`.
 
 The worker encodes rows to bytes of a record, the client decodes them. Rows are one rank's: for a point that is split
 over ranks, its shard.

@@ -64,7 +64,7 @@ class FP8(Codec):
         return torch.maximum(relative, scale * _HALF_LEAST).view(-1, *schema.shard_shape)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
-        from steercap.kernels.triton_fp8 import launch_fp8
+        from steercap.kernels.triton_rp import launch_fp8
 
         launch_fp8(ring.view(dtype_of(alike.schema)), ring, records, alike.points, alike.schema.shard_width)
 

@@ -58,7 +58,7 @@ class Int4(Codec):
         return _of_elements(parts["scale"], schema).double().view(-1, *schema.shard_shape) / 2
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
-        from steercap.kernels.triton_int4 import launch_int4
+        from steercap.kernels.triton_uniform import launch_int4
 
         launch_int4(ring.view(dtype_of(alike.schema)), ring, records, alike.points, alike.schema.shard_width)
 

@@ -50,7 +50,7 @@ class Projected(Encoding):
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
         import torch
 
-        from steercap.kernels.triton_project import launch_project
+        from steercap.kernels.triton_rp import launch_project
 
         assert alike.directions is not None, "rows are projected on directions"
         rows = ring.view(dtype_of(alike.schema))

@@ -74,7 +74,7 @@ class TopK8(Codec):
         return most.scatter_(1, parts["indices"].long(), half).view(-1, *schema.shard_shape)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
-        from steercap.kernels.triton_topk8 import launch_topk8
+        from steercap.kernels.triton_uniform import launch_topk8
 
         width, kept = alike.schema.shard_width, self._kept(alike.schema, alike.coding)
         launch_topk8(ring.view(dtype_of(alike.schema)), ring, records, alike.points, width, kept)

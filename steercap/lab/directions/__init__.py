@@ -1,8 +1,7 @@
 """Directions from texts: rows of a model for two kinds of texts, and the difference between them."""
 
-from steercap.lab.directions.calibrating import calibrate
 from steercap.lab.directions.contrast import Contrast, directions_of, separability
-from steercap.lab.directions.extraction import Exchange, Rows, extract, mean_rows
+from steercap.lab.directions.extraction import Exchange, Rows, calibrate, extract, mean_rows
 from steercap.lab.directions.methods import METHODS
 from steercap.lab.directions.suggestion import Suggestion, chance_band, suggested_layer
 

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import torch
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
 from steercap.core.prompts import template_arguments, templated
 from steercap.core.spec import CaptureSpec

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 import torch
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.prompts import templated
 from steercap.errors import InvalidFile
 from steercap.files.base import read_tensors, write_tensors

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import msgspec
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.errors import InvalidFile
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.personas.folder import Count, Report, StageFolder

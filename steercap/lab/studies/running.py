@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import MEASURES, Answered, Measure

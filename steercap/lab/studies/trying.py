@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.display import html_table, span
 from steercap.core.values import choices, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName
 from steercap.lab.directions import Exchange, mean_rows, suggested_layer
 from steercap.lab.measures import Answered
-from steercap.lab.measures.perplexity import Perplexity
+from steercap.lab.measures.texts import Perplexity
 from steercap.lab.studies.running import CONCURRENT, ask
 from steercap.steering.directions import DirectionSet
 from steercap.steering.edits.add import Add

@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from steercap.architectures.decoder import Decoder, decoder_of
-from steercap.architectures.families import families_of, family_of
+from steercap.architectures.families import architectures_within, families_of, family_of
 from steercap.architectures.families.base import Family
-from steercap.architectures.families.wrappers import architectures_within
 from steercap.architectures.sites import SITES
 from steercap.architectures.sites.base import Visit
 from steercap.core.extras import extra

@@ -1,4 +1,4 @@
-"""Edits, one file per operation: base class and registry. To add one, add a file whose `MEMBER` is its class.
+"""Edits: base class and registry. To add one, add a file whose `MEMBER` is its class, or an entry of its `MEMBERS`.
 
 An edit is a change to rows, its scope, and its lowering to rank-one edits. It is checked by itself
 when it is made, and against the model when it is used.

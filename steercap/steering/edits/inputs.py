@@ -5,13 +5,14 @@ Copies are independent of the user's tensor, so that no later change of it reach
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
+from steercap.core.display import described
 from steercap.core.values import shown
 from steercap.errors import InvalidVector
 from steercap.files.fingerprint import short_name
@@ -24,6 +25,33 @@ Vector: TypeAlias = (
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class FrozenMapping(Mapping[Key, Value], Generic[Key, Value]):
+    """Mapping that cannot be changed; every access to a tensor in it returns a copy."""
+
+    def __init__(self, items: Mapping[Key, Value]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: Key) -> Value:
+        found: Any = self._items[key]
+        if isinstance(found, torch.Tensor):
+            found = found.clone()
+        value: Value = found
+        return value
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return described(self._items)
 
 
 def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:

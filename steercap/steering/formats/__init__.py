@@ -1,4 +1,12 @@
-"""Files of steering in our own and other tools' formats: one module per format, each read into our own types."""
+"""Files of steering in our own and other tools' formats: one module per format, each read into our own types.
+
+`save` and `load` of the classes do the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from steercap.files.native import read_header
 from steercap.steering.formats.capping import load_capping
@@ -10,7 +18,6 @@ from steercap.steering.formats.layers_pt import (
     save_layers_pt,
     save_steering_vector,
 )
-from steercap.steering.formats.ours import load_steering, load_vectors, save_steering, save_vectors
 from steercap.steering.formats.persona_files import (
     PersonaComponents,
     PersonaFolder,
@@ -21,6 +28,36 @@ from steercap.steering.formats.persona_files import (
     save_levels,
     save_persona_capture,
 )
+from steercap.steering.layers import LayerVectors
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+
+def save_steering(spec: SteeringSpec, path: str | PathLike[str], *, model: str = "") -> Path:
+    """Write a whole spec; see `SteeringSpec.save`."""
+    return spec.save(Path(path), model=model)
+
+
+def load_steering(path: str | PathLike[str]) -> SteeringSpec:
+    """Read a file that `save_steering` wrote; see `SteeringSpec.load`."""
+    return SteeringSpec.load(Path(path))
+
+
+def save_vectors(vectors: LayerVectors, path: str | PathLike[str]) -> Path:
+    """Write vectors and labels; see `LayerVectors.save`."""
+    return vectors.save(Path(path))
+
+
+def load_vectors(path: str | PathLike[str]) -> LayerVectors:
+    """Read a file that `save_vectors` wrote: a vector for each layer, with its labels.
+
+    Raises:
+        InvalidFile: it is missing, damaged, of a newer version, or holds something else.
+    """
+    return LayerVectors.load(Path(path))
+
 
 __all__ = [
     "PersonaComponents",

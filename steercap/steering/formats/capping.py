@@ -16,7 +16,7 @@ import torch
 from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import blame, read_pt
-from steercap.steering.edits.cap import Cap
+from steercap.steering.edits.projecting import Cap
 from steercap.steering.spec import SteeringSpec
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Final
 import torch
 from jaxtyping import Float
 
-from steercap.kernels.exact import exact_products
+from steercap.kernels.bits import exact_products
 from steercap.worker.sketches import Kind, SketchState, move_mean, signed
 
 #: Bytes of the part of a covariance that is updated at once; temporaries take a few times as much.

@@ -21,8 +21,7 @@ from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.kernels.reference import add_norm
 from steercap.worker.accumulators import Accumulators, Updates
-from steercap.worker.arena import Arena
-from steercap.worker.layouts import Layouts, RecordLayout
+from steercap.worker.arena import Arena, Layouts, RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import BatchRows, Step, StepReport
 

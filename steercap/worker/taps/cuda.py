@@ -30,12 +30,11 @@ from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import LINE, REPLACED, TOKEN_COLUMNS, split_checksum
 from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
-from steercap.worker.layouts import LAYOUTS, RecordLayout
+from steercap.worker.arena import LAYOUTS, RecordLayout
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Installed, RowKind, Taps, TapSizes
-from steercap.worker.taps.copies import overlap, pieces, runs
-from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
+from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, overlap, pieces, runs, typed
 from steercap.worker.taps.large import LargePass, LayerRows, RowMemory
 from steercap.worker.taps.pattern import Pattern
 from steercap.worker.taps.transfers import GRID_COLUMNS, Ring, Transfers

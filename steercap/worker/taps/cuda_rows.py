@@ -1,4 +1,4 @@
-"""Rows on the device: those that wait to be copied to the host, those that are encoded, and those that are reduced.
+"""Rows on the device: those that wait to be copied to the host, merged into few copies, are encoded, or reduced.
 
 All of them lie in one ring of lines: the raw records of a pass as the model computes them, followed by the encoded
 records, where a layout has an encoding.
@@ -22,11 +22,63 @@ from steercap.kernels import triton_accumulate as kernel
 from steercap.kernels.codecs import ENCODINGS, Alike, dtype_of, record_of
 from steercap.kernels.codecs.random_projection import Matrices
 from steercap.worker.accumulators import Accumulators, Updates
-from steercap.worker.layouts import RecordLayout
+from steercap.worker.arena import RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
 from steercap.worker.taps.base import Installed, RowKind
 from steercap.worker.taps.transfers import Transfers
+
+
+def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
+    """Merge records that are consecutive on both sides into runs.
+
+    Args:
+        targets, sources: first target line and first source line of each record.
+        records: lines of each record, one at least.
+
+    Returns:
+        First target line, first source line and number of lines of each run.
+    """
+    follows = [lines[1:] == lines[:-1] + records[:-1] for lines in (targets, sources)]
+    first = np.flatnonzero(np.concatenate([[True], ~(follows[0] & follows[1])]))
+    return targets[first], sources[first], np.add.reduceat(records, first)
+
+
+def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, Ints, Ints]:
+    """Split copies into pieces of at most `most` bytes each, in their order."""
+    if not len(sizes) or sizes.max() <= most:
+        return targets, sources, sizes
+    parts = -(-sizes // most)
+    number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
+    done = number * most
+    left = np.repeat(sizes, parts) - done
+    return np.repeat(targets, parts) + done, np.repeat(sources, parts) + done, np.minimum(left, most)
+
+
+def overlap(targets: Ints, sizes: Ints) -> bool:
+    """Return True if some copies have bytes of their targets in common, so that their order matters."""
+    order = np.argsort(targets)
+    begins = targets[order]
+    return bool((begins[1:] < (begins + sizes[order])[:-1]).any())
+
+
+def grids(targets: Ints, sources: Ints, sizes: Ints, target_steps: Ints, source_steps: Ints) -> Ints:
+    """Merge copies at regular distances into grids.
+
+    Args:
+        targets, sources, sizes: addresses and bytes of each copy, one at least: int64 [copies].
+        target_steps, source_steps: bytes from each copy to the next one of the same grid, if there is one.
+
+    Returns:
+        The grids, as for `Transfers.fetch_grids`.
+    """
+    same = (sizes[1:] == sizes[:-1]) & (targets[1:] - targets[:-1] == target_steps[:-1])
+    same &= (sources[1:] - sources[:-1] == source_steps[:-1]) & (target_steps[1:] == target_steps[:-1])
+    same &= source_steps[1:] == source_steps[:-1]
+    first = np.flatnonzero(np.concatenate([[True], ~same]))
+    rows = np.diff(np.append(first, len(sizes)))
+    columns = (targets[first], sources[first], sizes[first], rows, target_steps[first], source_steps[first])
+    return np.stack(columns, axis=1)
 
 
 def typed(memory: torch.Tensor, schema: PointSchema) -> torch.Tensor:
@@ -185,7 +237,7 @@ class _Group:
 class DeviceAccumulators:
     """Running reductions of requests, on the device.
 
-    An accumulator has the layout of a record of all points in `kernels.codecs.reduced`; a held row, that in
+    An accumulator has the layout of a record of all points in `kernels.codecs.raw`; a held row, that in
     `kernels.codecs.raw`.
 
     Args:

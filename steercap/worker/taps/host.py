@@ -18,8 +18,7 @@ from steercap.core.rows import Ints
 from steercap.core.schema import RAW
 from steercap.kernels.codecs import ENCODINGS
 from steercap.worker.accumulators import Updates
-from steercap.worker.arena import Arena
-from steercap.worker.layouts import RecordLayout
+from steercap.worker.arena import Arena, RecordLayout
 from steercap.worker.reduce import write_reduced
 from steercap.worker.step import BatchRows, Step, StepReport
 from steercap.worker.taps.base import Installed, Taps, TapSizes

@@ -12,8 +12,7 @@ from jaxtyping import Float
 
 from steercap.core.program import NONE, RESPONSE_NUMBERS, Response
 from steercap.core.rows import Ints
-from steercap.kernels.bits import JOINED, MEASURES, READS, RELATIVE, REPLACES, RESTORES, USED, weight
-from steercap.kernels.finite import overflows_later
+from steercap.kernels.bits import JOINED, MEASURES, READS, RELATIVE, REPLACES, RESTORES, USED, overflows_later, weight
 from steercap.kernels.reference import Column, edit_stream
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step

@@ -26,10 +26,9 @@ from steercap.core.rows import Ints
 from steercap.core.schema import LINE_BYTES
 from steercap.kernels.bits import LINE
 from steercap.worker.accumulators import Updates
-from steercap.worker.layouts import Layouts, RecordLayout
+from steercap.worker.arena import Layouts, RecordLayout
 from steercap.worker.step import Step
-from steercap.worker.taps.copies import grids
-from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder
+from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, grids
 from steercap.worker.taps.pattern import Pattern
 from steercap.worker.taps.transfers import Ring, Transfers
 

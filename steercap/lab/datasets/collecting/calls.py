@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from steercap.client import RemoteModel
     from steercap.model import SteerModel
     from steercap.steering.edits import Edit
-    from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.spec import LogitBias
 
 
 async def collect(

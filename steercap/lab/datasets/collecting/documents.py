@@ -81,14 +81,6 @@ def digests(documents: Sequence[CorpusDocument]) -> str:
     return found.hexdigest()
 
 
-def digest_of(documents: Sequence[CorpusDocument]) -> str:
-    """Return the SHA-256 over documents, in hexadecimal."""
-    found = hashlib.sha256()
-    for document in documents:
-        document.enter(found)
-    return found.hexdigest()
-
-
 def _message(part: Mapping[Any, Any]) -> dict[str, Any]:
     if not isinstance(part.get("role"), str) or not isinstance(part.get("content"), str):
         raise NotDocument(f"a message {shown(dict(part))}; give {{'role': text, 'content': text}}")

@@ -71,8 +71,8 @@ class Reading:
                 f"attention={self.spec.attention} reads the keys of all tokens before, and "
                 f"{type(self.sample).__name__} leaves some out; collect all tokens, and choose rows as they are read"
             )
-        object.__setattr__(self, "points", self.engine.captured(self.spec)[0])
-        object.__setattr__(self, "coding", self.engine.coding(self.spec))
+        object.__setattr__(self, "points", self.engine.compiler.captured(self.spec)[0])
+        object.__setattr__(self, "coding", self.engine.compiler.coding(self.spec))
         if self.spec.attention:
             object.__setattr__(self, "points", tuple(point for point in self.points if point.site == "q"))
             object.__setattr__(self, "coding", Coding(ATTENTION, self.spec.attention))
@@ -143,7 +143,7 @@ class Reading:
     def described(self) -> dict[str, Any]:
         """Return the settings that determine the rows, beside model, points and documents; JSON-compatible."""
         generation = None if self.params is None else {**self.params, "seed": self.seed}
-        steering = None if self.steering is None else self.engine.lowered(self.steering).digest.hex()
+        steering = None if self.steering is None else self.engine.compiler.lowered(self.steering).digest.hex()
         described = {
             "windows": self.cutting.described(),
             "sample": self.sample.described(),
@@ -151,7 +151,7 @@ class Reading:
             "steering": steering,
             "before_edits": self.spec.before_edits,
         }
-        if (calibrated := self.engine.calibrated(self.spec)) is not None:
+        if (calibrated := self.engine.compiler.calibrated(self.spec)) is not None:
             described["calibration"] = calibrated.digest  # no key without one: data sets are known by all this says
         return described
 

@@ -8,11 +8,11 @@ without `concurrency=1` rows may differ in their last bits, and through them whi
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -272,7 +272,7 @@ class ByProbe(TokenSample):
         vector = self._vector.numpy().tobytes()
         return {
             "tokens": str(self.of),
-            "probe": _sha(vector),
+            "probe": hashlib.sha256(vector).hexdigest(),
             "layer": self.layer,
             "site": self.probe.site,
             "above": self.above,
@@ -298,15 +298,3 @@ def _selection(mask: Bools) -> TokenSelection | None:
 def seed_of(seed: int, document: int) -> int:
     """Return the sampling seed of a document, derived from the run's seed: 0 to 2^63 - 1."""
     return mixed(mixed(seed) ^ document) >> 1
-
-
-def _sha(data: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(data).hexdigest()
-
-
-def described(sample: TokenSample) -> Mapping[str, Any]:
-    """Return the settings that determine a sample, after a round trip through JSON."""
-    found: Mapping[str, Any] = msgspec.json.decode(msgspec.json.encode(sample.described()))
-    return found

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from steercap.concurrency.bounded import each_of
-from steercap.concurrency.loops import scoped
+from steercap.concurrency.loops import each_of, scoped
 from steercap.core.extras import extra
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float
 
+from steercap.core.prompts import texts_of
 from steercap.core.spec import Layers
-from steercap.core.tokenizing import texts_of
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.given import (

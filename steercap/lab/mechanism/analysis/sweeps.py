@@ -15,9 +15,8 @@ from steercap.lab.directions.extraction import Text, ids_of
 from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, named, origin
 from steercap.lab.mechanism.analysis.tables import table_of
 from steercap.lab.mechanism.patching.metrics import Metric
-from steercap.lab.mechanism.patching.pairs import Pair, decoded, texts_of
 from steercap.lab.mechanism.patching.points import positions_of
-from steercap.lab.mechanism.patching.running import CONCURRENT, Runs
+from steercap.lab.mechanism.patching.running import CONCURRENT, Pair, Runs, decoded, texts_of
 from steercap.lab.studies.sweeps.operations import random_like
 from steercap.steering.edits.add import Add
 from steercap.steering.layers import LayerVectors

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 import torch
 from jaxtyping import Float
 
+from steercap.core.prompts import texts_of
 from steercap.core.spec import Layers
-from steercap.core.tokenizing import texts_of
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, in_stream, matrix, origin, units

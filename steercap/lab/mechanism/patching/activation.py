@@ -19,10 +19,21 @@ from steercap.core.values import shown
 from steercap.errors import EmptySelection, InvalidPrompt, InvalidSpec
 from steercap.lab.directions.extraction import CALL_TEXTS, Text, ids_of
 from steercap.lab.mechanism.patching.metrics import Metric
-from steercap.lab.mechanism.patching.pairs import ROTATED, Align, Direction, Pair, decoded, pairs_of, texts_of
 from steercap.lab.mechanism.patching.points import Grid, PatchedPlace, ResolvedGrid, places_of, positions_of
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect, effect_of
-from steercap.lab.mechanism.patching.running import CONCURRENT, PatchSource, Runs, replaced
+from steercap.lab.mechanism.patching.running import (
+    CONCURRENT,
+    ROTATED,
+    Align,
+    Direction,
+    Pair,
+    PatchSource,
+    Runs,
+    decoded,
+    pairs_of,
+    replaced,
+    texts_of,
+)
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from steercap.core.values import flag_of, index_of, parts_of, shown
 from steercap.errors import InvalidSpec, PointNotArmed
 from steercap.lab.directions.extraction import Text
 from steercap.lab.mechanism.patching.metrics import Metric
-from steercap.lab.mechanism.patching.pairs import Direction, Pair, pairs_of
 from steercap.lab.mechanism.patching.points import PatchedPlace, head_count, positions_of
 from steercap.lab.mechanism.patching.results import Effects, PatchEffect, effect_of
-from steercap.lab.mechanism.patching.running import CONCURRENT, PatchSource, Runs, replaced
+from steercap.lab.mechanism.patching.running import CONCURRENT, Direction, Pair, PatchSource, Runs, pairs_of, replaced
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

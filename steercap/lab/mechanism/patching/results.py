@@ -17,9 +17,9 @@ from steercap.core.extras import extra
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.files.base import write_whole
-from steercap.lab.mechanism.patching.pairs import Pair
 from steercap.lab.mechanism.patching.plots import plot_effects
 from steercap.lab.mechanism.patching.points import PatchedPlace
+from steercap.lab.mechanism.patching.running import Pair
 
 if TYPE_CHECKING:
     import pyarrow as pa

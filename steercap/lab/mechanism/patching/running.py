@@ -1,19 +1,21 @@
-"""Runner of a patching experiment in one engine: concurrent runs, up to a limit, each of one prompt with its edits."""
+"""Pairs of prompts, and the runner of a patching experiment in one engine: one prompt a run, many at once."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from jaxtyping import Float
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.values import index_of, shown
-from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec
+from steercap.lab.directions.extraction import Text, ids_of
 from steercap.lab.mechanism.patching.metrics import Metric, MetricRequest
 from steercap.lab.mechanism.patching.points import PatchedPlace, elements_of
 from steercap.steering.edits.replace import Replace
@@ -21,6 +23,84 @@ from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
+
+#: Direction of patching: "denoise" puts clean rows into the corrupted run, "noise" corrupted rows into the clean.
+Direction: TypeAlias = Literal["denoise", "noise"]
+#: Alignment of prompts of different lengths.
+Align: TypeAlias = Literal["end"]
+
+#: Sites whose rows depend on the position that they were computed at: rotary embedding is in them.
+ROTATED: Final = frozenset({"q", "k"})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Prompt that is changed, and prompt that rows are taken from.
+
+    Args:
+        number: index of the pair.
+        base: token ids of the prompt that is changed.
+        source: token ids of the other prompt.
+        tokens: text of each token of `base`.
+    """
+
+    number: int
+    base: tuple[int, ...]
+    source: tuple[int, ...]
+    tokens: tuple[str, ...]
+
+    @property
+    def shift(self) -> int:
+        """Offset from a position of `base` to its counterpart in `source`."""
+        return len(self.source) - len(self.base)
+
+
+def pairs_of(tokenizer: Any, clean: Any, corrupted: Any, *, direction: Any, align: Any) -> list[Pair]:
+    """Tokenize clean and corrupted prompts, one each or lists of equal length, and pair them.
+
+    Raises:
+        InvalidSpec: an unknown direction or alignment, or lists of different lengths.
+        InvalidPrompt: prompts of a pair have different lengths, and `align` is None.
+    """
+    if direction not in get_args(Direction) or not isinstance(direction, str):
+        raise InvalidSpec(f"direction={shown(direction)}; give 'denoise', clean rows into corrupted runs, or 'noise'")
+    if align is not None and align not in get_args(Align):
+        raise InvalidSpec(f"align={shown(align)}; give None for prompts of equal length, or 'end'")
+    cleans, corrupteds = texts_of(clean, "clean"), texts_of(corrupted, "corrupted")
+    if len(cleans) != len(corrupteds):
+        raise InvalidSpec(f"{len(cleans)} clean prompts and {len(corrupteds)} corrupted ones; give as many of each")
+    found = []
+    ids = [tuple(one) for one in ids_of(tokenizer, [*cleans, *corrupteds])]
+    for number, (one, other) in enumerate(zip(ids[: len(cleans)], ids[len(cleans) :], strict=True)):
+        if len(one) != len(other) and align is None:
+            raise InvalidPrompt(
+                f"pair {number}: the clean prompt has {len(one)} tokens and the corrupted one {len(other)}: "
+                f"{decoded(tokenizer, one)} and {decoded(tokenizer, other)}; make them alike, or give align='end' to "
+                "lay their ends beside each other"
+            )
+        base, source = (other, one) if direction == "denoise" else (one, other)
+        found.append(Pair(number, base, source, decoded(tokenizer, base)))
+    return found
+
+
+def texts_of(given: Any, what: str) -> list[Text]:
+    """Return one text or several as a list.
+
+    Raises:
+        InvalidSpec: there is none, or it is not a text.
+    """
+    if isinstance(given, (str, tuple)) or (isinstance(given, Sequence) and given and index_of(given[0]) is not None):
+        return [given]
+    if isinstance(given, bytes) or not isinstance(given, Sequence) or not given:
+        raise InvalidSpec(f"{what}={shown(given)}; give a str, token ids, an Exchange, or a list of these")
+    return list(given)
+
+
+def decoded(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
+    """Return the text of each token by itself."""
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    return tuple(str(decode([token])) for token in ids)
+
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from jaxtyping import Float, Int
 
+from steercap.core.prompts import texts_of
 from steercap.core.spec import Point
-from steercap.core.tokenizing import texts_of
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest
 from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of
 from steercap.lab.mechanism.weights.unembedding import Unembedding
-from steercap.saes.features import Features
+from steercap.saes.encoder import Features
 from steercap.saes.sae import SAE
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.extras import extra
-from steercap.core.tokenizing import FONT, drawn, lines_of, texts_of, visible
+from steercap.core.prompts import FONT, drawn, lines_of, texts_of, visible
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidRequest
 from steercap.files.base import save_figure

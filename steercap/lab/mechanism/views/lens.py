@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from steercap.core.extras import extra
-from steercap.core.tokenizing import FONT, drawn, lines_of, shortened, texts_of
+from steercap.core.prompts import FONT, drawn, lines_of, shortened, texts_of
 from steercap.errors import InvalidRequest, ModelNotLoaded
 from steercap.files.base import save_figure
 from steercap.lab.mechanism.views.heatmap import ABOVE, CENTRE, colour, ink

@@ -9,7 +9,15 @@ from steercap.lab.personas.roles.axis_capping import (
     projections_by_text,
     token_projections,
 )
-from steercap.lab.personas.roles.effects import CapRecord, Case, cases_of, compare_steering, drift_cases
+from steercap.lab.personas.roles.effects import (
+    CapRecord,
+    Case,
+    Change,
+    cases_of,
+    changes,
+    compare_steering,
+    drift_cases,
+)
 from steercap.lab.personas.roles.pipeline import RoleRun, load_run, run, run_share
 from steercap.lab.personas.roles.plots import plot_changes, plot_positions, plot_roles, plot_stability
 from steercap.lab.personas.roles.reading import load_roles, shipped_roles
@@ -17,7 +25,6 @@ from steercap.lab.personas.roles.role import ASSISTANT, Role, RoleSet, drift_pro
 from steercap.lab.personas.roles.rows import RoleRows
 from steercap.lab.personas.roles.settings import RoleSettings
 from steercap.lab.personas.roles.split_half import Stability, stability
-from steercap.lab.personas.roles.summaries import Change, changes
 
 __all__ = [
     "ASSISTANT",

@@ -20,7 +20,8 @@ from steercap.files.native import FileKind
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.rows import RoleRows
 from steercap.steering.directions import Provenance
-from steercap.steering.layers import FrozenMapping, LayerVectors
+from steercap.steering.edits.inputs import FrozenMapping
+from steercap.steering.layers import LayerVectors
 
 #: Method of finding an axis.
 How = Literal["contrast", "pca"]

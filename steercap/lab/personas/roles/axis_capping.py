@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec
@@ -26,8 +26,9 @@ from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.folder import read_folder
 from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.stages import answers_of
-from steercap.steering.edits.cap import Cap
-from steercap.steering.layers import FrozenMapping, LayerVectors
+from steercap.steering.edits.inputs import FrozenMapping
+from steercap.steering.edits.projecting import Cap
+from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

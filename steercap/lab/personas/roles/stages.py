@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from steercap.concurrency.bounded import each_of
+from steercap.concurrency.loops import each_of
 from steercap.files.base import write_tensors
 from steercap.files.tables import TableWriter, read_table, write_table
 from steercap.lab.measures.scores import make_scorer

@@ -22,7 +22,7 @@ from steercap.core.prompts import templated
 from steercap.core.registry import Registry
 from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidSpec, WorkerFailure
-from steercap.lab.measures.perplexity import READ, prompt_logprobs_of
+from steercap.lab.measures.texts import READ, prompt_logprobs_of
 from steercap.lab.studies.evaluation.dosing import over_read
 from steercap.steering.spec import SteeringSpec
 

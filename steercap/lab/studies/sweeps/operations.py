@@ -11,10 +11,8 @@ import torch
 
 from steercap.core.registry import Registry
 from steercap.steering.edits import Edit
-from steercap.steering.edits.ablate import Ablate
 from steercap.steering.edits.add import Add
-from steercap.steering.edits.cap import Cap
-from steercap.steering.edits.set_projection import SetProjection
+from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
 from steercap.steering.layers import LayerVectors
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from steercap.core.extras import extra
-from steercap.core.tokenizing import FONT, drawn
+from steercap.core.prompts import FONT, drawn
 from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
 from steercap.lab.mechanism.analysis.tables import rows_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from steercap.core.extras import extra
-from steercap.core.tokenizing import FONT
+from steercap.core.prompts import FONT
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.pictures import (
