@@ -120,7 +120,7 @@ def _serve(app: typer.Typer) -> None:
         examples=[
             "steercap serve",
             "steercap serve Qwen/Qwen3-8B --sites resid_post,attn_out --port 8000 --api-key KEY",
-            "steercap serve Qwen/Qwen3-8B --vectors calm=calm.safetensors --preset calm=calm",
+            """steercap serve MODEL --vectors calm=calm.gguf --preset 'calm={"vector": "calm", "layers": [18]}'""",
             "steercap serve Qwen/Qwen3-8B -- --enable-auto-tool-choice --tool-call-parser hermes",
             "steercap serve Qwen/Qwen3-8B --record ROWS --record-site resid_post=rp8,k=512 --record-tokens 0:4096",
         ],

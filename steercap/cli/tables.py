@@ -110,6 +110,8 @@ def replies_of(tried: TriedLayers) -> list[Table]:
 
 def tried_layers(tried: TriedLayers) -> Table:
     """Return a table of the layers that were tried, with the effects of both signs."""
+    from steercap.lab.studies.trying import REPEATS
+
     table = titled(
         "layers tried, means over the prompts",
         ("layer", f"+{tried.scale:g}", f"-{tried.scale:g}", "apart", "perplexity", "note"),
@@ -119,7 +121,8 @@ def tried_layers(tried: TriedLayers) -> Table:
     )
     for one in tried.effects():
         numbers = (_number(value, "+.2f") for value in (one.up, one.down, one.apart))
-        broken = "perplexity unknown" if math.isnan(one.perplexity) else "broken text"
+        broken = "perplexity unknown" if math.isnan(one.perplexity) else "high perplexity"
+        broken = "repeats itself" if one.repeated >= REPEATS else broken
         note = "best" if one.layer == tried.best else broken if one.broken else ""
         counted = f"{one.prompts} of {len(tried.prompts)} prompts" if one.prompts < len(tried.prompts) else ""
         said = ", ".join(filter(None, (note, counted)))

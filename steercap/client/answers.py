@@ -226,8 +226,9 @@ class RemoteAnswers:
         for spec in (one.spec for one in asked if one.spec is not None):
             found["project=", getattr(spec.project, "model", "")] = None
         here = self.connection.here()
+        names = (*names_of(here.model), here.name, *(here.engine.vllm.names if here.engine else ()))
         for what, label in found:
-            warn_of_other_model(what, label, (*names_of(here.model), here.name))
+            warn_of_other_model(what, label, names)
 
     async def _one(self, asked: PromptOfCall) -> Generation:
         async with self._body(asked) as body:

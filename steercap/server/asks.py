@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar, get_args
 
+from steercap.core.display import span
 from steercap.core.spec import CaptureSpec, resolve_layers
 from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
@@ -223,7 +224,7 @@ def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:
     """Describe that named vectors lack a layer, and the layers that they have."""
     what = " and ".join(f"{field}={name!r}" for field, name in named.items())
     near = f"; the nearest is {min(known, key=lambda one: abs(one - layer))}" if isinstance(layer, int) else ""
-    return f"{what} and layer={shown(layer)}: there are vectors for layers {known}{near}"
+    return f"{what} and layer={shown(layer)}: there are vectors for layers {span(known)}{near}"
 
 
 def _made(kind: type[Made], given: Mapping[str, Any]) -> Made:

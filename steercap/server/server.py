@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 
 from steercap.adapters.releases import importing
 from steercap.client.compiling import said_of
+from steercap.core.display import span
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import files_of, surroundings, weights_of
@@ -31,11 +33,13 @@ from steercap.server.middleware import PATHS, Keyless, OptOut, SteercapRoute
 from steercap.server.passthrough_routes import Elsewhere
 from steercap.server.record_settings import RecordSettings
 from steercap.server.recording import Recorder
+from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+_LOG: Final = logging.getLogger(__name__)
 #: Engine arguments that servers set themselves.
 OF_SERVERS: Final = frozenset({"hf_token", "mm_processor_cache_gb", "served_model_name", "use_tqdm_on_load"})
 
@@ -108,6 +112,16 @@ class Names:
             if not NAME.fullmatch(name):
                 raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
         presets = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
+        for name, spec in presets.items():
+            layers = sorted(
+                {edit.layer for edit in spec.edits if isinstance(edit, Add) and isinstance(edit.layer, int)}
+            )
+            if len(layers) > 1 and "layer" not in str(settings.presets[name]):
+                _LOG.warning(
+                    "preset %r adds at layers %s, the whole vector at each, which can break texts; to add at one, "
+                    'give {"op": "add", "vector": ..., "layers": [%d]}',
+                    *(name, span(layers), layers[len(layers) // 2]),
+                )
         return Names(library, presets)
 
 

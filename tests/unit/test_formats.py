@@ -578,7 +578,7 @@ def test_a_control_vector_nobody_could_use_is_not_written(vectors, says, tmp_pat
 def test_a_layer_that_gguf_cannot_have_is_left_out_as_the_error_says(tmp_path) -> None:
     """Of many layers the rest are written, under their own numbers."""
     vectors = LayerVectors({layer: [1.0 + layer, 2.0] for layer in range(12)}, name="joy", model="llama")
-    with pytest.raises(InvalidSpec, match=r"leave it out by vectors\.at_layers\(list\(vectors\)\[1:\]\)"):
+    with pytest.raises(InvalidSpec, match=r"leave it out .*vectors\.at_layers\(list\(vectors\)\[1:\]\)"):
         save_control_vector(vectors, tmp_path / "v.gguf")
     rest = vectors.at_layers(list(vectors)[1:])
     assert load_control_vector(save_control_vector(rest, tmp_path / "v.gguf")) == rest

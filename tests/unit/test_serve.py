@@ -33,6 +33,7 @@ from steercap.server.library import OPERATOR, Library
 from steercap.server.middleware import SteercapRoute
 from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere, Presets
 from steercap.server.routes import Routes
+from steercap.server.server import Names, ServerSettings
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.testing import tiny_checkpoint
@@ -200,11 +201,11 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
         ({"steering": {"op": "add", "vector": "traits"}}, "'traits' is not a vector: it holds directions warm, cold"),
         (
             {"steering": {"op": "add", "vector": "calm", "layer": 40}},
-            r"vector='calm' and layer=40: .* layers \[3, 5\]; .* is 5",
+            r"vector='calm' and layer=40: .* layers 3, 5; .* is 5",
         ),
         (
             {"steering": {"op": "add", "vector": "calm", "layers": [3, "x"]}},
-            r"vector='calm' and layer='x': .* layers \[3, 5\]",
+            r"vector='calm' and layer='x': .* layers 3, 5",
         ),
         (
             {"monitors": [{"probe": "calm", "threshold": 1, "layer": -4}]},
@@ -308,7 +309,7 @@ def test_files_are_vectors_and_nothing_is_run(library, tmp_path) -> None:
         with pytest.raises(InvalidSpec, match="give letters"):
             library.add(name, ME, b"")
     small = Library(most_of_a_key=100)
-    with pytest.raises(CaptureMemoryFull, match="100 may be kept"):
+    with pytest.raises(CaptureMemoryFull, match="of at most 100"):
         small.add("calm", ME, content(LayerVectors({0: torch.ones(WIDTH)}), tmp_path))
 
 
@@ -446,6 +447,18 @@ async def test_an_error_of_ours_says_its_class(library, events) -> None:
     assert (refused.status_code, refused.headers[ERROR_HEADER]) == (400, "UnknownName")
 
 
+def test_a_preset_of_many_layers_is_said_at_the_start(tmp_path, caplog) -> None:
+    """Added at every layer at an ordinary scale, a vector breaks texts."""
+    file = tmp_path / "calm.safetensors"
+    LayerVectors({3: torch.ones(WIDTH), 5: torch.ones(WIDTH)}).save(file)
+    one = {"op": "add", "vector": "calm", "layers": [5]}
+    Names.of(ServerSettings(vectors={"calm": file}, presets={"one": one}))
+    assert not caplog.records
+    Names.of(ServerSettings(vectors={"calm": file}, presets={"every": "calm", "one": one}))
+    (record,) = caplog.records
+    assert "preset 'every' adds at layers 3, 5" in record.getMessage()
+
+
 async def test_a_preset_steers_those_who_do_not_ask(library) -> None:
     presets = Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)})
     assert presets.aliases == ("m+calm",)
@@ -461,7 +474,7 @@ async def test_a_preset_steers_those_who_do_not_ask(library) -> None:
         ({"store_activations": "yes"}, 400, "give true or false"),
         ({"selectors": ["resid_post[3]"]}, 400, "store_activations: true"),
         ({"store_activations": True, "steercap": {"capture": True}}, 400, "give one of them"),
-        ({"use_beam_search": True, "steercap": {"capture": True}}, 400, "beams"),
+        ({"use_beam_search": True, "steercap": {"capture": True}}, 400, "each beam of a beam search"),
         ({"cache_salt": "\ud800", "steercap": {"capture": True}}, 400, "surrogate"),
         ({"prompt": ["a", {"\udfff": 1}], "model": "m+calm"}, 400, "surrogate"),
         ({"steercap": {"capture": True, "deliver": "\udc00"}}, 400, "surrogate"),
@@ -719,7 +732,7 @@ async def test_files_that_come_count_with_those_that_are_kept(client, library, t
         came(100_000)
         data = content(LayerVectors({2: torch.ones(WIDTH)}), tmp_path)
         refused = await http.put("/vectors/second", content=data)
-        assert (refused.status_code, "may be kept" in refused.text) == (429, True)
+        assert (refused.status_code, "of at most" in refused.text) == (429, True)
     assert (await http.put("/vectors/second", content=data)).status_code == 201
     small = Library(most_of_all=100_000)
     small.add("calm", ME, data)

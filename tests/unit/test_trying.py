@@ -43,7 +43,7 @@ class Known:
         self.asked.append((prompt, edit and edit.layer, edit and edit.scale, edit and str(edit.selection)))
         ids = self.plain if edit is None else self.replies.get((edit.layer, edit.scale), self.plain)
         sample = SimpleNamespace(text=f"reply {ids}", token_ids=ids, finish_reason="length")
-        return SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1, 2], outputs=[sample]))
+        return SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1, 2], outputs=[sample]), samples=[sample])
 
     @staticmethod
     def _read(ids: list[int]) -> Any:
@@ -163,15 +163,15 @@ def test_signs_are_paired_by_prompt_and_an_infinite_perplexity_breaks_a_layer(se
         up, down = np.mean(moved, axis=0) if moved else (math.nan, math.nan)
         perplexity = math.inf if infinite else np.exp(np.log(costs).mean()) if costs else math.nan
         sound = bool(known) and bool(perplexity <= BROKEN * np.exp(np.log(known).mean()))
-        wanted[layer] = (up, down, up - down, perplexity, not sound, len(moved))
+        wanted[layer] = (up, down, up - down, perplexity, 0.0, not sound, len(moved))
     found = TriedLayers("x", tuple("abc"), 2.0, 2, tuple(replies))
-    fit = {layer: one[2] for layer, one in wanted.items() if not one[4] and one[2] > 0}
+    fit = {layer: one[2] for layer, one in wanted.items() if not one[5] and one[2] > 0}
     assert found.best == max(fit, key=lambda layer: fit[layer], default=None)
     for one in found.effects():
         assert one[1:] == pytest.approx(wanted[one.layer], nan_ok=True)
         note = cells_of(found)[one.layer][-1]
         assert (f"{one.prompts} of 3 prompts" in note) == (one.prompts < 3)
-        assert ("broken text" in note or "perplexity unknown" in note) == one.broken
+        assert ("high perplexity" in note or "perplexity unknown" in note) == one.broken
 
 
 async def test_replies_of_infinite_perplexity_are_not_the_best(monkeypatch) -> None:
@@ -180,7 +180,7 @@ async def test_replies_of_infinite_perplexity_are_not_the_best(monkeypatch) -> N
     replies = {(4, 2.0): (7, 7, 9), (4, -2.0): (8, 8, 8), (5, 2.0): (7, 4), (5, -2.0): (8, 4)}
     found = await try_layers(Known(replies), direction(), ["a", "b"], layers=[4, 5])
     assert (found.effects()[0].perplexity, found.best) == (math.inf, 5)
-    assert cells_of(found)[4][-2:] == ["inf", "broken text"]
+    assert cells_of(found)[4][-2:] == ["inf", "high perplexity"]
     unsound = await try_layers(Known(replies, plain=(3, 9)), direction(), ["a"], layers=[5])
     assert unsound.effects()[0].broken, "nothing to compare with"
 
@@ -232,9 +232,25 @@ async def test_the_tables_say_both_signs_and_the_best_layer() -> None:
         console.print(table)
     shown = console.export_text()
     assert "'[bold]a'" in shown
-    assert "broken text" in shown
+    assert "high perplexity" in shown
     assert "best" in shown
     assert "layer 4" in best_tried(found)
     evil = TriedLayers("x", ("a",), 1.0, 4, (Tried(0, None, 0.0, "<b>[red]", math.nan, 2.0),))
     assert "<b>" not in evil._repr_html_()
     assert repr(found) == "TriedLayers('kind', ±3 at layers 4, 8, 1 prompts, best: 4)"
+
+
+async def test_a_reply_that_repeats_itself_is_not_the_best() -> None:
+    """The perplexity of a loop is low, and it can be far along."""
+    replies = {**REPLIES, (6, 3.0): (7,) * 12, (6, -3.0): (8,) * 12}
+    found = await try_layers(Known(replies), direction(), ["a"], layers=[4, 6], scale=3)
+    effects = {one.layer: one for one in found.effects()}
+    assert effects[6].broken
+    assert effects[6].repeated > 0.6
+    assert effects[6].apart > effects[4].apart
+    assert effects[6].perplexity < BROKEN * effects[4].perplexity
+    assert effects[4].repeated == 0
+    assert found.best == 4
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(tried_layers(found))
+    assert "repeats itself" in console.export_text()

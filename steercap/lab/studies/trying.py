@@ -37,6 +37,8 @@ SHARES: Final = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8)
 _ANSWERED: Final = frozenset(Answered.__struct_fields__)
 #: Factor of the unsteered replies' perplexity from which a layer's replies count as broken text.
 BROKEN: Final = 3.0
+#: Share of repeated runs of three words from which replies count as broken text: the perplexity of a loop is low.
+REPEATS: Final = 0.5
 #: Number of replies to a prompt at a layer: with the vector added, and subtracted.
 WAYS: Final = 2
 
@@ -70,7 +72,9 @@ class LayerEffect(NamedTuple):
         up, down: mean effect of the vector and of its negative; NaN if no prompt could be measured.
         apart: `up - down`.
         perplexity: geometric mean over the replies both ways; infinite if that of any reply at the layer is.
-        broken: True if that is infinite, over `BROKEN` times the unsteered replies' to these prompts, or unknown.
+        repeated: greatest share of repeated runs of three words in a reply at the layer.
+        broken: True if the perplexity is infinite, unknown, or over `BROKEN` times the unsteered replies' to these
+            prompts, or if a reply repeats itself, `repeated` being `REPEATS` or more.
         prompts: number of these prompts; the others have a reply without tokens.
     """
 
@@ -79,6 +83,7 @@ class LayerEffect(NamedTuple):
     down: float
     apart: float
     perplexity: float
+    repeated: float
     broken: bool
     prompts: int
 
@@ -117,7 +122,9 @@ class TriedLayers:
             up, down = (_mean(effect for way, effect in effects if way == wanted) for wanted in (True, False))
             perplexity = _factor(one.perplexity for one in own if one.prompt in both or one.perplexity == math.inf)
             sound = perplexity <= BROKEN * _factor(plain[prompt] for prompt in both) < math.inf
-            found.append(LayerEffect(layer, up, down, up - down, perplexity, not sound, len(both)))
+            repeated = max(_repeated(one.text) for one in own)
+            broken = not sound or repeated >= REPEATS
+            found.append(LayerEffect(layer, up, down, up - down, perplexity, repeated, broken, len(both)))
         return found
 
     @property
@@ -130,6 +137,13 @@ class TriedLayers:
         """Return an HTML table of the replies for a notebook."""
         title = f"{self.name}: ±{self.scale:g} times the vector; best layer: {self.best}"
         return html_table(title, Tried._fields, self.replies)
+
+
+def _repeated(text: str) -> float:
+    """Return the share of runs of three words that the text has had before; 0 of fewer than three words."""
+    words = text.split()
+    runs = list(zip(words, words[1:], words[2:], strict=False))
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def _mean(values: Iterable[float]) -> float:

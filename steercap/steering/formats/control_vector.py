@@ -98,8 +98,8 @@ def _check_writable(vectors: LayerVectors, hint: str) -> None:
         raise InvalidSpec(f"{vectors!r} is not at resid_post, the one site that GGUF control vectors have")
     if 0 in vectors:
         raise InvalidSpec(
-            f"{vectors!r} has a vector at layer 0, and llama.cpp refuses files with direction.0; leave it out by "
-            "vectors.at_layers(list(vectors)[1:]), or save all of it with LayerVectors.save"
+            f"{vectors!r} has a vector at layer 0, and llama.cpp refuses files with direction.0; leave it out "
+            "with --layers 1: of `steercap vectors convert`, or vectors.at_layers(list(vectors)[1:]) in Python"
         )
     if not hint:
         raise InvalidSpec("repeng refuses a control vector without a model hint; give model_hint=, such as 'llama'")
