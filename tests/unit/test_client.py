@@ -240,8 +240,8 @@ def test_parameters_left_out_are_vllms_own() -> None:
     for wrong, says in (
         ({"temprature": 1.0}, "did you mean 'temperature'"),
         ({"extra_args": {}}, "'extra_args' cannot be sent to a server"),
-        ({"detokenize": False}, "'detokenize' cannot be asked"),
-        (SamplingParams(detokenize=False), "'detokenize' cannot be asked"),
+        ({"detokenize": False}, "'detokenize' cannot be sent to a server"),
+        (SamplingParams(detokenize=False), "'detokenize' cannot be sent to a server"),
         (3, "give vLLM's SamplingParams, or a dict"),
     ):
         with pytest.raises(InvalidRequest, match=says):
@@ -326,7 +326,7 @@ async def test_what_a_server_does_not_say_is_an_error(tmp_path) -> None:
 
 
 async def test_what_is_no_server_of_ours_is_refused() -> None:
-    with pytest.raises(ServerFailure, match="none of steercap's"):
+    with pytest.raises(ServerFailure, match="not one of steercap: it can neither capture nor steer"):
         await model_of(says=None).start()
     with pytest.raises(ServerFailure, match="same version"):
         await model_of(says={"model": "m"}).start()
@@ -360,11 +360,11 @@ async def test_what_is_no_server_of_ours_is_refused() -> None:
         (JSONResponse({"error": "Unauthorized"}, 401), ServerFailure, "refuses the API key"),
         (JSONResponse("what?", 503), ServerFailure, "answered 503: what"),
         (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "does not report the edits"),
-        (JSONResponse({"choices": [choice()], "steercap": {"results": []}}), SteeringNotApplied, "says nothing"),
+        (JSONResponse({"choices": [choice()], "steercap": {"results": []}}), SteeringNotApplied, "report the edits"),
         (
             JSONResponse({"choices": [choice()], "steercap": {"results": [{"choice": 1, "steering": {}}]}}),
             SteeringNotApplied,
-            "nothing",
+            "does not report the edits",
         ),
         (JSONResponse({"nothing": 1}), ServerFailure, "does not answer as this version of steercap expects"),
         (JSONResponse([]), ServerFailure, "does not answer as this version"),
@@ -400,7 +400,7 @@ async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> No
             await model.encode("a")
         with pytest.raises(InvalidRequest, match="lora_request= cannot be sent"):
             await model.generate("a", lora_request=object())
-        with pytest.raises(InvalidPrompt, match="'multi_modal_data' cannot be asked"):
+        with pytest.raises(InvalidPrompt, match="'multi_modal_data' cannot be sent to a server"):
             await model.generate({"prompt": "a", "multi_modal_data": {}})
         with pytest.raises(InvalidRequest, match="takes one prompt"):
             _ = [chunk async for chunk in model.stream(["a", "b"])]
@@ -526,7 +526,7 @@ async def test_rows_of_another_request_are_refused(wrong) -> None:
             return
         _, handle = await model.generate([5, 6, 7], capture_layers=[0])
         with pytest.raises(
-            CaptureIncomplete, match="the server sent the capture of" if wrong == "another" else "bytes of"
+            CaptureIncomplete, match="the server sent the capture of" if wrong == "another" else "bytes came; fetch again"
         ):
             await handle.fetch()
         assert not handle.fetched

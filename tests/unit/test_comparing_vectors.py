@@ -127,7 +127,7 @@ def test_what_cannot_be_compared_is_named(tmp_path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(InvalidFile, match=r"none holds no vectors; give a folder of NAME\.pt"):
         compare_vectors(mine, tmp_path / "none")
-    with pytest.raises(InvalidSpec, match="is no folder of persona files"):
+    with pytest.raises(InvalidSpec, match=r"is not a folder of persona files NAME\.pt; leave out level=$"):
         compare_vectors(mine, tmp_path / "none", level="pos_3")
     with pytest.raises(InvalidFile, match=r"missing"):
         compare_vectors(mine, tmp_path / "missing")

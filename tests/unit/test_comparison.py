@@ -432,7 +432,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path) -> None:
     assert lost.exists()
     assert again.tables == known.tables
     lost.write_bytes(b"PAR1")
-    with pytest.raises(errors.InvalidFile, match=f"{lost.name} holds something"):
+    with pytest.raises(errors.InvalidFile, match=f"{lost.name} has content that is not valid: .*Parquet"):
         compare(*models, GROUPS, LAYER, settings=SETTINGS, folder=folder)
     for change in (
         {"groups": {**GROUPS, "traits": drawn(7, "t", 3)}},

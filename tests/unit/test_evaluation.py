@@ -714,7 +714,7 @@ def test_comparisons_are_paired_and_adjusted() -> None:
         results().compare("score", against="mine")
     with pytest.raises(InvalidSpec, match="'nobody' is not evaluated"):
         results().compare("score", against="nobody")
-    with pytest.raises(InvalidSpec, match="was not taken"):
+    with pytest.raises(InvalidSpec, match="'warmth' was not measured"):
         results().compare("warmth")
 
 
@@ -765,7 +765,7 @@ def test_a_picture_has_every_method(tmp_path) -> None:
     assert found.plot(tmp_path / "methods.png").stat().st_size > 10_000
     with pytest.raises(InvalidSpec, match="only the cost was measured; add a measure of"):
         found.plot(tmp_path / "none.png", columns=[])
-    with pytest.raises(InvalidSpec, match="was not taken"):
+    with pytest.raises(InvalidSpec, match="'warmth' was not measured"):
         found.plot(tmp_path / "none.png", columns=["warmth"])
 
 

@@ -84,7 +84,7 @@ def test_logits_are_given_in_the_dtype_of_the_gate() -> None:
     _, weights = choice(a_layer(gate=torch.bfloat16), rounded)
     assert torch.equal(weights.bfloat16().float(), weights)
     assert not torch.equal(choice(a_layer(), rounded)[1], weights)
-    with pytest.raises(InvalidRequest, match=r"its logits are torch.bfloat16 numbers"):
+    with pytest.raises(InvalidRequest, match=r"logits are torch.bfloat16, which cannot hold these rows exactly"):
         choice(a_layer(gate=torch.bfloat16), LOGITS + 1e-4)
 
 
@@ -114,8 +114,8 @@ BY_TOKEN = CPURouter(2, 4, scoring_func="sqrtsoftplus", hash_indices_table=torch
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (a_layer(runners=0), "has 0 routers"),
-        (a_layer(runners=2), "has 2 routers"),
+        (a_layer(runners=0), "one of vLLM's routers in a Module, found 0"),
+        (a_layer(runners=2), "one of vLLM's routers in a Module, found 2"),
         (a_layer(SIMULATED), "a RoutingSimulatorRouter, is not one"),
         (a_layer(NOTHING), "a ZeroExpertRouter, is not one"),
         (a_layer(FusedTopKRouter(2, 4)), "a FusedTopKRouter, is not one .* on cpu"),

@@ -104,5 +104,5 @@ def test_a_file_keeps_where_pictures_were(tmp_path) -> None:
         assert arrays["token_types"].tolist() == types
     beyond = len(handle.prompt_token_ids) + 1
     handle.media = (MediaSpan("image", 0, 0, beyond, "a"),)
-    with pytest.raises(InvalidFile, match="no tokens"):
+    with pytest.raises(InvalidFile, match="an image at positions outside its prompt"):
         CaptureHandle.load(handle.save(tmp_path / "beyond.safetensors"))

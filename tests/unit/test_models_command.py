@@ -47,14 +47,14 @@ def test_layers_that_no_family_knows_are_derived(tmp_path) -> None:
         ("LlamaForCausalLM", "proved", "compared with transformers"),
         ("BloomForCausalLM", "derived", "no family knows it"),
         ("MPTForCausalLM", "refused", "no longer has it"),
-        ("PersimmonForCausalLM", "unknown", "by transformers' modules"),  # vLLM had it, and transformers has
+        ("PersimmonForCausalLM", "unknown", "only with transformers' modules"),  # vLLM had it, and transformers has
         ("IQuestLoopCoderForCausalLM", "refused", "run several times in a pass"),
         ("HrmTextForCausalLM", "refused", "run several times in a pass"),
         ("Gemma3nForConditionalGeneration", "derived", "refuses the model"),
         ("Eagle3LlamaForCausalLM", "refused", "a draft model"),
         ("MBartForConditionalGeneration", "unknown", "plug-in"),
         ("TransformersForCausalLM", "unknown", "give the model's own"),
-        ("Qwen2VLForConditionalGeneration", "derived", "no family knows it: a start derives"),  # in two tables
+        ("Qwen2VLForConditionalGeneration", "derived", "no family knows it: the start derives"),  # in two tables
         ("BertModel", "known", "it is a pooling model, served only by `encode`"),
         ("CLIPModel", "derived", "it is a pooling model, served only by `encode`"),
         (

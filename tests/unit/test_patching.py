@@ -143,11 +143,11 @@ def test_a_log_probability_that_is_not_there_is_an_error(logprobs) -> None:
     [
         (LogitDifference(("ab", "c")), "'ab' is 2 tokens"),
         (LogitDifference(("a", "a")), "the same token"),
-        (LogitDifference(("a", 259)), "259 is no token"),
+        (LogitDifference(("a", 259)), "259 is not a token"),
         (LogitDifference([("a", "b"), ("a",)]), "a token each"),
         (LogitDifference([("a", "b")]), "for 2 pairs"),
         (LogProbability(["a"]), "for 2 pairs"),
-        (LogProbability(-1), "-1 is no token"),
+        (LogProbability(-1), "-1 is not a token"),
     ],
 )
 def test_answers_are_tokens(metric, says) -> None:

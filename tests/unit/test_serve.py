@@ -736,7 +736,7 @@ async def test_files_that_come_count_with_those_that_are_kept(client, library, t
     assert (await http.put("/vectors/second", content=data)).status_code == 201
     small = Library(most_of_all=100_000)
     small.add("calm", ME, data)
-    with pytest.raises(CaptureMemoryFull, match="this server keeps 100,000 bytes"):
+    with pytest.raises(CaptureMemoryFull, match="this server keeps at most 100,000 bytes"):
         small.add("calm", OTHER, data)
 
 

@@ -124,10 +124,8 @@ def read_vectors(vectors: Vectors, **reading: Any) -> tuple[Mapping[str, LayerVe
     if path.is_dir() and any(path.glob("*.pt")):
         personas = load_personas(path, **reading)
         return personas.directions, {f"{path}/{file}": reason for file, reason in personas.left_out.items()}
-    if any(value is not None for value in reading.values()):
-        raise InvalidSpec(
-            f"{path} is not a folder of persona files NAME.pt, of which {', '.join(reading)} could be read"
-        )
+    if given := [f"{name}=" for name, value in reading.items() if value is not None]:
+        raise InvalidSpec(f"{path} is not a folder of persona files NAME.pt; leave out {', '.join(given)}")
     if not path.is_dir():
         return DirectionSet.load(path), {}
     folders = sorted(file.parent for file in path.glob("*/steering_vector.pt"))
