@@ -231,7 +231,8 @@ class Sketch:
         state = self.states[self._point(layer, site)]
         if state.rows < least:
             raise InvalidRequest(
-                f"this needs at least {least} rows, and the sketch has {state.rows}; run more requests first"
+                f"this needs at least {least} row{'s' * (least != 1)}, and the sketch has {state.rows}; run more "
+                "requests first"
             )
         return state
 

@@ -70,8 +70,8 @@ class Book:
         """
         if self.closed:
             raise SketchClosed(
-                "this sketch ended with its `async with` block, and its statistics are freed; call fetch() inside the "
-                "block, and use its result"
+                "this sketch ended with the block that it was opened for, and its statistics are freed; call fetch() "
+                "inside the block, and use its result"
             )
         if self.broken:
             raise SketchIncomplete(f"this sketch cannot be trusted: {self.broken}; begin another one")

@@ -138,7 +138,7 @@ async def test_workers_summarise_what_the_handle_would(gemma: SteerModel, tmp_pa
             torch.testing.assert_close(found.entropy, wanted.entropy, atol=1e-4, rtol=2**-10)
     with pytest.raises(InvalidRequest, match="3 targets of each head and token were kept"):
         again.attention(1, top=4)
-    with pytest.raises(InvalidSpec, match=r"targets of attention.*take handle.attention\(layer\)"):
+    with pytest.raises(InvalidSpec, match=r"targets of attention.*use handle.attention\(layer\)"):
         again.captures[1, "q"]
     with pytest.raises(InvalidRequest, match="and the weights of all tokens are computed from"):
         again.attention_pattern(1)

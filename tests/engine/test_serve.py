@@ -164,7 +164,7 @@ async def test_activations_alone_come_with_logits(served: Clients, monkeypatch) 
     answer = (await served.http().post("/v1/completions", json=body)).raise_for_status().json()
     logits = answer["steercap"]["results"][0]["capture"]["_logits"]
     assert (logits["shape"][1], logits["data_included"], "url" in logits) == (17, False, False)
-    assert logits["note"].startswith(f"left out: they take {4 * found.numel():,} bytes, and {found.numel():,} are made")
+    assert logits["note"].startswith(f"left out: they take {4 * found.numel():,} bytes, of at most {found.numel():,};")
     named = {**body, "selectors": ["model.layers[1].mlp.output"]}
     refused = await served.http().post("/v1/completions", json=named)
     assert (refused.status_code, "model.layers.1.mlp.output" in refused.text) == (400, True)

@@ -526,7 +526,8 @@ async def test_rows_of_another_request_are_refused(wrong) -> None:
             return
         _, handle = await model.generate([5, 6, 7], capture_layers=[0])
         with pytest.raises(
-            CaptureIncomplete, match="the server sent the capture of" if wrong == "another" else "bytes came; fetch again"
+            CaptureIncomplete,
+            match="the server sent the capture of" if wrong == "another" else "bytes came; fetch again",
         ):
             await handle.fetch()
         assert not handle.fetched

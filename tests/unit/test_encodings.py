@@ -345,7 +345,7 @@ def test_rows_of_other_matrices_are_not_compared() -> None:
     ):
         with pytest.raises(InvalidSpec, match="cannot be compared"):
             mine.inner(other)
-    with pytest.raises(InvalidSpec, match="vectors have 15 elements, .* rows are of 16 elements"):
+    with pytest.raises(InvalidSpec, match=r"vectors have 15 elements, .* rows are of 16 elements"):
         mine.inner(torch.zeros(2, 15))
     for wrong in ([1.0] * 16, np.ones(16), "v"):
         with pytest.raises(InvalidSpec, match="give CodedRows, or vectors as a tensor"):

@@ -121,7 +121,7 @@ def test_a_request_larger_than_the_folder_takes_nothing_else_with_it(tmp_path) -
     folder = opened(tmp_path, most_bytes=12_000, segment_bytes=1, when_full="rotate")
     for number in range(3):
         folder.add([a_handle()], str(number))
-    with pytest.raises(CaptureMemoryFull, match="is left out"):
+    with pytest.raises(CaptureMemoryFull, match="bytes is not recorded"):
         folder.add([a_handle()] * 13, "large")
     assert ids(tmp_path) == ["0", "1", "2"]
     folder.close()

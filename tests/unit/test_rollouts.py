@@ -87,7 +87,7 @@ class FakeModel:
         drawn = random.Random(f"{prompt}/{sampling['seed']}/{said}")
         text = "\n".join(drawn.sample(SENTENCES, drawn.randrange(4)))
         sample = SimpleNamespace(text=text, token_ids=list(range(len(text))), finish_reason="stop")
-        return SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1], outputs=[sample]))
+        return SimpleNamespace(samples=(sample,), output=SimpleNamespace(prompt_token_ids=[1]))
 
 
 class FakeJudge(Judge):
@@ -332,7 +332,7 @@ async def test_scores_that_are_all_missing_are_a_column_of_numbers(tmp_path) -> 
 
     async def refuse(*_: Any, **__: Any) -> Any:
         sample = SimpleNamespace(text=REFUSED, token_ids=[1], finish_reason="stop")
-        return SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1], outputs=[sample]))
+        return SimpleNamespace(samples=(sample,), output=SimpleNamespace(prompt_token_ids=[1]))
 
     always.run = refuse
     (found,) = await run_rollouts(always, [data_set(evaluation=talks)], out=tmp_path, judge=judge())

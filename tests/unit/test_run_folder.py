@@ -77,7 +77,7 @@ def test_what_cannot_be_read_is_a_bad_file(tmp_path) -> None:
         with pytest.raises(InvalidFile, match=r"told\.json cannot be read as the definition of a walk: .*; choose"):
             KIND.open(tmp_path, Told("m"))
     KIND.write(tmp_path, Told("m"))
-    with pytest.raises(InvalidFile, match=r"told\.json lacks what .*KeyError: 'n'.*choose another folder"):
+    with pytest.raises(InvalidFile, match=r"told\.json lacks settings .*KeyError: 'n'.*choose another folder"):
         KIND.open(tmp_path, Told("m", {"n": 1}))
 
 

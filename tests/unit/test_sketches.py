@@ -301,9 +301,9 @@ def test_what_a_sketch_cannot_say_is_an_error() -> None:
     for layer, site in ((0, None), (1, "z")):
         with pytest.raises(LayerOutOfRange, match=r"it has resid_post\[1\], resid_post\[3\]"):
             moments.mean(layer, site)
-    with pytest.raises(InvalidRequest, match="needs 2 rows, and 1 have come"):
+    with pytest.raises(InvalidRequest, match="needs at least 2 rows, and the sketch has 1;"):
         a_sketch(count=1).covariance(1)
-    with pytest.raises(InvalidRequest, match="needs 1 rows, and 0 have come"):
+    with pytest.raises(InvalidRequest, match="needs at least 1 row, and the sketch has 0;"):
         a_sketch(count=0).mean(1)
     for k in (0, WIDTH + 1, 1.5):
         with pytest.raises(InvalidSpec, match=f"from 1 to {WIDTH}"):
@@ -354,7 +354,7 @@ async def test_sketches_inside_each_other_are_of_the_same_tokens() -> None:
     )
     with joining(model, one), joining(object(), other):
         assert sketches_in_force(model) == (one,)
-        with pytest.raises(InvalidRequest, match="of the same tokens"), joining(model, other):
+        with pytest.raises(InvalidRequest, match="must read the same tokens"), joining(model, other):
             pass
 
 

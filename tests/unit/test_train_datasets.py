@@ -441,10 +441,10 @@ def test_folders_hold_data_sets_in_every_form(model, tmp_path) -> None:
         found["a_trait_x"]
     for number, (line, says) in enumerate(
         [
-            ({"text": "a", "more": 1}, "fields ['more', 'text']: text is the whole example; give text"),
-            ({"text": "a", "prompt": "kept?", "source": "s"}, "text is the whole example"),
-            ({"conversation": turns, "system": "Be kind."}, "conversation is the whole example"),
-            ({"conversation": turns, "messages": turns}, "conversation is the whole example"),
+            ({"text": "a", "more": 1}, "fields ['more', 'text']: text already is the whole example; give text"),
+            ({"text": "a", "prompt": "kept?", "source": "s"}, "text already is the whole example"),
+            ({"conversation": turns, "system": "Be kind."}, "conversation already is the whole example"),
+            ({"conversation": turns, "messages": turns}, "conversation already is the whole example"),
             ({"conversation": turns[:1]}, "turns of role and content"),
             ({"conversation": [*turns, *turns[:1]]}, "of 'assistant' as its last turn"),
             ({"messages": [{"role": "system", "content": "a"}, turns[1]]}, "give a turn of 'user'"),
@@ -496,7 +496,7 @@ def test_the_command_trains_a_folder(path, tmp_path, monkeypatch) -> None:
     assert "perplexity" in shown.stdout
     assert "a__small" in shown.stdout
     for more, says in (
-        (["--lr", "0.1"], "it is for a file of examples, not a folder; give --rates"),
+        (["--lr", "0.1"], "this option is for a file of examples, not a folder; give --rates"),
         (["--validation", "0.1"], "--validation"),
         (["--rates", "fast"], "fast"),
         (["--datasets", "c*"], "no data set 'c*'"),

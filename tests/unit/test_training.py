@@ -827,7 +827,7 @@ def test_the_command_trains_each_trait_of_a_file(tmp_path, monkeypatch) -> None:
         ({"prompt": "a"}, ["--layers", "1"], "line 1"),
         ({"prompt": "a", "response": "b"}, ["--layers", "1", "--dtype", "int8"], "--dtype"),
         ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors"], "none.safetensors"),
-        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--layers", "1"], "leave it out"),
+        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--layers", "1"], "leave --layers out"),
     ],
 )
 def test_the_command_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkeypatch, line, more, says) -> None:

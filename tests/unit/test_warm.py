@@ -275,7 +275,7 @@ async def test_connect_finds_the_only_engine(tmp_path) -> None:
             assert SteerModel.connect(model="org/other").url == engine_of("org/other").url
     with (
         warm.announced(engine_of("org/name", code="0.0.1 in /there")),
-        pytest.raises(InvalidRequest, match=r"runs steercap 0.0.1 in /there, this is .*; renew it with"),
+        pytest.raises(InvalidRequest, match=r"runs steercap 0.0.1 in /there, and this process .*; renew it with"),
     ):
         SteerModel.connect()
     with pytest.raises(ServerFailure, match="cannot be reached: No such file"):
@@ -392,7 +392,7 @@ async def test_a_socket_of_another_user_is_not_asked(tmp_path, monkeypatch) -> N
         ({}, {}, {"settings": vars_of(Settings(codec="full8"))}, "codec: 'full8' there, 'raw' asked for"),
         ({}, {}, {"keyed": True}, "it wants an API key; give --api-key"),
         ({"api_key": "mine"}, {}, {"keyed": True}, ""),
-        ({}, {}, {"code": "0.0.1 in /there"}, "it runs steercap 0.0.1 in /there, this is"),
+        ({}, {}, {"code": "0.0.1 in /there"}, "it runs steercap 0.0.1 in /there, and this process"),
         ({}, {}, {"surroundings": {"vLLM": "0.1"}}, "there, "),
         ({}, {}, {"flags": ["chat_template"]}, "it was started with --chat-template, which commands do not expect"),
         ({}, {}, {"weights": "another"}, "have changed since its start"),
@@ -506,7 +506,7 @@ def test_up_generate_status_and_down(model, python) -> None:
         json.loads(answer.stdout)["answers"][0] | {"prompt": "Hello", "clean": " warm", "tokens": 2}
         == json.loads(answer.stdout)["answers"][0]
     )
-    assert "asking unix:" in answer.stderr
+    assert "using unix:" in answer.stderr
     there = json.loads(found.stdout)["url"]
     assert call("generate", "Hello", "--url", there, "--max-tokens", "2").exit_code == 0
 
@@ -619,7 +619,8 @@ def test_ctrl_c_ends_what_was_starting(model, python) -> None:
 
 
 @pytest.mark.parametrize("option", ["--dtype=float32", "--max-model-len=9", "--engine-arg=seed=3", "--eager"])
-def test_options_of_an_engine_beside_an_address(option) -> None:
+def test_options_of_an_engine_beside_an_address(option, monkeypatch) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
     found = call("generate", "Hello", "--url", "http://127.0.0.1:1", option)
     assert found.exit_code == 2, found.output
     assert "the server at --url decides this; leave it out" in " ".join(found.stderr.split())

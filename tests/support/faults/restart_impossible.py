@@ -22,9 +22,9 @@ async def inject(folder: Path) -> list[Outcome]:
         shutil.rmtree(path)
         kill(processes(model, "EngineCore")[0])
         began = time.monotonic() + 12  # what the tries wait for
-        first = await told("generate", model.generate(prompts(2), LONG), began, EngineDied, *KILLED, "again 3 times")
+        first = await told("generate", model.generate(prompts(2), LONG), began, EngineDied, *KILLED, "failed 3 times")
         after = await told(
-            "generate, afterwards", model.generate([3, 4]), time.monotonic(), EngineDied, "again 3 times"
+            "generate, afterwards", model.generate([3, 4]), time.monotonic(), EngineDied, "failed 3 times"
         )
     return [first, after]
 
