@@ -507,4 +507,4 @@ def test_the_command_trains_a_folder(path, tmp_path, monkeypatch) -> None:
         assert wrong.exit_code in {1, 2}
         assert says in words(wrong)
     wrong = call("train", "data/b.jsonl", "--layers", "1", "--out", "wrong", "--training-tokens", "9")
-    assert "--training-tokens: it is for a folder of data sets, not a file" in words(wrong)
+    assert "--training-tokens: this option is for a folder of data sets, not a file" in words(wrong)
