@@ -248,8 +248,8 @@ async def test_specs_are_compiled_here_as_there(remote: RemoteModel, tiny: Steer
     """Points, codecs and digests of plans are the engine's own; so are the tokenizer and the generation defaults."""
     here, there = tiny.serving.here(), remote.serving.here()
     for spec in (*CAPTURES, CaptureSpec(sites=["resid_pre", "mlp_out"], layers=[-1, 0])):
-        assert there.captured(spec) == here.captured(spec)
-        assert there.coding(spec) == here.coding(spec)
+        assert there.compiler.captured(spec) == here.compiler.captured(spec)
+        assert there.compiler.coding(spec) == here.compiler.coding(spec)
         assert remote.check_capture(spec) == tiny.check_capture(spec)
     for wrong in (CaptureSpec(sites="router"), CaptureSpec(layers=[9]), CaptureSpec(attention=2)):
         with pytest.raises(errors.InvalidRequest) as expected:
@@ -257,7 +257,7 @@ async def test_specs_are_compiled_here_as_there(remote: RemoteModel, tiny: Steer
         with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
             remote.check_capture(wrong)
     for edit in (Add(CALM[1], layer=1), Ablate(CALM[1], layers="all"), Cap(CALM[1], layers=[2], high=1.0)):
-        assert there.lowered(edit).digest == here.lowered(edit).digest
+        assert there.compiler.lowered(edit).digest == here.compiler.lowered(edit).digest
     assert remote.tokenizer.encode("Hello there") == tiny.tokenizer.encode("Hello there")
     assert dict(remote.generation_config) == dict(tiny.generation_config)
     assert remote.identity() == tiny.identity()

@@ -189,7 +189,7 @@ async def test_a_calibration_that_does_not_fit_is_said_before_anything_runs(tiny
     ):
         with pytest.raises(errors.InvalidRequest, match=says):
             await tiny.generate([1, 2], SIX, capture=CaptureSpec(**asked))
-    for texts, says in (([], "no texts"), ("word", "texts in a list"), ([[5, 6]], "have 1 rows")):
+    for texts, says in (([], "no texts"), ("word", "give several in a list"), ([[5, 6]], "have 1 rows")):
         with pytest.raises(errors.InvalidRequest, match=says):
             await calibrate(tiny, texts, layers=[0])
     assert await settled(tiny) == (0, 0, 0)

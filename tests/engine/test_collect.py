@@ -249,7 +249,7 @@ async def test_a_corpus_that_grew_behind_a_short_shard_says_what_to_remove(tiny,
             await collect(tiny, corpus, tmp_path / "grown", **asked)
     changed = [*DOCUMENTS[:2], [7], *DOCUMENTS[3:]]
     for corpus in (changed, DOCUMENTS[:2]):
-        with pytest.raises(RunDiffers, match="another corpus"):
+        with pytest.raises(RunDiffers, match="another folder, or the corpus it was begun with"):
             await collect(tiny, corpus, tmp_path / "grown", **asked)
     assert digests(tmp_path / "grown") == before
     await asyncio.to_thread(Path(re.search(remove, str(grown.value))[1]).unlink)
