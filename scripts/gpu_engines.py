@@ -213,7 +213,7 @@ class Bench:
 
 async def rows_readable(model: Any, handles: Sequence[Any]) -> list[list[Any]]:
     """Wait until every row is readable by this process: each handle's captured rows, of each capturing worker."""
-    located = await model.serving.opened().locate([handle.lifecycle.source.wanted for handle in handles])
+    located = await model.serving.opened().workers.locate([handle.lifecycle.source.wanted for handle in handles])
     return [[captured_rows for engine in engines for captured_rows in engine] for engines in located]
 
 

@@ -107,7 +107,7 @@ async def test_a_steered_request_that_is_left_leaves_no_records(tiny: SteerModel
     await asyncio.wait([reading])
     assert await settled(tiny) == (0, 0, 0)
     for _ in range(100):
-        held = sum(count.steered for workers in await tiny.serving.here().get_stats() for count in workers)
+        held = sum(count.steered for workers in await tiny.serving.here().workers.get_stats() for count in workers)
         if not held:
             return
         await asyncio.sleep(0.05)
