@@ -339,7 +339,7 @@ def test_a_map_style_loader_takes_it(folder) -> None:
     loader = DataLoader(data, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0))
     found = torch.cat([batch["resid_post[1]"] for batch in loader])
     assert torch.equal(found.sort(dim=0).values, truth(POST).float().sort(dim=0).values)
-    with pytest.raises(IndexError, match=f"row {len(data)} of {len(data)}"):
+    with pytest.raises(IndexError, match=f"row {len(data)} is outside this data set of {len(data)} rows"):
         data[len(data)]
     with pytest.raises(IndexError, match="rows are indexed by an integer, a slice or"):
         data["first"]
