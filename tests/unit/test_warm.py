@@ -570,6 +570,8 @@ async def test_the_explorer_asks_for_no_other_user(folder, monkeypatch) -> None:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == expected
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()  # or its socket is collected, with a warning, in a later test
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
