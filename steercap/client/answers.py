@@ -371,7 +371,7 @@ def _prompt_asked(prompt: Any) -> str | list[int]:
     if len(given) != 1 or (name := given[0]) not in _PROMPT:
         raise InvalidPrompt(
             f"a prompt dict with {', '.join(map(repr, prompt))} cannot be sent to a server; give a str, token ids, or "
-            "a dict of one of 'prompt' and 'prompt_token_ids'"
+            "a dict of one of 'prompt' and 'prompt_token_ids', with 'cache_salt' if you like"
         )
     found = prompt[name]
     if isinstance(found, str):

@@ -113,16 +113,21 @@ class Names:
                 raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
         presets = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
         for name, spec in presets.items():
-            layers = sorted(
-                {edit.layer for edit in spec.edits if isinstance(edit, Add) and isinstance(edit.layer, int)}
-            )
-            if len(layers) > 1 and "layer" not in str(settings.presets[name]):
+            layers = sorted({edit.layer for edit in spec.edits if isinstance(edit, Add) and edit.layer is not None})
+            if len(layers) > 1 and not _names_layers(settings.presets[name]):
                 _LOG.warning(
                     "preset %r adds at layers %s, the whole vector at each, which can break texts; to add at one, "
                     'give {"op": "add", "vector": ..., "layers": [%d]}',
                     *(name, span(layers), layers[len(layers) // 2]),
                 )
         return Names(library, presets)
+
+
+def _names_layers(asked: Any) -> bool:
+    """Return whether a steering, as JSON has it, names layers anywhere."""
+    if isinstance(asked, Mapping):
+        return "layer" in asked or "layers" in asked or any(map(_names_layers, asked.values()))
+    return isinstance(asked, list) and any(map(_names_layers, asked))
 
 
 async def application(

@@ -457,6 +457,13 @@ def test_a_preset_of_many_layers_is_said_at_the_start(tmp_path, caplog) -> None:
     Names.of(ServerSettings(vectors={"calm": file}, presets={"every": "calm", "one": one}))
     (record,) = caplog.records
     assert "preset 'every' adds at layers 3, 5" in record.getMessage()
+    caplog.clear()
+    edits = [{"op": "add", "vector": "layers"}]
+    Names.of(
+        ServerSettings(vectors={"layers": file}, presets={"one": one | {"vector": "layers"}, "all": {"edits": edits}})
+    )
+    (record,) = caplog.records
+    assert "preset 'all'" in record.getMessage()
 
 
 async def test_a_preset_steers_those_who_do_not_ask(library) -> None:

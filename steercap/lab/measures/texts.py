@@ -95,11 +95,13 @@ class Repetition(Measure):
         return "repetition"
 
     async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:  # noqa: ARG002 -- not asked
-        return [self._share(record.output_token_ids) for record in records]
+        return [repeated_share(record.output_token_ids, self.n) for record in records]
 
-    def _share(self, tokens: Sequence[int]) -> float:
-        grams = [tuple(tokens[at : at + self.n]) for at in range(len(tokens) - self.n + 1)]
-        return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+def repeated_share(items: Sequence[int] | Sequence[str], n: int) -> float:
+    """Return the share of repeated n-grams of tokens or words, see `Repetition`; 0 of fewer than n."""
+    grams = [tuple(items[at : at + n]) for at in range(len(items) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from steercap.core.values import choices, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName
 from steercap.lab.directions import Exchange, mean_rows, suggested_layer
 from steercap.lab.measures import Answered
-from steercap.lab.measures.texts import Perplexity
+from steercap.lab.measures.texts import Perplexity, repeated_share
 from steercap.lab.studies.running import CONCURRENT, ask
 from steercap.steering.directions import DirectionSet
 from steercap.steering.edits.add import Add
@@ -122,7 +122,7 @@ class TriedLayers:
             up, down = (_mean(effect for way, effect in effects if way == wanted) for wanted in (True, False))
             perplexity = _factor(one.perplexity for one in own if one.prompt in both or one.perplexity == math.inf)
             sound = perplexity <= BROKEN * _factor(plain[prompt] for prompt in both) < math.inf
-            repeated = max(_repeated(one.text) for one in own)
+            repeated = max(repeated_share(one.text.split(), 3) for one in own)
             broken = not sound or repeated >= REPEATS
             found.append(LayerEffect(layer, up, down, up - down, perplexity, repeated, broken, len(both)))
         return found
@@ -137,13 +137,6 @@ class TriedLayers:
         """Return an HTML table of the replies for a notebook."""
         title = f"{self.name}: ±{self.scale:g} times the vector; best layer: {self.best}"
         return html_table(title, Tried._fields, self.replies)
-
-
-def _repeated(text: str) -> float:
-    """Return the share of runs of three words that the text has had before; 0 of fewer than three words."""
-    words = text.split()
-    runs = list(zip(words, words[1:], words[2:], strict=False))
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def _mean(values: Iterable[float]) -> float:
