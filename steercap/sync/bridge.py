@@ -90,11 +90,12 @@ class Bridge:
         Raises:
             ModelClosed: the model is not open.
         """
-        if self._thread is None:
+        try:
+            run = self._runner()
+        except BaseException:
             work.close()
-            self._state.opened()  # raises an error: it was closed, or never started
-            raise AssertionError
-        return self._thread.run(work)
+            raise
+        return run(work)
 
     def done(self, work: Callable[..., Coroutine[Any, Any, Value]], *args: Any, **kwargs: Any) -> Value:
         """Call `work(*args, **kwargs)` in the model's loop, and return its result when it has ended.
@@ -105,7 +106,8 @@ class Bridge:
         Raises:
             ModelClosed: the model is not open.
         """
-        found: Value = self._blocking(self.run(direct(work, *args, **kwargs)))
+        run = self._runner()  # kept, since another thread may close the model between the call's end and its return
+        found: Value = _blocking(run(direct(work, *args, **kwargs)), run)
         return found
 
     def taken(self, chunks: AsyncGenerator[Value, None]) -> Generator[Value, None, None]:
@@ -119,22 +121,33 @@ class Bridge:
 
     def freed(self, sketch: RunningSketch) -> None:
         """Free a sketch, unless the model is closed, which has freed everything."""
-        if self._thread is not None:
-            with suppress(ModelClosed):
-                self._thread.run(sketch.aclose())
+        with suppress(ModelClosed):
+            self.run(sketch.aclose())
 
-    def _blocking(self, found: Any) -> Any:
-        """Return blocking handles for those in a result: in lists, and in the fields of a dataclass."""
-        if isinstance(found, Awaited):
-            assert self._thread is not None
-            return CaptureHandle(found, self._thread.run)
-        if type(found) in {list, tuple}:
-            return type(found)(self._blocking(item) for item in found)
-        if dataclasses.is_dataclass(found) and not isinstance(found, type):
-            values = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-            holding = {name: self._blocking(value) for name, value in values.items() if _has_handles(value)}
-            return dataclasses.replace(found, **holding) if holding else found
-        return found
+    def _runner(self) -> Run:
+        """Return the function that runs coroutines on the loop of the open model.
+
+        Raises:
+            ModelClosed: the model is not open.
+        """
+        thread = self._thread
+        if thread is None:
+            self._state.opened()  # raises an error: it was closed, or never started
+            raise ModelClosed("the model was being closed when this call began")
+        return thread.run
+
+
+def _blocking(found: Any, run: Run) -> Any:
+    """Return blocking handles for those in a result: in lists, and in the fields of a dataclass."""
+    if isinstance(found, Awaited):
+        return CaptureHandle(found, run)
+    if type(found) in {list, tuple}:
+        return type(found)(_blocking(item, run) for item in found)
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        values = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+        holding = {name: _blocking(value, run) for name, value in values.items() if _has_handles(value)}
+        return dataclasses.replace(found, **holding) if holding else found
+    return found
 
 
 def _has_handles(value: Any) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import concurrent.futures
 import copy
 import importlib
 import inspect
 import pkgutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,10 @@ from handles import a_handle
 import steercap
 import steercap.sync
 from steercap import SteerModel, errors
+from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
+from steercap.core.call_style import BLOCKING
+from steercap.sync.bridge import Bridge
 
 ROOT = Path(steercap.__file__).parent
 #: Packages that are no part of what a user imports for work of their own.
@@ -167,6 +173,52 @@ def test_messages_without_await(tmp_path) -> None:
     assert "MainGuardMissing" in done.stderr
     assert "with SteerModel(...) as model" in done.stderr
     assert "async" not in done.stderr
+
+
+class Closing:
+    """Model with one call, which returns a handle once the model is being closed, and which then closes."""
+
+    idiom = BLOCKING
+
+    def __init__(self) -> None:
+        self.called, self.closing, self.last_call = asyncio.Event(), asyncio.Event(), threading.Event()
+
+    async def start(self) -> None:
+        """Start at once."""
+
+    def opened(self) -> None:
+        """Be open to the end, as a model is whose `aclose` has not run yet."""
+
+    async def aclose(self) -> None:
+        """Wait for the caller's last call."""
+        self.closing.set()
+        assert await asyncio.to_thread(self.last_call.wait, 60)
+
+    async def call(self) -> tuple[str, CaptureHandle]:
+        """Return when the model is being closed."""
+        self.called.set()
+        await self.closing.wait()
+        return "text", a_handle()
+
+
+def test_a_call_that_ends_while_the_model_is_closed_has_its_result() -> None:
+    """Between `close` and the end of the model's loop a call returns what it made, or raises ModelClosed."""
+    model = Closing()
+    bridge = Bridge(model, model)
+    bridge.start()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        call = pool.submit(bridge.done, model.call)
+        bridge.run(model.called.wait())
+        close = pool.submit(bridge.close)
+        text, handle = call.result(timeout=60)
+        with pytest.raises(errors.ModelClosed):
+            bridge.done(model.call)
+        with pytest.raises(errors.ModelClosed):
+            bridge.run(model.call())
+        model.last_call.set()
+        close.result(timeout=60)
+    assert text == "text"
+    assert isinstance(handle, steercap.sync.CaptureHandle)
 
 
 def test_no_message_of_the_library_says_await_itself() -> None:
