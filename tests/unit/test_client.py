@@ -436,6 +436,19 @@ async def test_a_stream_that_breaks_off_is_an_error() -> None:
         await streamed([0, 1, 2, 3])
 
 
+#: Characters at which Python's `str.splitlines` ends a line, and JSON does not.
+BREAKS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+async def test_a_stream_may_hold_any_text() -> None:
+    """Separators of lines and paragraphs stand in JSON as they are; parts of the answer end anywhere."""
+    event = {"choices": [{"index": 0, "text": f"a{BREAKS}\nb", "token_ids": [1], "prompt_token_ids": [3]}]}
+    whole = f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\ndata: [DONE]\n\n".encode()
+    answer = StreamingResponse((whole[at : at + 1] for at in range(len(whole))), media_type="text/event-stream")
+    async with model_of(answer) as model:
+        assert [chunk.text async for chunk in model.stream("a", steering=None)] == [f"a{BREAKS}\nb", ""]
+
+
 def test_it_belongs_to_its_event_loop() -> None:
     model = model_of(JSONResponse({"choices": [choice()]}))
     with pytest.raises(ModelClosed, match="never started"):
