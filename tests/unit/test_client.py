@@ -174,6 +174,18 @@ def test_steering_is_read_as_what_was_said(given_, keeps) -> None:
     alike(spec, steering_of(told(steering_asked(spec)), Library(), ME))
 
 
+@pytest.mark.parametrize("far", [10**9, 2**31, sys.maxsize, 10**30])
+def test_slices_reach_as_far_as_they_do_here(far) -> None:
+    """Bounds beyond every sequence and model, as `slice(0, sys.maxsize)`, are those of an ordinary slice."""
+    for part in (slice(0, far), slice(-far, None), slice(None, None, far)):
+        for spec in (CaptureSpec(layers=part), CaptureSpec(layers=[1], tokens=[part, 3])):
+            assert capture_of(told(capture_asked(spec, None)), Library(), ME) == spec
+        spec = SteeringSpec([Add(torch.ones(4), layers=part, tokens=part), LogitBias({3: 1.0}, part)])
+        alike(spec, steering_of(told(steering_asked(spec)), Library(), ME))
+        rows = SteeringSpec([Replace(torch.ones(2, 4), [3, 1], elements=part, layer=1)])
+        alike(rows, steering_of(told(steering_asked(rows)), Library(), ME))
+
+
 def test_what_json_does_not_hold_is_a_file() -> None:
     """Long vectors, norms kept by a part of a spec, bounds of infinity: the server reads the same from it."""
     nested = SteeringSpec(
