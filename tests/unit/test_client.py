@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 import torch
 from handles import a_handle
@@ -258,6 +260,18 @@ def test_parameters_left_out_are_vllms_own() -> None:
     ):
         with pytest.raises(InvalidRequest, match=says):
             sampling_asked(wrong)
+
+
+def test_a_bias_that_a_server_would_bound_is_refused() -> None:
+    """vLLM's server makes 500 and -inf of `logit_bias` 100 and -100; the engine itself takes them as they are."""
+    from vllm import SamplingParams
+
+    assert SamplingParams.from_optional(logit_bias={3: 500.0, 4: -math.inf}).logit_bias == {3: 100.0, 4: -100.0}
+    assert sampling_asked({"logit_bias": {3: 100, 4: -100.0}})["logit_bias"] == {3: 100, 4: -100.0}
+    for wrong in (100.5, -500, math.inf, -math.inf, math.nan, np.float32(1e6)):
+        for given_ in ({"logit_bias": {3: 1.0, 7: wrong}}, SamplingParams(logit_bias={3: 1.0, 7: wrong})):
+            with pytest.raises(InvalidRequest, match=r"logit_bias\[7\]=.*steering=LogitBias"):
+                sampling_asked(given_)
 
 
 # Answers
