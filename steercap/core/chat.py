@@ -118,7 +118,7 @@ def content_form(
             fewest, best, text = left_out, form, None if in_lists or form is _in_parts else rendered
         if not fewest:
             break
-    return partial(best, more={}), text
+    return lambda message: best(message, {}), text
 
 
 def _as_given(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
