@@ -19,8 +19,7 @@ from steercap.saes.finding import SAE_LENS, SAEFiles, find
 from steercap.saes.layouts import SAEPlace, named
 from steercap.saes.reading import SAEParts, SAESettings, parts_of
 from steercap.saes.tensors import read_npz, read_pt_tensors, read_safetensors
-from steercap.steering.edits.add import Add
-from steercap.steering.edits.sae_feature import SAEFeature
+from steercap.steering.edits.add import Add, SAEFeature
 
 
 @dataclass(frozen=True, eq=False, repr=False)
