@@ -38,7 +38,8 @@ from steercap.adapters.releases import require
 STREAM: Final = "VLLM_LOGGING_STREAM"
 CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 #: Parts of warnings that no user can act on, by logger: Triton is missing where steercap does not need it; effects of
-#: `enforce_eager=True`, which the user or a preset set; a cache of models that have none; libraries to preload.
+#: `enforce_eager=True`, which the user or a preset set; a cache of models that have none; libraries to preload; a limit
+#: of open files that is not the greatest.
 UNWANTED: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.triton_utils.importing": ("Triton",),
     "vllm.platforms.cpu": ("Triton", "Reset SSM cache type to float32"),
@@ -48,6 +49,7 @@ UNWANTED: Final[Mapping[str, tuple[str, ...]]] = {
         "Inductor compilation was disabled by user settings",
     ),
     "vllm.v1.worker.cpu_worker": ("is not found in LD_PRELOAD",),
+    "vllm.utils.system_utils": ("Found ulimit",),
 }
 #: Variable with the least level that torch's C++ logs, such as its note that memory is bound to a NUMA node.
 CPP_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
