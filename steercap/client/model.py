@@ -44,7 +44,6 @@ LACKING: Final[Mapping[str, str]] = {
     "layers": "the server does not report which classes it loaded",
     "proof": "the server does not report the checks of its start",
     "settings": "they are the server's; `stats()` has its limits",
-    "sketch": "a server keeps no statistics; open the model with SteerModel, or `collect` rows, whose means it keeps",
     "unembed": "the server does not run the norm and unembedding separately; open the model with SteerModel",
     "verified": "it is reported for each capture, `handle.receipt.verified`",
 }
