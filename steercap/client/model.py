@@ -75,6 +75,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     Use it as an async context manager, or `await start()` and `await aclose()`. Calls may run concurrently.
     """
 
+    _lacking = LACKING
+
     def __init__(
         self,
         url: str,
@@ -315,11 +317,6 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     def points(self) -> Mapping[Point, PointSchema]:
         """Points that have a tap, layer by layer, with the shape and dtype of their rows."""
         return self.connection.opened().points
-
-    def __getattr__(self, name: str) -> Any:
-        if name in LACKING:
-            raise AttributeError(f"a RemoteModel has no {name!r}: {LACKING[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         try:

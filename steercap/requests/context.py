@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from steercap.core.hints import Hinting
 from steercap.core.prompts import CallArguments
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.tokens import Tokens, TokenSelection
@@ -97,7 +98,7 @@ class SketchBackend(Protocol):
         """Open a sketch; errors as of `Sketched.sketch`."""
 
 
-class Sketched:
+class Sketched(Hinting):
     """Open model whose calls can join sketches."""
 
     _backend: SketchBackend
