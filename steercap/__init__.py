@@ -37,11 +37,9 @@ if TYPE_CHECKING:
     from steercap.saes.encoder import Features
     from steercap.saes.sae import SAE
     from steercap.steering.calibration import Calibration
-    from steercap.steering.edits.add import Add, AddIf
-    from steercap.steering.edits.low_rank import LowRank
+    from steercap.steering.edits.add import Add, AddIf, LowRank, SAEFeature
     from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
     from steercap.steering.edits.replace import Replace
-    from steercap.steering.edits.sae_feature import SAEFeature
     from steercap.steering.monitor import Monitor
     from steercap.steering.spec import LogitBias, SteeringSpec
 
@@ -62,7 +60,7 @@ _HOMES = {
     "Encoded": "captures.pooled",
     "Features": "saes.encoder",
     "LogitBias": "steering.spec",
-    "LowRank": "steering.edits.low_rank",
+    "LowRank": "steering.edits.add",
     "Manifest": "captures.manifest",
     "Monitor": "steering.monitor",
     "MonitorReport": "requests.monitoring",
@@ -72,7 +70,7 @@ _HOMES = {
     "Replace": "steering.edits.replace",
     "RunningSketch": "requests.sketching",
     "SAE": "saes.sae",
-    "SAEFeature": "steering.edits.sae_feature",
+    "SAEFeature": "steering.edits.add",
     "SetProjection": "steering.edits.projecting",
     "Settings": "config",
     "Sketch": "captures.sketch",

@@ -26,7 +26,7 @@ from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.edits.inputs import FrozenMapping
 from steercap.steering.layers import LayerVectors
 from steercap.worker.sketches import SKETCHES, Kind, SketchState
-from steercap.worker.sketches.frequent_directions import FrequentDirections
+from steercap.worker.sketches.moments import FrequentDirections
 
 #: Fields that two sketches must have in common to be merged.
 ALIKE: Final = ("kind", "size", "model", "dtype", "tokens", "before_edits", "num_layers")

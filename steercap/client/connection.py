@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from steercap import errors
 from steercap.client.compiling import RemoteEngine
 from steercap.concurrency.loops import OwnerLoop, scoped, scoped_steps, within
-from steercap.core.call_style import AWAITED
 from steercap.core.extras import extra
+from steercap.core.protocols import AWAITED
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.values import choices, shown

@@ -16,7 +16,7 @@ from steercap.core.schema import LINE_BYTES, Coding, PointSchema
 from steercap.errors import WorkerFailure
 from steercap.files.spill import BLOCK_BYTES
 from steercap.kernels.codecs import ENCODINGS, record_of
-from steercap.kernels.codecs.raw import accumulator_records
+from steercap.kernels.codecs.floats import accumulator_records
 from steercap.worker.memory import LineReader
 
 #: Bytes of a position or a token id.

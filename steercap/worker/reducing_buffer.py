@@ -15,7 +15,7 @@ from steercap.core.rows import Ints, rows_selected
 from steercap.core.schema import REDUCED
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.raw import accumulator_records
+from steercap.kernels.codecs.floats import accumulator_records
 from steercap.worker.accumulators import EMPTY
 from steercap.worker.arena import Arena, Layouts, RecordLayout
 from steercap.worker.capture_buffer import CaptureBuffer

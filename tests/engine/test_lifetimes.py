@@ -18,6 +18,8 @@ from conftest import Leftovers
 from support.kills import Kill, Report, end_one, kills
 from support.loops import loops
 from support.rows import GREEDY, TINY_ENGINE, random_prompt
+from vllm import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from steercap import SteerModel, errors
 from steercap.concurrency.heartbeat import watching
@@ -150,7 +152,6 @@ async def test_a_thread_closes_a_model_that_generates_and_one_that_starts() -> N
     while (await model.stats()).steps < steps + 3:
         assert not running.done()
         assert not asked.done()
-    engine = model.engine
     await asyncio.to_thread(lambda: asyncio.run(model.aclose()))
     with pytest.raises(errors.ModelClosed):
         await running

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Final
 
+import torch
+
 from steercap.kernels.codecs import Codec, packed
 
 if TYPE_CHECKING:
-    import torch
-
     from steercap.core.schema import Coding, PointSchema
 
 #: Maximum number of positions of a sequence; the last of 16 bits stands for a target that is not there.
@@ -36,8 +36,6 @@ class AttentionTargets(Codec):
     def encode(
         self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
     ) -> torch.Tensor:
-        import torch
-
         heads = rows.view(len(rows), schema.shard_shape[0], -1)
         targets, weights, others, entropy = heads.split([coding.k, coding.k, 2, 1], dim=-1)
         indices = targets.where(targets >= 0, float(MOST_POSITIONS)).to(torch.int32).to(torch.uint16)
@@ -46,8 +44,6 @@ class AttentionTargets(Codec):
         return torch.cat([part.contiguous().view(torch.uint8).flatten(1) for part in parts], dim=1)
 
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
-        import torch
-
         heads, k = schema.shard_shape[0], coding.k
         each = stored.split([heads * size for size in (2 * k, 2, k, 2)], dim=1)
         indices, entropy, weights, others = map(packed, each)
@@ -61,8 +57,6 @@ class AttentionTargets(Codec):
         }
 
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        import torch
-
         indices = parts["indices"].float()
         targets = indices.where(indices < MOST_POSITIONS, -1.0)
         weights, first, sink = (parts[name].float() / STEPS for name in ("q", "first", "sink"))
@@ -70,8 +64,6 @@ class AttentionTargets(Codec):
         return torch.cat([targets, weights, *others], dim=-1)
 
     def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        import torch
-
         entropy = parts["entropy"].double()
         above = parts["entropy"].nextafter(parts["entropy"].new_tensor(torch.inf)).double()
         found = entropy.new_full((*entropy.shape, 2 * coding.k + 3), 0.5 / STEPS)

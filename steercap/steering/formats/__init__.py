@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steercap.files.native import read_header
-from steercap.steering.formats.capping import load_capping
 from steercap.steering.formats.control_vector import load_control_vector, save_control_vector
-from steercap.steering.formats.layers_pt import (
-    SteeringConfig,
-    load_layers_pt,
-    load_steering_vector,
-    save_layers_pt,
-    save_steering_vector,
-)
 from steercap.steering.formats.persona_files import (
     PersonaComponents,
     PersonaFolder,
@@ -27,6 +19,14 @@ from steercap.steering.formats.persona_files import (
     save_default_levels,
     save_levels,
     save_persona_capture,
+)
+from steercap.steering.formats.pt_files import (
+    SteeringConfig,
+    load_capping,
+    load_layers_pt,
+    load_steering_vector,
+    save_layers_pt,
+    save_steering_vector,
 )
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec

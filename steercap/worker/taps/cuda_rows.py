@@ -237,8 +237,8 @@ class _Group:
 class DeviceAccumulators:
     """Running reductions of requests, on the device.
 
-    An accumulator has the layout of a record of all points in `kernels.codecs.raw`; a held row, that in
-    `kernels.codecs.raw`.
+    An accumulator has the layout of a record of all points in `kernels.codecs.floats`; a held row, that in
+    `kernels.codecs.floats`.
 
     Args:
         installed: points of the rank.

@@ -12,8 +12,7 @@ from steercap.core.tokens import TokenSelection
 from steercap.errors import InvalidSpec
 from steercap.lab.studies.sweeps.operations import derived_seed
 from steercap.steering.edits import Edit
-from steercap.steering.edits.add import Add
-from steercap.steering.edits.low_rank import LowRank
+from steercap.steering.edits.add import Add, LowRank
 from steercap.steering.spec import SteeringSpec
 
 

@@ -1,21 +1,18 @@
-"""Features of an SAE: the k elements of greatest magnitude, as exact float32 values with int32 indices.
-
-The greatest come first; unused places have index -1. Also stored are the number of elements that are not 0, and
-`rest`, the greatest magnitude that was left out, which bounds all elements without an index. A row
-that is not finite becomes NaN throughout, with no index and -1 elements that are not 0.
-"""
+"""The k elements of greatest magnitude: features of an SAE, as exact values; or elements of rows in eight bits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Final
 
+import torch
+
 from steercap.core.schema import LINE_BYTES
-from steercap.kernels.codecs import Alike, Codec, Reading, dtype_of
+from steercap.kernels.bits import FULL8_STEPS, TOPK8_HEAD
+from steercap.kernels.codecs import Alike, Codec, Reading, dtype_of, packed
+from steercap.kernels.codecs.uniform import columns_of, floats, from_least, heads, restored
 
 if TYPE_CHECKING:
-    import torch
-
     from steercap.core.schema import Coding, PointSchema
 
 #: Bytes before the values of a row: the number of elements that are not 0, int32, and `rest`, float32.
@@ -25,7 +22,12 @@ BLOCK_BYTES: Final = 64 << 20
 
 
 class Features(Codec):
-    """Encoding of rows of `CaptureSpec(sae=)`."""
+    """Encoding of rows of `CaptureSpec(sae=)`: exact float32 values with int32 indices.
+
+    The greatest come first; unused places have index -1. Also stored are the number of elements that are not 0, and
+    `rest`, the greatest magnitude that was left out, which bounds all elements without an index. A row that is not
+    finite becomes NaN throughout, with no index and -1 elements that are not 0.
+    """
 
     is_codec: ClassVar[bool] = False
     default_k: ClassVar[int] = 32
@@ -39,8 +41,6 @@ class Features(Codec):
         return strongest(rows, coding.k)
 
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
-        import torch
-
         numbers = stored.contiguous().view(torch.int32)
         values = stored.contiguous().view(torch.float32)
         first, middle = HEAD // 4, HEAD // 4 + coding.k
@@ -52,8 +52,6 @@ class Features(Codec):
         }
 
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        import torch
-
         indices = parts["indices"]
         rows = parts["q"].new_zeros((len(indices), schema.shard_width))
         rows.scatter_add_(1, indices.clamp(min=0).long(), parts["q"].where(indices >= 0, 0.0))
@@ -78,8 +76,6 @@ class Features(Codec):
         return ""
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
-        import torch
-
         dtype, width = dtype_of(alike.schema), alike.schema.shard_width
         lines = -(-width * dtype.itemsize // LINE_BYTES)
         first = (records[:, :1] + alike.points[:, 0]).flatten()
@@ -110,8 +106,6 @@ def strongest(rows: torch.Tensor, k: int) -> torch.Tensor:
         rows: any floating dtype [rows, elements]; one that is not finite is stored as NaN.
         k: number of elements stored; where fewer are not 0, the index of the others is -1.
     """
-    import torch
-
     rows = rows.float()
     good = rows.isfinite().all(dim=1)
     found = rows.abs().topk(min(k + 1, rows.shape[1]), dim=1)
@@ -129,4 +123,70 @@ def strongest(rows: torch.Tensor, k: int) -> torch.Tensor:
     return torch.cat(columns, dim=1).view(torch.uint8)
 
 
-MEMBER = Features()
+class TopK8(Codec):
+    """Codec of uint16 indices and uint8 codes, for rows with few elements that matter, such as `neurons`.
+
+    `row[indices] = zero + scale × q`, indices ascending; the others count as zero. Of elements of equal magnitude the
+    first are kept. The error of a kept element is at most half a step of its row, that of any other at most `rest`,
+    the least magnitude that was kept.
+    """
+
+    default_k: ClassVar[int] = 64
+    indexed: ClassVar[bool] = True
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return TOPK8_HEAD + 3 * self._kept(schema, coding)
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        order = rows.float().abs().sort(dim=1, descending=True, stable=True).indices
+        indices = order[:, : self._kept(schema, coding)].sort(dim=1).values
+        kept = rows.gather(1, indices)
+        scale, zero, codes = from_least(kept, FULL8_STEPS)
+        bad = ~rows.isfinite().all(dim=1)
+        scale[bad] = torch.nan
+        rest = kept.float().abs().amin(dim=1)
+        where = indices.to(torch.uint16).view(torch.uint8)
+        return torch.cat([heads(scale, zero, rest), where, codes.to(torch.uint8)], dim=1)
+
+    def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
+        kept = self._kept(schema, coding)
+        scale, zero, rest = columns_of(floats(stored, 0, 3))
+        indices = packed(stored[:, TOPK8_HEAD : TOPK8_HEAD + 2 * kept]).view(torch.uint16)
+        return {
+            "q": packed(stored[:, TOPK8_HEAD + 2 * kept :]),
+            "indices": indices,
+            "scale": scale,
+            "zero": zero,
+            "rest": rest,
+        }
+
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        values = restored(parts["q"], parts["scale"][:, None], parts["zero"][:, None])
+        rows = values.new_zeros((len(values), schema.shard_width))
+        rows.scatter_(1, parts["indices"].long(), values)
+        return rows.view(-1, *schema.shard_shape)
+
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        most = parts["rest"].double()[:, None].repeat(1, schema.shard_width)
+        half = (parts["scale"].double() / 2)[:, None].expand(parts["indices"].shape)
+        return most.scatter_(1, parts["indices"].long(), half).view(-1, *schema.shard_shape)
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        from steercap.kernels.triton_uniform import launch_topk8
+
+        width, kept = alike.schema.shard_width, self._kept(alike.schema, alike.coding)
+        launch_topk8(ring.view(dtype_of(alike.schema)), ring, records, alike.points, width, kept)
+
+    @staticmethod
+    def _kept(schema: PointSchema, coding: Coding) -> int:
+        """Return the number of elements kept of a shard: k of each, so that those of the whole row are among them."""
+        return min(coding.k, schema.shard_width)
+
+
+STRONGEST: Final = Features()
+MEMBERS = {
+    "features": STRONGEST,
+    "topk8": TopK8(),
+}
