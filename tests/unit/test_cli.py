@@ -63,6 +63,8 @@ COMMANDS = [
     ["persona", "levels"],
     ["persona", "traits"],
     ["train"],
+    ["sae"],
+    ["sae", "train"],
     ["persona", "roles"],
     ["persona", "axis"],
     ["persona", "cap"],
@@ -74,7 +76,7 @@ COMMANDS = [
     ["inspect"],
     ["doctor"],
 ]
-LEAVES = [command for command in COMMANDS if command and command not in (["vectors"], ["persona"], ["codecs"])]
+LEAVES = [command for command in COMMANDS if command and command not in (["vectors"], ["persona"], ["codecs"], ["sae"])]
 
 
 # The shell
