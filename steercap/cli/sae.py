@@ -41,7 +41,7 @@ class SAEOptions:
     k: Annotated[int, typer.Option("--k", min=1, help="Maximum active features of a row.")] = 32
     skip: Annotated[int, typer.Option(min=0, help="Tokens left out at the start of each window.")] = 1
     epochs: Annotated[int, typer.Option(min=1, help="Passes over a data set; a corpus is read once.")] = 1
-    batch_size: Annotated[int, typer.Option(min=2, help="Rows of each step.")] = 256
+    batch_size: Annotated[int, typer.Option(min=2, help="Batch size: rows of each step.")] = 256
     lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 0.002
     held_out: Annotated[
         float, typer.Option(min=0, max=0.5, help="Fraction of a data set's documents held out for the score.")

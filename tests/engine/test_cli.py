@@ -99,7 +99,7 @@ def test_collect_keeps_the_tokens_it_is_told(tmp_path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"tokens": random_prompt(length, length)}) + "\n" for length in (9, 4, 12)))
     process = command(
-        *("collect", corpus, tmp_path / "rows", "--layers", "1", "--tokens", "generated", "--max-tokens", "4"),
+        *("collect", corpus, "--out", tmp_path / "rows", "--layers", "1", "--tokens", "generated", "--max-tokens", "4"),
         *("-m", tiny_checkpoint("qwen3"), "--dtype", "float32", "--eager", "--max-model-len", "64", "--json"),
         *("--engine-arg", f"kv_cache_memory_bytes={4 << 20}"),
     )

@@ -263,7 +263,7 @@ def test_the_command_trains_on_a_data_set(dataset, tmp_path) -> None:
     ("more", "code", "word"),
     [
         (("--batch-size", "4096"), 1, "fewer than two steps of 4,096"),
-        (("--layer", "2"), 1, "collected: resid_post[1]"),
+        (("--layer", "2"), 1, "layer 2 is outside this model of 2 layers"),
         (("-m", "other"), 2, "a data set has its rows already"),
         (("--k", "99", "--features", "24", "--batch-size", "32"), 1, "k=99 of 24 features"),
     ],
