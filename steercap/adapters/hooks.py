@@ -40,7 +40,7 @@ from steercap.errors import UnsupportedRunner
 from steercap.kernels.tap import bind
 from steercap.worker.install import install_taps, projecting
 from steercap.worker.runtime import Runtime
-from steercap.worker.taps.base import Taps
+from steercap.worker.taps import Taps
 
 _HOOKED: Final = "__steercap_hook__"
 #: Attributes of the runners, V2 and V1, with the CUDA stream that copies sampled tokens to the host.

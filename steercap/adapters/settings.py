@@ -19,7 +19,7 @@ from steercap.core.schema import LINE_BYTES, REDUCED
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 from steercap.kernels.codecs import record_of
-from steercap.worker.taps.base import Installed, TapSizes
+from steercap.worker.taps import Installed, TapSizes
 
 if TYPE_CHECKING:
     from steercap.architectures.families.base import Family

@@ -25,7 +25,7 @@ from steercap.core.names import is_module
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.errors import InvalidRequest, UnsupportedModel
-from steercap.worker.taps.base import Installed
+from steercap.worker.taps import Installed
 
 #: Function of a layer index, a site and rows, [n, width], of all ranks; it returns the output of that layer's block,
 #: or None if the layer is on another pipeline stage.

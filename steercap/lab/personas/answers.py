@@ -19,7 +19,7 @@ from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
 from steercap.core.prompts import template_arguments, templated
 from steercap.core.spec import CaptureSpec
-from steercap.core.values import choices, index_of, shown
+from steercap.core.values import choices, count_of, shown
 from steercap.errors import (
     CaptureNotFinite,
     InvalidFile,
@@ -111,8 +111,7 @@ async def read_answers(
     """
     models = [model, *others]
     settings = _settings(kind, stored, chat_template_kwargs)
-    if (index_of(concurrency) or 0) < 1:
-        raise InvalidSetting(f"concurrency={shown(concurrency)}; give 1 or more")
+    count_of(concurrency, "concurrency", wrong=InvalidSetting)
     personas = await asyncio.to_thread(read_personas, responses, scores, kind, names)
     folder = AnswersFolder(Path(to), suffix, kind, minimum)
     with locked(folder.path):
@@ -187,7 +186,7 @@ def _open(folder: AnswersFolder, models: Sequence[SteerModel], settings: dict[st
     for model in models:
         if model.identity() != models[0].identity():
             raise InvalidSetting(
-                f"the models differ, {models[0].model} and {model.model}; give SteerModels of one model"
+                f"the models differ, {models[0].model} and {model.model}; give models of one checkpoint"
             )
         model.check_capture(every)
     kind = FolderKind(f"answers{folder.suffix}.json", RunDefinition, "reading of answers")
@@ -242,9 +241,8 @@ class _AnswersReading:
             missing = rows.missing
             self._count.add(len(files.keys) - len(missing))
             persona = _PersonaUnderWay(files, read_answers_file(files.responses), rows, len(missing))
-            for first in range(
-                0, max(1, len(missing)), self._call
-            ):  # one without answers: killed before it was finished
+            # One without answers was killed before it was finished.
+            for first in range(0, max(1, len(missing)), self._call):
                 yield persona, missing[first : first + self._call]
 
     async def _do(self, call: tuple[_PersonaUnderWay, list[int]]) -> None:

@@ -356,7 +356,7 @@ def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> t
 
 def _check_same(handle: CaptureHandle, directions: DirectionSet, layer: int, places: list[int]) -> None:
     """Check that the directions the handle was projected on are these, beyond their names, if the handle has marks."""
-    from steercap.steering.directions import alike
+    from steercap.steering.edits.inputs import alike
 
     known = handle.marks.get(layer)
     if known is None:
