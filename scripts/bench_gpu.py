@@ -76,7 +76,7 @@ def engine_args(args: argparse.Namespace, shape: Shape, workloads: Sequence[Work
         "gpu_memory_utilization": args.gpu_memory_utilization,
     }
     if args.kv_gib is None:
-        blocks = max(load.requests * -(-(load.prompt + load.generated) // BLOCK) for load in workloads)
+        blocks = max(sum(-(-sum(tokens) // BLOCK) for tokens in load.lengths) for load in workloads)
         ranks = args.engine_args.get("tensor_parallel_size", 1) * args.engine_args.get("pipeline_parallel_size", 1)
         found["kv_cache_memory_bytes"] = int(1.15 * (blocks * BLOCK + 4096) * shape.kv_bytes) // ranks
     elif args.kv_gib:
@@ -87,7 +87,7 @@ def engine_args(args: argparse.Namespace, shape: Shape, workloads: Sequence[Work
 
 def steercap_settings(args: argparse.Namespace, shape: Shape, workloads: Sequence[Workload]) -> dict[str, Any]:
     """steercap's own settings; whatever finds no room is an error rather than a wait that looks like slowness."""
-    rows = max(load.requests * load.rows for load in workloads)
+    rows = max(sum(load.rows) for load in workloads)
     sites = sites_for([*args.modes, *(name for name, _ in args.profile)], args.arm)
     row_bytes = max(map(shape.row_bytes, sites))
     capture = int(args.capture_gib * 2**30) if args.capture_gib else int(1.1 * rows * row_bytes) + (256 << 20)
@@ -201,6 +201,13 @@ def percent(ratio: float) -> str:
 # Rounds
 
 
+def tokens_of(load: Workload, seed: str, shape: Shape) -> list[list[int]]:
+    """Random prompts of a workload."""
+    longest = max(prompt for prompt, _ in load.lengths)
+    drawn = prompts(load.requests, longest, f"{seed} {load}", shape.vocab_size - 2)
+    return [tokens[:prompt] for tokens, (prompt, _) in zip(drawn, load.lengths, strict=True)]
+
+
 async def one_pass(
     bench: Bench,
     workload: Workload,
@@ -255,7 +262,7 @@ async def all_rounds(bench: Bench, args: argparse.Namespace, shape: Shape, repor
                 )
                 continue
             say(f"round {number} of {args.rounds}, {load}" if number else f"warm-up, {load}")
-            tokens = prompts(load.requests, load.prompt, f"{number} {load}", shape.vocab_size - 2)
+            tokens = tokens_of(load, str(number), shape)
             records = await one_pass(bench, load, order, tokens, failed, warm_up=not number)
             # What a run takes; a warm-up's median, for some of its runs compile.
             typical = statistics.mean if number else statistics.median
@@ -276,7 +283,7 @@ async def all_rounds(bench: Bench, args: argparse.Namespace, shape: Shape, repor
 async def profile(bench: Bench, mode: str, load: Workload, traces: Path, shape: Shape) -> dict[str, Any]:
     """Profile one run of base and one of a mode, and print where they differ."""
     found = {}
-    tokens = prompts(load.requests, load.prompt, f"profile {load}", shape.vocab_size - 2)
+    tokens = tokens_of(load, "profile", shape)
     for name, llm in ((BASE, bench.plain), (mode, bench.model.engine)):
         await bench.run(name, load, tokens)
         prefix = f"{name}-{load}".replace("+", "-")

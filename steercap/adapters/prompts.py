@@ -48,20 +48,26 @@ class Rendered:
     media: tuple[MediaSpan, ...] = ()
 
 
-async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
+async def render(llm: AsyncLLM, prompt: Any, unserved: Sequence[str] = ()) -> Rendered:
     """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts; a rendered one is returned as it is.
 
     Args:
         llm: the engine.
         prompt: the prompt.
+        unserved: kinds of media that need torchvision, which is absent.
 
     Raises:
-        InvalidPrompt: the prompt is empty, malformed, or too long for the context.
+        InvalidPrompt: the prompt is empty, malformed, or too long for the context, or holds media of these kinds.
     """
     if isinstance(prompt, Rendered):
         return prompt
     if isinstance(prompt, Mapping):
         prompt = prompt_dict(prompt)
+        if refused := [kind for kind in unserved if kind in (prompt.get("multi_modal_data") or {})]:
+            raise InvalidPrompt(
+                f"the prompt dict has multi_modal_data of kind {refused[0]!r}, which this model prepares with "
+                "torchvision, and that is not installed here; give text alone"
+            )
     try:
         parsed = parse_model_prompt(llm.model_config, prompt)
         # A cached picture is sent without its pixels; the engine has them only if all earlier requests were sent.

@@ -18,7 +18,7 @@ from steercap.client.connection import AT_ONCE, Connection
 from steercap.client.monitors import monitors_asked, reports_of
 from steercap.client.rows import RemoteRows
 from steercap.client.sampling import sampling_asked
-from steercap.client.streams import Streamed
+from steercap.client.streams import Streamed, lines_of
 from steercap.client.uploads import Uploads
 from steercap.concurrency.loops import each_of, scoped_steps
 from steercap.core.chat import MessageSpan
@@ -180,11 +180,11 @@ class RemoteAnswers:
         """
         failed: Any = None
         async with self.connection.answer("POST", _COMPLETIONS, json=body) as found:
-            async for line in found.aiter_lines():
-                said = line.removeprefix("data:").strip()
-                if said == "[DONE]":
+            async for line in lines_of(found.aiter_bytes()):
+                said = line.removeprefix(b"data:").strip()
+                if said == b"[DONE]":
                     break
-                if not line.startswith("data:"):
+                if not line.startswith(b"data:"):
                     continue
                 with self.connection.answering():
                     event: dict[str, Any] = msgspec.json.decode(said)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
-from steercap.core.chat import MessageSpan, Region, message_spans, place, token_span
+from steercap.core.chat import MessageSpan, Region, content_form, message_spans, place, token_span
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import flag_of, index_of, shown, warn
@@ -409,17 +409,25 @@ def templated(
 
     Raises:
         InvalidRequest: there is no template, or it refuses the conversation.
+        InvalidPrompt: the template reads text, and a part of a content is none.
     """
 
-    def render(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
+    def rendered(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
         arguments = {"add_generation_prompt": invite, **kwargs, "tokenize": False}
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], **arguments))
 
+    form, text = content_form(conversation, rendered)
+
+    def render(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
+        return rendered([form(message) for message in messages], invite=invite)
+
     try:
-        text = render(conversation)
+        text = render(conversation) if text is None else text
         if not spans:
             return list(tokenizer.encode(text, add_special_tokens=bool(special))), []
         encoded = tokenizer(text, add_special_tokens=bool(special), return_offsets_mapping=True)
+    except InvalidPrompt:
+        raise
     except Exception as error:
         raise InvalidRequest(f"the chat template or the tokenizer refuses {shown(conversation)}: {error}") from error
     placed = [_placed(text, conversation, index, render) for index in range(len(conversation))]

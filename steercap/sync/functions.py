@@ -846,7 +846,8 @@ def read_answers(
         responses: folder of `NAME.jsonl`, one answer a line: `conversation`, `label`, `prompt_index`, `question_index`.
         scores: folder of `NAME.json`: `LABEL_pP_qQ` to a number or "REFUSAL". Default files of roles need none.
         to: folder of the results: `response_activations/NAME.pt` (key to [layers, hidden]), `vectors/NAME.pt` (level
-            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`. A call that was killed is resumed.
+            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`, the mean of the answers of all default
+            files that have been read, by earlier calls too. A call that was killed is resumed.
             Where only scores or `minimum` differ, the levels alone are made again.
         kind: "trait" or "role": how answers are scored, and the levels.
         others: further open models, like the first and of its event loop: each answer goes to one that is free.

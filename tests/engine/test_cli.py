@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -52,7 +54,7 @@ def push(scale: float = 1.0) -> SteeringSpec:
 # Whole commands come first: the engine that the others share would be one more beside theirs.
 
 
-def command(*arguments: str | Path) -> subprocess.Popen[str]:
+def command(*arguments: str | Path, warned: bool = True) -> subprocess.Popen[str]:
     """The command in a process group of its own, as a shell starts it."""
     return subprocess.Popen(
         [sys.executable, "-m", "steercap", *map(str, arguments)],
@@ -61,7 +63,7 @@ def command(*arguments: str | Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         # vLLM leaves the contexts of its sockets to the garbage collector.
-        env={**os.environ, "PYTHONWARNINGS": "default,ignore:Unclosed context:ResourceWarning"},
+        env=os.environ | ({"PYTHONWARNINGS": "default,ignore:Unclosed context:ResourceWarning"} if warned else {}),
     )
 
 
@@ -121,6 +123,42 @@ def test_an_interrupted_command_leaves_nothing_behind() -> None:
     _, err = process.communicate(timeout=400)
     assert process.returncode == 130, err
     assert "Traceback" not in err
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
+def test_a_server_says_one_line_and_ends_at_ctrl_c() -> None:
+    """What a normal start says, and where the server is; Ctrl-C ends it within seconds with success, and its processes."""
+    assert smollm2().exists()
+    process = command("serve", "--port", "0", "--no-record", "--json", warned=False)
+    lines: list[str] = []
+    while not lines or " is up after " not in lines[-1]:
+        line = process.stderr.readline()
+        assert line, process.communicate()
+        lines.append(line.rstrip("\n"))
+    there = re.fullmatch(
+        r"smollm2 is up after \d+ s: (http://127.0.0.1:\d+)/v1 is the base_url of OpenAI clients, \1/explorer the page; "
+        r"Ctrl-C ends it",
+        lines[-1],
+    )
+    assert there is not None, lines[-1]
+    waits = re.compile(r"(preparing|starting) smollm2(: [a-zA-Z ]+)?: \d+ s")  # now and then
+    assert [line for line in lines[:-1] if not waits.fullmatch(line)] == []
+    models = httpx.get(f"{there[1]}/v1/models").raise_for_status().json()
+    assert models["data"][0]["id"] == "smollm2"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody
+    out, err = process.communicate(timeout=400)
+    assert time.monotonic() - began < 20
+    assert (process.returncode, err) == (0, "smollm2 is down\n")
+    assert json.loads(out) == {
+        "model": "smollm2",
+        "url": there[1],
+        "base_url": f"{there[1]}/v1",
+        "page": f"{there[1]}/explorer",
+    }
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 

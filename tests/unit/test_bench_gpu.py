@@ -198,3 +198,15 @@ async def test_an_engine_is_watched_from_outside() -> None:
     found = watch.phases(2)
     assert found["passes"] == 1
     assert 0 < found["first_sent_ms"] <= found["first_output_ms"] <= found["whole_ms"]
+
+
+def test_requests_that_arrive_as_others_end_have_lengths_around_those_written() -> None:
+    load = Workload.parse("64~128+200")
+    assert (str(load), load.requests, load.under_way) == ("64~128+200", 192, 64)
+    prompts, generated = (sorted(lengths) for lengths in zip(*load.lengths, strict=True))
+    assert 64 <= prompts[0] < 80
+    assert 176 < prompts[-1] <= 192
+    assert 100 <= generated[0] < 115
+    assert 285 < generated[-1] <= 300
+    assert load.tokens == sum(load.rows) + 192
+    assert Workload.parse("64x128+200").lengths == ((128, 200),) * 64

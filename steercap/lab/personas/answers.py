@@ -85,7 +85,8 @@ async def read_answers(
         responses: folder of `NAME.jsonl`, one answer a line: `conversation`, `label`, `prompt_index`, `question_index`.
         scores: folder of `NAME.json`: `LABEL_pP_qQ` to a number or "REFUSAL". Default files of roles need none.
         to: folder of the results: `response_activations/NAME.pt` (key to [layers, hidden]), `vectors/NAME.pt` (level
-            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`. A call that was killed is resumed.
+            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`, the mean of the answers of all default
+            files that have been read, by earlier calls too. A call that was killed is resumed.
             Where only scores or `minimum` differ, the levels alone are made again.
         kind: "trait" or "role": how answers are scored, and the levels.
         others: further open models, like the first and of its event loop: each answer goes to one that is free.
@@ -116,13 +117,13 @@ async def read_answers(
     folder = AnswersFolder(Path(to), suffix, kind, minimum)
     with locked(folder.path):
         _open(folder, models, settings)
+        defaults = await asyncio.to_thread(_defaults, folder, responses, scores, personas)
         todo = [files for files in personas if folder.receipt(files) is None]
         total = sum(len(files.keys) for files in personas)
         count = Count("read", total, total - sum(len(files.keys) for files in todo), progress)
         await _AnswersReading(folder, models, settings, concurrency, count).run(todo)
         found = {files.name: await asyncio.to_thread(folder.renew, files) for files in personas}
-        default = [files for files in personas if kind == "role" and files.is_default]
-        return AnswersRead(folder, found, await asyncio.to_thread(folder.save_default, default))
+        return AnswersRead(folder, found, await asyncio.to_thread(folder.save_default, defaults))
 
 
 async def read_answers_by_dtype(
@@ -193,6 +194,21 @@ def _open(folder: AnswersFolder, models: Sequence[SteerModel], settings: dict[st
     wanted = RunDefinition(VERSION, models[0].identity(), settings)
     if kind.open(folder.path, wanted) is None:
         kind.write(folder.path, wanted)
+
+
+def _defaults(
+    folder: AnswersFolder, responses: str | Path, scores: str | Path, personas: Sequence[PersonaFiles]
+) -> list[PersonaFiles]:
+    """Return the default files of a role: of the personas to read, and of those that were read before."""
+    if folder.kind != "role":
+        return []
+    names = {files.name for files in personas}
+    before = [
+        name for name in folder.perhaps_default() if name not in names and Path(responses, f"{name}.jsonl").exists()
+    ]
+    others = read_personas(responses, scores, folder.kind, before) if before else []
+    found = [*personas, *(files for files in others if folder.receipt(files) is not None)]
+    return sorted((files for files in found if files.is_default), key=lambda files: files.name)
 
 
 @dataclass(eq=False)
