@@ -10,10 +10,12 @@ from steercap.captures.pooled import Encoded
 from steercap.core.prompts import CallArguments, conversations_in, listed, prompts_or_conversations, special_asked
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.call_types import (
+    FROM_CONTEXT,
     READ,
     ChatOptions,
     Coming,
     Conversation,
+    FromContext,
     Generation,
     Handle,
     Options,
@@ -24,12 +26,13 @@ from steercap.requests.call_types import (
     Several,
     Steering,
     Text,
+    in_context,
+    sketches_in_force,
 )
-from steercap.requests.context import FROM_CONTEXT, FromContext, in_context, sketches_in_force
 from steercap.requests.stream import Chunk
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import SamplingParams
+    from steercap.adapters import SamplingParams
     from steercap.steering.monitor import Monitor
 
 #: Calls whose values hold their handles, or are them.

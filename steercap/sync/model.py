@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, overload
 from steercap.client.model import RemoteModel as AwaitedRemoteModel
 from steercap.core.protocols import NonCopyable
 from steercap.model import SteerModel as AwaitedSteerModel
-from steercap.requests.context import FROM_CONTEXT
+from steercap.requests.call_types import FROM_CONTEXT
 from steercap.sync.open_models import LocalTwin, ServedTwin
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from steercap.adapters.types import AsyncLLM, SamplingParams
+    from steercap.adapters import AsyncLLM, SamplingParams
     from steercap.captures.lens import Lens
     from steercap.captures.pooled import Encoded
     from steercap.client.connection import RemoteServing
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from steercap.requests.call_types import (
         ChatOptions,
         Conversation,
+        FromContext,
         Generation,
         Options,
         Params,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         Steering,
         Text,
     )
-    from steercap.requests.context import FromContext
     from steercap.requests.equations import Claim
     from steercap.requests.serving import Serving
     from steercap.requests.stats import Stats

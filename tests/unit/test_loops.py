@@ -17,7 +17,7 @@ import pytest
 import steercap
 from steercap.concurrency.loops import OwnerLoop, end_within, finished, on_thread, running_loop
 from steercap.errors import ModelClosed, WrongEventLoop
-from steercap.sync.twins import LoopThread
+from steercap.sync.loop import LoopThread
 
 
 def made() -> tuple[OwnerLoop, asyncio.AbstractEventLoop]:
