@@ -26,8 +26,8 @@ from steercap.engine.memory import MemoryNeed, check_memory
 from steercap.errors import UnsupportedModel
 from steercap.files.fingerprint import identity_of, model_name, tokenizer_of
 from steercap.requests.answers import LocalBackend
-from steercap.requests.call_types import joining, steered
 from steercap.requests.calls import Calls
+from steercap.requests.context import joining, steered
 from steercap.requests.equations import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun

@@ -21,8 +21,8 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, ModelClosed
-from steercap.requests.call_types import steered
 from steercap.requests.calls import Calls
+from steercap.requests.context import steered
 from steercap.requests.stats import Stats
 from steercap.steering.spec import SteeringSpec
 

@@ -10,12 +10,10 @@ from steercap.captures.pooled import Encoded
 from steercap.core.prompts import CallArguments, conversations_in, listed, prompts_or_conversations, special_asked
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.call_types import (
-    FROM_CONTEXT,
     READ,
     ChatOptions,
     Coming,
     Conversation,
-    FromContext,
     Generation,
     Handle,
     Options,
@@ -26,9 +24,8 @@ from steercap.requests.call_types import (
     Several,
     Steering,
     Text,
-    in_context,
-    sketches_in_force,
 )
+from steercap.requests.context import FROM_CONTEXT, FromContext, in_context, sketches_in_force
 from steercap.requests.stream import Chunk
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 from steercap.captures.handle import CaptureHandle as Awaited
 from steercap.core.protocols import BLOCKING, Idiom
 from steercap.errors import InvalidRequest, ModelClosed
-from steercap.requests.call_types import steered
+from steercap.requests.context import steered
 from steercap.requests.sketching import RunningSketch
 from steercap.steering.spec import SteeringSpec
 from steercap.sync.loop import LoopThread

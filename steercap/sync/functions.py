@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from steercap.core.tokens import BUT_THE_FIRST
-from steercap.requests.call_types import FROM_CONTEXT
+from steercap.requests.context import FROM_CONTEXT
 from steercap.sync.bridge import direct, forward, forward_made
 from steercap.sync.objects import ActivationStream
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from steercap.lab.studies.sweeps.grid import Sweep
     from steercap.lab.studies.sweeps.running import SweepResults
     from steercap.lab.studies.trying import TriedLayers
-    from steercap.requests.call_types import FromContext
+    from steercap.requests.context import FromContext
     from steercap.steering.calibration import Calibration
     from steercap.steering.directions import DirectionSet
     from steercap.steering.edits import Edit

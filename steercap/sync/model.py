@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, overload
 from steercap.client.model import RemoteModel as AwaitedRemoteModel
 from steercap.core.protocols import NonCopyable
 from steercap.model import SteerModel as AwaitedSteerModel
-from steercap.requests.call_types import FROM_CONTEXT
+from steercap.requests.context import FROM_CONTEXT
 from steercap.sync.open_models import LocalTwin, ServedTwin
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from steercap.requests.call_types import (
         ChatOptions,
         Conversation,
-        FromContext,
         Generation,
         Options,
         Params,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
         Steering,
         Text,
     )
+    from steercap.requests.context import FromContext
     from steercap.requests.equations import Claim
     from steercap.requests.serving import Serving
     from steercap.requests.stats import Stats

@@ -13,7 +13,7 @@ from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.guard import require_main_guard
 from steercap.model import SteerModel
-from steercap.requests.call_types import joining
+from steercap.requests.context import joining
 from steercap.requests.sketching import begun
 from steercap.steering.spec import SteeringSpec
 from steercap.sync.bridge import Bridged

@@ -15,7 +15,7 @@ from steercap.core.spec import Point
 from steercap.engine.configurations import Configurations
 from steercap.engine.workers import Batcher
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
-from steercap.requests.call_types import FROM_CONTEXT, by_word_or_context, in_force, steered
+from steercap.requests.context import FROM_CONTEXT, by_word_or_context, in_force, steered
 from steercap.steering.lowering import lower
 
 WIDTH = 8

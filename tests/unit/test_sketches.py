@@ -54,7 +54,7 @@ from steercap.errors import (
 )
 from steercap.kernels.bits import exact_products
 from steercap.kernels.codecs import dtype_of
-from steercap.requests.call_types import joining, sketches_in_force
+from steercap.requests.context import joining, sketches_in_force
 from steercap.worker.sketches import BLOCK, SKETCHES, SketchState
 from steercap.worker.sketches.moments import add_compensated, shrink
 

@@ -21,7 +21,7 @@ from steercap.lab.datasets.collecting.streaming import ActivationStream, Streami
 from steercap.lab.datasets.reading import Join
 from steercap.lab.datasets.rows import Normalise
 from steercap.lab.datasets.statistics import PointStatistics
-from steercap.requests.call_types import FROM_CONTEXT, FromContext, by_word_or_context
+from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
