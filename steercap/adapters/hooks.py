@@ -21,13 +21,13 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
+from steercap.adapters.arguments import armed_points, candidate_of, tap_sizes
 from steercap.adapters.lora import without_adapters
 from steercap.adapters.modules import attention_rules, choosing
 from steercap.adapters.observing import Observations, ends_of
 from steercap.adapters.parameters import token_head
 from steercap.adapters.process_exit import READ, READING, mark
 from steercap.adapters.releases import require
-from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
 from steercap.adapters.tracing import derived
 from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import FAMILIES, families_of

@@ -16,7 +16,7 @@ from torch import nn
 
 from steercap.architectures.decoder import Decoder, rows_of
 from steercap.architectures.families.base import Family, located
-from steercap.architectures.families.code import name_of
+from steercap.architectures.families.proved import name_of
 from steercap.architectures.sites import SITES
 from steercap.architectures.sites.base import Sizes, Tap, part_of
 from steercap.architectures.sites.residual import norm_tap

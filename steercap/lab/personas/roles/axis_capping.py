@@ -29,7 +29,7 @@ from steercap.lab.personas.roles.role import ASSISTANT
 from steercap.lab.personas.roles.settings import Case
 from steercap.lab.personas.roles.stages import answers_of
 from steercap.steering.edits.inputs import FrozenMapping
-from steercap.steering.edits.projecting import Cap
+from steercap.steering.edits.replace import Cap
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 

@@ -15,7 +15,7 @@ from steercap.core.tokens import TokenSelection
 from steercap.errors import InvalidSpec
 from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add, LowRank
-from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
+from steercap.steering.edits.replace import Ablate, Cap, SetProjection
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
