@@ -33,12 +33,12 @@ NEURONS = ("capture-neurons", "capture-neurons-topk8")
 HEADS = "capture-z"
 #: Codecs of the stream that a mode may name.
 CODECS = ("full8", "fp8", "int4", "rp8", "rp16")
-#: Per cent above plain vLLM that we allow ourselves on one H200 with the shapes of Qwen3-8B.
+#: Per cent above plain vLLM that we allow ourselves on one H200 with the shapes of a model; "steer-each" is a spec for
+#: each request, and "~" those of requests that arrive as others end.
 LIMITS: Mapping[str, Mapping[str, float]] = {
-    "1x32+200": {"idle": 0.5, "capture-all": 2.0, "steer-1": 2.0},
-    "64x128+200": {"idle": 0.8, "capture-all": 5.0, "steer-1": 2.0, "steer-64": 2.0},
-    "256x128+200": {"idle": 0.5, "capture-all": 3.0, "steer-1": 1.5, "steer-256": 2.0},
-    "48x2000+1": {"idle": 0.3, "capture-all": 4.0, "steer-1": 1.5, "steer-48": 2.0},
+    "qwen3-8b": {"idle": 0.5, "capture-all": 2.5, "steer-1": 1.5, "steer-each": 2.0},
+    "qwen3-8b~": {"idle": 0.5, "capture-all": 4.0, "steer-1": 3.0, "steer-each": 3.0},
+    "qwen3-0.6b": {"idle": 1.0, "capture-all": 6.0, "steer-1": 4.0, "steer-each": 5.0},
 }
 
 
@@ -148,6 +148,12 @@ def modes_for(names: Iterable[str], workload: Workload) -> list[str]:
     """
     resolved = dict.fromkeys(f"steer-{workload.requests}" if name == "steer-each" else name for name in names)
     return [name for name in resolved if name == CONTROL or Mode.parse(name).specs <= workload.requests]
+
+
+def limits_of(shape: str, workload: Workload) -> dict[str, float]:
+    """The limits of the modes of a workload, by the names that `modes_for` gives them; one request has that of one spec."""
+    found = LIMITS.get(shape + ("~" if workload.under_way else ""), {})
+    return {modes_for([name], workload)[0]: found[name] for name in sorted(found, reverse=True)}
 
 
 def sites_for(names: Iterable[str], beside: Iterable[str] = ()) -> list[str]:

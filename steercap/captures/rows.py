@@ -131,6 +131,8 @@ class Captures(Mapping[Point, torch.Tensor]):
         if isinstance(key, tuple) and len(key) == 2:
             given, site = key
         layer = index_of(given)
+        if isinstance(given, str) and index_of(site) is not None:
+            raise InvalidSpec(f"captures[{shown(given)}, {site}]: the layer comes first: captures[{site}, {given!r}]")
         if layer is None or not (site is None or isinstance(site, str)):
             raise InvalidSpec(
                 f"captures[{shown(key)}]: give a layer, or a layer and a site: captures[layer], "

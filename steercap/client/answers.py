@@ -18,6 +18,7 @@ from steercap.client.connection import AT_ONCE, Connection
 from steercap.client.monitors import monitors_asked, reports_of
 from steercap.client.rows import RemoteRows
 from steercap.client.sampling import sampling_asked
+from steercap.client.sketching import begun, count
 from steercap.client.streams import Streamed, lines_of
 from steercap.client.uploads import Uploads
 from steercap.concurrency.loops import each_of, scoped_steps
@@ -40,6 +41,7 @@ from steercap.errors import InvalidPrompt, InvalidRequest, ServerFailure, Steeri
 from steercap.files.fingerprint import names_of, warn_of_other_model
 from steercap.requests.answers import one_to_stream, require_one_sample
 from steercap.requests.call_types import Generation
+from steercap.requests.sketching import RunningSketch
 from steercap.requests.stream import Chunk
 from steercap.steering.monitor import held_back, monitors_of
 from steercap.steering.spec import spec_of
@@ -115,6 +117,10 @@ class RemoteAnswers:
             for handle in (handle for one in done for handle in one.handles or ()):
                 handle.release()
             raise
+
+    async def begun(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+        """Open a sketch at the server."""
+        return await begun(self.connection, kind, size, spec)
 
     async def _rendered(
         self, prompts: Sequence[Any], call: CallArguments
@@ -255,6 +261,9 @@ class RemoteAnswers:
         }
         async with AsyncExitStack() as names:
             field: dict[str, Any] = {}
+            for sketch in asked.call.sketches:
+                sketch.book.require()
+                field.setdefault("sketches", []).append(sketch.book.name)
             if asked.spec is not None:
                 project: Any = asked.spec.project
                 name = None if project is None else await names.enter_async_context(self.uploads.named(project))
@@ -303,6 +312,7 @@ class RemoteAnswers:
             choices = sorted(document["choices"], key=lambda choice: choice["index"])
             results = {one["choice"]: one for one in document.get("steercap", {}).get("results", ())}
             texts = tuple(choice["text"] for choice in choices)
+            count(asked.call.sketches, [*results.values()], self.connection.url)
             receipts = handles = monitors = None
             edited = [results.get(choice["index"], {}).get("steering") for choice in choices]
             if asked.steering is not None and not all(edited):

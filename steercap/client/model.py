@@ -44,7 +44,6 @@ LACKING: Final[Mapping[str, str]] = {
     "layers": "the server does not report which classes it loaded",
     "proof": "the server does not report the checks of its start",
     "settings": "they are the server's; `stats()` has its limits",
-    "sketch": "a server keeps no statistics; open the model with SteerModel, or `collect` rows, whose means it keeps",
     "unembed": "the server does not run the norm and unembedding separately; open the model with SteerModel",
     "verified": "it is reported for each capture, `handle.receipt.verified`",
 }
@@ -75,6 +74,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     Use it as an async context manager, or `await start()` and `await aclose()`. Calls may run concurrently.
     """
+
+    _lacking = LACKING
 
     def __init__(
         self,
@@ -316,11 +317,6 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     def points(self) -> Mapping[Point, PointSchema]:
         """Points that have a tap, layer by layer, with the shape and dtype of their rows."""
         return self.connection.opened().points
-
-    def __getattr__(self, name: str) -> Any:
-        if name in LACKING:
-            raise AttributeError(f"a RemoteModel has no {name!r}: {LACKING[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         try:

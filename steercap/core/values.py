@@ -203,6 +203,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= _short.maxother else f"{text[: _short.maxother - 3]}..."
 
 
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Return the known name that a wrong one is most like, whatever its case; None if it is like none."""
+    folded = {one.casefold(): one for one in reversed([*known])}
+    near = difflib.get_close_matches(str(name).strip().casefold()[:MOST_LETTERS], folded, n=1)
+    return folded[near[0]] if near else None
+
+
 def choices(name: object, known: Iterable[object]) -> str:
     """Return the text of a hint on a wrong name, the nearest name first: "did you mean 'z'? known: 'q', 'z'".
 
@@ -211,9 +218,8 @@ def choices(name: object, known: Iterable[object]) -> str:
         known: valid names; only the first `MOST_NAMES` are listed.
     """
     names = [str(one) for one in known]
-    folded = {one.casefold(): one for one in reversed(names)}
-    near = difflib.get_close_matches(str(name).strip().casefold()[:MOST_LETTERS], folded, n=1)
-    meant = f"did you mean {folded[near[0]]!r}? " if near else ""
+    near = nearest(name, names)
+    meant = "" if near is None else f"did you mean {near!r}? "
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"{meant}known: {', '.join(map(repr, names[:MOST_NAMES])) or 'none'}{more}"
 

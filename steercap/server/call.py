@@ -21,6 +21,7 @@ from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import CaptureMemoryFull
 from steercap.kernels.codecs.coded import CodedRows, coding_of
 from steercap.requests.job import Job, rows_so_far
+from steercap.requests.sketching import RunningSketch
 from steercap.steering.monitor import Monitor
 from steercap.steering.spec import SteeringSpec
 
@@ -46,6 +47,7 @@ class SteercapField:
         delivery: delivery of rows: fetched later, in the answer, or written to the server's folder.
         monitors: monitors of each of its samples.
         logits: True for the logits of all captured tokens beside the rows.
+        sketches: ids of the open sketches that its rows enter.
     """
 
     capture: CaptureSpec | None = None
@@ -53,10 +55,11 @@ class SteercapField:
     delivery: Delivery = "fetch"
     monitors: tuple[Monitor, ...] = ()
     logits: bool = False
+    sketches: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Return whether the field asks for anything."""
-        return self.capture is not None or self.steering is not None or bool(self.monitors)
+        return self.capture is not None or self.steering is not None or bool(self.monitors or self.sketches)
 
 
 class Live(NamedTuple):
@@ -86,6 +89,7 @@ class SteercapRequest:
         error: class of the steercap error that it failed with; "" for none.
         inline: bytes of rows in its answer.
         unsaid: functions that release captures whose ids the client has not received.
+        sketches: the sketches that its rows enter.
     """
 
     asked: SteercapField
@@ -96,6 +100,15 @@ class SteercapRequest:
     error: str = ""
     inline: int = 0
     unsaid: list[Callable[[], object]] = field(default_factory=list)
+    sketches: tuple[RunningSketch, ...] = ()
+
+    def entered(self) -> dict[str, Any]:
+        """Return the number of requests and rows in each of its sketches, by id, for the answer; {} without."""
+        said = {
+            name: {"requests": one.requests, "rows": one.rows}
+            for name, one in zip(self.asked.sketches, self.sketches, strict=True)
+        }
+        return {"sketches": said} if said else {}
 
 
 #: True while a request is served whose client does not want it recorded.

@@ -19,6 +19,7 @@ from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests.job import (
     Job,
     Sample,
+    enter_sketches,
     handles_of,
     leaving,
     memory_for,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from steercap.core.budget import Ticket
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
-
 
 #: Maximum bytes of files within an answer.
 MOST_INLINE: Final = 8 << 20
@@ -114,7 +114,7 @@ class ServedEngine:
         """Return the job that captures what is recorded of a request; None, counted, if it cannot be recorded now."""
         recorder = self._recorder
         assert recorder is not None
-        if call.asked.capture is not None or call.asked.monitors:
+        if call.asked.capture is not None or call.asked.monitors or call.sketches:
             recorder.drop("own_capture")
             return None
         try:
@@ -138,9 +138,8 @@ class ServedEngine:
         left_out = ("prompt_text", "tokenization_kwargs")
         options = {name: value for name, value in options.items() if value is not None and name not in left_out}
         engine, asked = self._model.serving.here(), call.asked
-        return await prepare(
-            engine, rendered(prompt), params, capture, asked.steering, options=options, monitors=asked.monitors
-        )
+        own: dict[str, Any] = {"options": options, "monitors": asked.monitors, "sketches": call.sketches}
+        return await prepare(engine, rendered(prompt), params, capture, asked.steering, **own)
 
     async def _translating(
         self, call: SteercapRequest, outputs: AsyncGenerator[RequestOutput, None]
@@ -193,6 +192,7 @@ class ServedEngine:
                     receipts = await receipts_of(job, complete.plan, samples, ended=output.finished)
                     await numbers.take(tokens)
                     if output.finished:
+                        await enter_sketches(job, sorted(tokens.items()))
                         ours = False
                         ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
                         found = await self._handed_over(call, job, ended, ticket, receipts, recorded=recorded)
@@ -217,7 +217,7 @@ class ServedEngine:
         recorded: str,
     ) -> list[dict[str, Any]]:
         """Return the results of each sample for the answer; rows that are recorded are left to the recorder."""
-        found: list[dict[str, Any]] = [{} for _ in samples]
+        found: list[dict[str, Any]] = [call.entered() for _ in samples]
         for one, receipt in zip(found, receipts or (), strict=False):
             one["steering"] = {
                 "rows": list(receipt.rows),

@@ -14,13 +14,27 @@ from starlette.responses import Response
 
 from steercap.captures.handle import CaptureHandle
 from steercap.core.values import choices, index_of, shown
-from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSpec, SteercapError
+from steercap.errors import (
+    CaptureMemoryFull,
+    InvalidRequest,
+    InvalidSpec,
+    SketchClosed,
+    SketchMemoryFull,
+    SteercapError,
+)
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.routes import NOT_WAITING, refused
 
 #: Maximum bytes of a body, and maximum entries per row.
 MOST_BODY: Final = 1 << 20
 MOST_TOP: Final = 50
+
+#: HTTP status of errors, by their classes.
+_STATUS: Final[Sequence[tuple[Any, int]]] = (
+    (InvalidRequest, 400),
+    (SketchClosed, 404),
+    ((CaptureMemoryFull, SketchMemoryFull), 429),
+)
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -37,14 +51,17 @@ def answering(handler: Handler) -> Handler:
             return await handler(request)
         except NotThereError:
             return refused(404, NOT_WAITING)
-        except InvalidRequest as error:
-            return refused(400, str(error))
-        except CaptureMemoryFull as error:
-            return refused(429, str(error))
         except SteercapError as error:
-            return refused(500, str(error))
+            return refused(_status_of(error), str(error), type(error).__name__)
 
     return answered
+
+
+def _status_of(error: SteercapError) -> int:
+    for kinds, status in _STATUS:
+        if isinstance(error, kinds):
+            return status
+    return 500
 
 
 async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:

@@ -36,6 +36,7 @@ from steercap.server.middleware import PATHS, Keyless, OptOut, SteercapRoute
 from steercap.server.passthrough_routes import Elsewhere
 from steercap.server.record_settings import RecordSettings
 from steercap.server.recording import Recorder
+from steercap.server.sketch_store import SketchStore
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
 
@@ -55,7 +56,7 @@ class ServerSettings:
         vectors: files of vectors, directions or steering for all clients, by name.
         saes: folders of SAEs for analysing captured rows, by name.
         presets: steering by name, as requests give it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
-        captures_seconds: seconds until a capture expires.
+        captures_seconds: seconds until a capture expires, and a sketch that nothing uses.
         captures_bytes: maximum bytes of captures that wait to be fetched.
         captures_bytes_of_a_key: maximum bytes of one API key's.
         folder: folder for rows that requests ask to be written; None for none.
@@ -166,6 +167,7 @@ async def application(
         from steercap.server.inspect_routes import Looking
         from steercap.server.metrics import Metrics
         from steercap.server.routes import Routes, explorer_routes
+        from steercap.server.sketch_routes import SketchRoutes
 
     names = names or Names.of(settings)
     require_fitting(names.library.saes, model)
@@ -178,12 +180,13 @@ async def application(
         most_bytes=settings.captures_bytes,
         most_of_a_key=settings.captures_bytes_of_a_key,
     )
+    sketches = SketchStore(settings.captures_seconds)
     engine = ServedEngine(model, captures, server.translated, folder, recorder)
     app = await server.application(
         engine,
         served,
         PATHS,
-        lambda route: SteercapRoute(route, library, presets),
+        lambda route: SteercapRoute(route, library, presets, sketches=sketches),
         lambda route: Elsewhere(route, presets),
     )
     identity = await asyncio.to_thread(model.identity)
@@ -191,7 +194,7 @@ async def application(
     routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, said=said)
     app.router.routes.extend(routes.routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
-    app.router.routes.extend([*looking, *explorer_routes()])
+    app.router.routes.extend([*looking, *SketchRoutes(model, library, sketches).routes, *explorer_routes()])
     app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)
     if not server.tells_clients_apart(flags):
         app.router.middleware_stack = Keyless(app.router.middleware_stack)

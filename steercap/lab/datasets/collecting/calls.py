@@ -132,7 +132,8 @@ async def collect(
         storage_options=storage_options or {},
     )
     if ray is not None:
-        return await collect_on_actors(model.factory, corpus, os.fspath(folder), asked, ray)
+        made_again = model.factory  # type: ignore[union-attr]  # the error of a RemoteModel says what to do
+        return await collect_on_actors(made_again, corpus, os.fspath(folder), asked, ray)
     engine = model.serving.here()
     return await model.serving.run(lambda: run_collection(model, engine, corpus, os.fspath(folder), asked))
 
