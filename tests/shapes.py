@@ -45,6 +45,7 @@ CHECKED: Final = (
     "steercap.worker.arena",
     "steercap.worker.biasing",
     "steercap.worker.reduce",
+    "steercap.worker.programs",
     "steercap.worker.taps",
 )
 

@@ -169,10 +169,10 @@ class TestFolders:
         with pytest.raises(UnknownName, match=r"more than one .*give level="):
             load_personas(tmp_path / "vectors")
         assert set(load_personas(tmp_path / "vectors", level="pos_neg_50").left_out) == {"a.pt", "b.pt", "c.pt"}
-        with pytest.raises(InvalidFile, match="is neither a folder"):
+        with pytest.raises(InvalidFile, match="is no folder of NAME"):
             load_personas(tmp_path / "nowhere")
         (tmp_path / "empty").mkdir()
-        with pytest.raises(InvalidFile, match="is neither a folder"):
+        with pytest.raises(InvalidFile, match="is no folder of NAME"):
             load_personas(tmp_path / "empty")
 
     def test_files_of_other_shapes(self, tmp_path: Path) -> None:
