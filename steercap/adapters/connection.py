@@ -234,7 +234,7 @@ class Connection:
         Raises:
             EngineFailure, ModelClosed: it has died, or was closed.
         """
-        if self._llm is None:
+        if self._llm is None or self._closing:
             raise ModelClosed("the engine was shut down with its SteerModel")
         if said := self.watch.look(fresh):
             raise EngineDied(said)
@@ -265,12 +265,19 @@ class Connection:
                 self.told(EngineDied(self.watch.found))
 
     async def quiesce(self) -> None:
-        """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop."""
+        """Stop listening to the engine, so that its end is not reported as a crash; call it in its event loop.
+
+        Requests that still wait for it, as those of a server, end in an error, and further ones are refused: vLLM would
+        leave them without an answer for ever.
+        """
         self._closing = True
-        handler = self._llm.output_handler if self._llm is not None else None
-        if handler is not None:
+        if (llm := self._llm) is None:
+            return
+        if (handler := llm.output_handler) is not None:
             handler.cancel()
             await asyncio.wait([handler])
+        llm.engine_core.resources.engine_dead = True
+        llm.output_processor.propagate_error(EngineDeadError())
 
     def let_go(self, kill: Callable[[], object]) -> None:
         """Release vLLM's side of the engine, while `kill` kills its processes; callable from any thread. Idempotent.

@@ -21,17 +21,22 @@ from steercap.client.sampling import sampling_asked
 from steercap.client.sketching import begun, count
 from steercap.client.streams import Streamed, lines_of
 from steercap.client.uploads import Uploads
-from steercap.concurrency.loops import each_of, scoped_steps
+from steercap.concurrency.loops import each_of
 from steercap.core.chat import MessageSpan
 from steercap.core.extras import extra
 from steercap.core.prompts import (
     CallArguments,
     each,
     is_conversation,
+    no_room,
+    no_token,
     repeating,
+    require_salt,
+    require_text,
     template_arguments,
     warn_of_doubled,
     warn_of_room,
+    whole_ids,
     without_media,
 )
 from steercap.core.receipt import SteeringReceipt
@@ -149,7 +154,10 @@ class RemoteAnswers:
         require_one_sample(sampling_asked(asked.params).get("n", 1))
         sample, is_looked_at = Streamed(), False
         self._look_at_models([asked])
-        async with self._body(asked) as body, aclosing(scoped_steps(self._events({**body, "stream": True}))) as events:
+        async with (
+            self._body(asked) as body,
+            aclosing(self.connection.stepped(self._events({**body, "stream": True}))) as events,
+        ):
             async for event in events:
                 with self.connection.answering():
                     chunk = sample.take(event)
@@ -247,14 +255,20 @@ class RemoteAnswers:
         monitors = monitors_of(asked.call.monitors)
         sampling, options = sampling_asked(asked.params), _options_asked(asked.call)
         given = _prompt_asked(asked.prompt)
-        if isinstance(given, str) and asked.call.add_special_tokens is False:
-            given = await tokenised(self.connection, given, special=False)
+        if isinstance(given, str) and (asked.call.add_special_tokens is False or not given):
+            given = await tokenised(self.connection, given, special=asked.call.add_special_tokens is not False)
+        if not given:
+            raise no_token(asked.prompt)
         prompt, sampling["max_tokens"] = await self._within(given, sampling["max_tokens"])
-        salt = asked.prompt.get("cache_salt") if isinstance(asked.prompt, Mapping) else None
+        context = self.connection.here().context
+        if context is not None and not isinstance(prompt, str) and len(prompt) >= context:
+            raise no_room(asked.prompt, len(prompt), context)
+        salt = (asked.prompt.get("cache_salt") if isinstance(asked.prompt, Mapping) else None) or None
         body = {
             "model": self.connection.here().name,
             "prompt": prompt,
             "return_token_ids": True,
+            **({"return_tokens_as_token_ids": True} if {"logprobs", "logprob_token_ids"} & sampling.keys() else {}),
             **sampling,
             **options,
             **({} if salt is None else {"cache_salt": salt}),
@@ -373,20 +387,22 @@ def _prompt_asked(prompt: Any) -> str | list[int]:
     """Return a prompt as a text or token ids.
 
     Raises:
-        InvalidPrompt: a prompt dict with more than these.
+        InvalidPrompt: a prompt dict with more than these, or values of other types.
     """
     if isinstance(prompt, str):
-        return prompt
+        return require_text(prompt)
     given = [name for name in prompt if name != "cache_salt"]
     if len(given) != 1 or (name := given[0]) not in _PROMPT:
         raise InvalidPrompt(
             f"a prompt dict with {', '.join(map(repr, prompt))} cannot be sent to a server; give a str, token ids, or "
             "a dict of one of 'prompt' and 'prompt_token_ids', with 'cache_salt' if you like"
         )
-    found = prompt[name]
-    if isinstance(found, str):
-        return found
-    return [int(token) for token in found]
+    require_salt(prompt.get("cache_salt"))
+    if name == "prompt_token_ids":
+        return whole_ids(prompt[name])
+    if not isinstance(prompt[name], str):
+        raise InvalidPrompt(f"prompt={shown(prompt[name])} in a prompt dict; give a str")
+    return require_text(prompt[name])
 
 
 def _options_asked(call: CallArguments) -> dict[str, Any]:

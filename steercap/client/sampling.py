@@ -70,6 +70,8 @@ def sampling_asked(given: Any) -> dict[str, Any]:
             raise InvalidRequest(f"sampling parameter {name!r} cannot be sent to a server; {choices(name, KNOWN)}")
         if value is not None or name == "max_tokens":  # None is as many as the context holds
             asked[name] = _plain(value)
+    if "logprob_token_ids" in asked:
+        asked.setdefault("logprobs", 0)  # the server wants it, and reads the other alone
     if isinstance(biases := asked.get("logit_bias"), Mapping):
         for token, bias in biases.items():
             number = number_of(bias)

@@ -41,7 +41,7 @@ FETCH_BYTES: Final = 16 << 20
 TIDY_SECONDS, END_SECONDS = 60.0, 10.0
 #: Reasons: memory of the workers, full queue, spent quota, a disk that fails, wrong rows, server that ended, and so on.
 DROPPED: Final = ("memory", "queue", "quota", "disk", "rows", "cancelled", "unsupported", "own_capture", "ended")
-SKIPPED: Final = ("opted_out", "not_sampled")
+SKIPPED: Final = ("opted_out", "not_sampled", "no_rows")
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -112,9 +112,9 @@ class Recorder:
     def wants(self) -> bool:
         """Return True if the next request is to be recorded, as far as it is known before it is read."""
         if OPTED_OUT.get():
-            return self._skip("opted_out")
+            return self.skip("opted_out")
         if self.settings.fraction < 1 and self._draw.random() >= self.settings.fraction:
-            return self._skip("not_sampled")
+            return self.skip("not_sampled")
         if self._closed or self.folder.full:
             return self.drop("ended" if self._closed else "quota")
         return self.pending < self.settings.queue_bytes or self.drop("queue")
@@ -139,7 +139,8 @@ class Recorder:
             _LOG.warning("%d requests were not recorded so far; reason: %r", count, reason, exc_info=error)
         return False
 
-    def _skip(self, reason: str) -> bool:
+    def skip(self, reason: str) -> bool:
+        """Count a request that is not to be recorded; return False."""
         self.skipped[reason] += 1
         return False
 
