@@ -38,18 +38,17 @@ if TYPE_CHECKING:
     from steercap.saes.sae import SAE
     from steercap.steering.calibration import Calibration
     from steercap.steering.edits.add import Add, AddIf, LowRank, SAEFeature
-    from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
-    from steercap.steering.edits.replace import Replace
+    from steercap.steering.edits.replace import Ablate, Cap, Replace, SetProjection
     from steercap.steering.monitor import Monitor
     from steercap.steering.spec import LogitBias, SteeringSpec
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Ablate": "steering.edits.projecting",
+    "Ablate": "steering.edits.replace",
     "Add": "steering.edits.add",
     "AddIf": "steering.edits.add",
-    "Cap": "steering.edits.projecting",
+    "Cap": "steering.edits.replace",
     "AttentionSummary": "kernels.attention",
     "Calibration": "steering.calibration",
     "CaptureHandle": "captures.handle",
@@ -71,7 +70,7 @@ _HOMES = {
     "RunningSketch": "requests.sketching",
     "SAE": "saes.sae",
     "SAEFeature": "steering.edits.add",
-    "SetProjection": "steering.edits.projecting",
+    "SetProjection": "steering.edits.replace",
     "Settings": "config",
     "Sketch": "captures.sketch",
     "SteerModel": "model",

@@ -13,6 +13,13 @@ from steercap.adapters import releases
 from steercap.errors import UnsupportedRunner
 
 if TYPE_CHECKING:
+    # vLLM's types, for annotations in other folders: never imported at run time.
+    from vllm.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from vllm.outputs import RequestOutput as RequestOutput
+    from vllm.pooling_params import PoolingParams as PoolingParams
+    from vllm.sampling_params import SamplingParams as SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+
     from steercap.worker.runtime import Runtime
 
 #: Attribute of a hooked runner with its runtime.

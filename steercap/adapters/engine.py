@@ -20,7 +20,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from steercap.adapters import detokenizer, torchvision
-from steercap.adapters.arguments import check_heads, check_supported, read_arguments
+from steercap.adapters.arguments import (
+    CONFIG_KEY,
+    check_heads,
+    check_supported,
+    expected_family,
+    overshoot,
+    read_arguments,
+    worker_config,
+)
 from steercap.adapters.connection import FRESH_SECONDS, Connection
 from steercap.adapters.entry import tell_workers
 from steercap.adapters.hardware import bound, check_kernels
@@ -30,7 +38,6 @@ from steercap.adapters.process_exit import refusal
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.releases import require
-from steercap.adapters.settings import CONFIG_KEY, expected_family, overshoot, worker_config
 from steercap.adapters.wire import Wire
 from steercap.architectures.sites import SITES
 from steercap.config import LAYER_END, Settings

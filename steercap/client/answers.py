@@ -450,9 +450,9 @@ def _prompt_asked(prompt: Any) -> str | list[int]:
 
 
 def _salt(prompt: Any) -> dict[str, Any]:
-    """Return the `cache_salt` of a prompt dict, {} if it has none."""
+    """Return the `cache_salt` of a prompt dict, {} if it has none or an empty one."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    return {} if salt is None else {"cache_salt": salt}
+    return {"cache_salt": salt} if salt else {}
 
 
 def _ids_read(output: Any) -> Sequence[int]:

@@ -98,6 +98,10 @@ class FetchedRows(Protocol):
         """See `CaptureHandle.directions`."""
 
     @property
+    def marks(self) -> Any:
+        """See `CaptureHandle.marks`."""
+
+    @property
     def num_layers(self) -> int:
         """Number of decoder layers of the model."""
 

@@ -143,6 +143,28 @@ def index_of(value: Any) -> int | None:
         return None
 
 
+def count_of(
+    value: Any, name: str, least: int = 1, most: int | None = None, *, wrong: type[Exception] = InvalidSpec
+) -> int:
+    """Convert a whole number of any library, and check its bounds.
+
+    Args:
+        value: the value of an argument.
+        name: name of the argument, for the message.
+        least: the least that is accepted.
+        most: the most that is accepted; None for no bound.
+        wrong: type of the error.
+
+    Raises:
+        wrong: something else than a whole number, or one out of bounds.
+    """
+    found = index_of(value)
+    if found is None or found < least or (most is not None and found > most):
+        bounds = f", {least} or more" if most is None else f" from {least} to {most:,}"
+        raise wrong(f"{name}={shown(value)}; give a whole number{bounds}")
+    return found
+
+
 def flag_of(value: Any) -> bool | None:
     """Convert a truth value of any library; return None for anything else."""
     value = plain(value)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final, TypeAlias
 
-from steercap.architectures.families.code import same_code
+from steercap.architectures.families.proved import same_code
 from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import Attached, CapturedRows, Loaded
 from steercap.core.plan import CapturePlan

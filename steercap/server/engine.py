@@ -44,7 +44,7 @@ from steercap.server.folder import CaptureFolder, CaptureStore
 from steercap.server.recording import Recorder
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import RequestOutput
+    from steercap.adapters import RequestOutput
     from steercap.core.budget import Ticket
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from steercap.adapters.types import AsyncLLM, SamplingParams
+    from steercap.adapters import AsyncLLM, SamplingParams
     from steercap.captures.lens import Lens
     from steercap.captures.pooled import Encoded
     from steercap.client.connection import RemoteServing

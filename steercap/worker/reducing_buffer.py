@@ -20,7 +20,7 @@ from steercap.worker.accumulators import EMPTY
 from steercap.worker.arena import Arena, Layouts, RecordLayout
 from steercap.worker.capture_buffer import CaptureBuffer
 from steercap.worker.reduce import Accumulator, rows_of, write_reduced
-from steercap.worker.taps.base import Taps
+from steercap.worker.taps import Taps
 
 
 class ReducingBuffer(CaptureBuffer):

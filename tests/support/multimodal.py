@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 from steercap.captures.handle import CaptureHandle
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec
-from steercap.lab.demo.checkpoint import cached
+from steercap.lab.demo import cached
 from steercap.steering.spec import SteeringSpec
+from steercap.testing import INIT_STD, SEED, SPECIAL, tokenizer, write_model
 from steercap.testing.architectures import FAMILY_CONFIGS, TINY
 from steercap.testing.reference import Parity, Reference
-from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer, write_model
 from support.images import picture
 from support.rows import GREEDY, flattened, inputs_of, parity, within, worst
 

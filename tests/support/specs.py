@@ -10,8 +10,7 @@ import torch
 
 from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add, AddIf, LowRank, SAEFeature
-from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
-from steercap.steering.edits.replace import Replace
+from steercap.steering.edits.replace import Ablate, Cap, Replace, SetProjection
 from steercap.steering.spec import SteeringSpec
 
 OPERATIONS = ("add", "add_if", "ablate", "cap", "set_projection", "sae_feature", "low_rank", "replace")

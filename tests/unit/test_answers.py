@@ -27,8 +27,7 @@ from steercap.files.folder import locked
 from steercap.lab.personas import read_answers, read_answers_by_dtype
 from steercap.lab.personas.answer_files import read_scores
 from steercap.lab.personas.answer_folder import RowsFile
-from steercap.testing import tiny_checkpoint
-from steercap.testing.tiny import tokenizer
+from steercap.testing import tiny_checkpoint, tokenizer
 
 LAYERS, HIDDEN, CONTEXT = 3, 5, 120
 TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

@@ -216,8 +216,6 @@ class Full8(Codec):
 
 #: Name of the encoding, which `codec=` does not accept.
 CALIBRATED: Final = "calibrated8"
-
-
 #: Error of two roundings to float32 and that of a zero point, as a share of the greatest coded number.
 ROUNDED: Final = 2.0**-22
 

@@ -17,19 +17,17 @@ import torch
 
 from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
-from steercap.core.prompts import template_arguments, templated
+from steercap.core.prompts import template_arguments
 from steercap.core.spec import CaptureSpec
-from steercap.core.values import choices, index_of, shown
+from steercap.core.values import choices, count_of, shown
 from steercap.errors import (
     CaptureNotFinite,
-    InvalidFile,
-    InvalidPrompt,
     InvalidSetting,
     ModelTooLarge,
     UnknownName,
 )
 from steercap.files.folder import FolderKind, locked
-from steercap.lab.personas.answer_files import ExistingAnswer, PersonaFiles, read_answers_file, read_personas
+from steercap.lab.personas.answer_files import ExistingAnswer, PersonaFiles, placed_in, read_answers_file, read_personas
 from steercap.lab.personas.answer_folder import STORED, AnswersFolder, PersonaReceipt, RowsFile
 from steercap.lab.personas.folder import VERSION, Count, Report, RunDefinition
 from steercap.lab.personas.levels import PersonaKind
@@ -112,8 +110,7 @@ async def read_answers(
     """
     models = [model, *others]
     settings = _settings(kind, stored, chat_template_kwargs)
-    if (index_of(concurrency) or 0) < 1:
-        raise InvalidSetting(f"concurrency={shown(concurrency)}; give 1 or more")
+    count_of(concurrency, "concurrency", wrong=InvalidSetting)
     personas = await asyncio.to_thread(read_personas, responses, scores, kind, names)
     folder = AnswersFolder(Path(to), suffix, kind, minimum)
     with locked(folder.path):
@@ -188,7 +185,7 @@ def _open(folder: AnswersFolder, models: Sequence[SteerModel], settings: dict[st
     for model in models:
         if model.identity() != models[0].identity():
             raise InvalidSetting(
-                f"the models differ, {models[0].model} and {model.model}; give SteerModels of one model"
+                f"the models differ, {models[0].model} and {model.model}; give models of one checkpoint"
             )
         model.check_capture(every)
     kind = FolderKind(f"answers{folder.suffix}.json", RunDefinition, "reading of answers")
@@ -258,9 +255,8 @@ class _AnswersReading:
             missing = rows.missing
             self._count.add(len(files.keys) - len(missing))
             persona = _PersonaUnderWay(files, read_answers_file(files.responses), rows, len(missing))
-            for first in range(
-                0, max(1, len(missing)), self._call
-            ):  # one without answers: killed before it was finished
+            # One without answers was killed before it was finished.
+            for first in range(0, max(1, len(missing)), self._call):
                 yield persona, missing[first : first + self._call]
 
     async def _do(self, call: tuple[_PersonaUnderWay, list[int]]) -> None:
@@ -283,7 +279,8 @@ class _AnswersReading:
     async def _means(self, model: SteerModel, persona: _PersonaUnderWay, indices: Sequence[int]) -> list[torch.Tensor]:
         """Return the mean of the rows of each answer, float32 [layers, hidden]."""
         path, answers = persona.files.responses, [persona.answers[index] for index in indices]
-        placed = [self._placed(model, path, answer) for answer in answers]
+        template = self._settings["chat_template_kwargs"]
+        placed = [placed_in(model, path, answer, template) for answer in answers]
         specs = [CaptureSpec(tokens=slice(start, None), reduce="mean", codec="raw") for _, start in placed]
         # What the prefix cache holds depends on what ran before, and last bits depend on it.
         salts = [{"cache_salt": uuid4().hex} if self._alone else {} for _ in placed]
@@ -295,24 +292,3 @@ class _AnswersReading:
             lines = f"{answers[0].line} to {answers[-1].line}, {answers[0].key} to {answers[-1].key}"
             raise CaptureNotFinite(f"{path}, lines {lines}: {error}") from error
         return [torch.stack([rows.float().flatten() for rows in handle.captures.values()]) for handle in handles]
-
-    def _placed(self, model: SteerModel, path: Path, answer: ExistingAnswer) -> tuple[list[int], int]:
-        """Return the token ids of a conversation to the end of its answer, and the position where that begins.
-
-        Raises:
-            InvalidFile: the chat template does not show the answer, or not once.
-            InvalidPrompt: it is too long.
-        """
-        where, index = f"{path}, line {answer.line}, {answer.key}", len(answer.conversation) - 1
-        arguments = {"add_generation_prompt": False, **self._settings["chat_template_kwargs"]}
-        ids, spans = templated(model.tokenizer, answer.conversation, arguments, spans=True)
-        mine = [span for span in spans if span.index == index]
-        if len(mine) != 1 or mine[0].missing or mine[0].start == mine[0].stop:
-            why = mine[0].missing if len(mine) == 1 else f"the chat template writes it {len(mine)} times"
-            raise InvalidFile(f"{where}: the tokens of the answer cannot be found: {why or 'it has none'}")
-        if mine[0].stop >= model.max_model_len:
-            raise InvalidPrompt(
-                f"{where}: {mine[0].stop} tokens, and the model has room for {model.max_model_len - 1}; start it with "
-                "a larger max_model_len, or remove the line"
-            )
-        return ids[: mine[0].stop], mine[0].start

@@ -277,9 +277,7 @@ def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
     entries = sorted(one for one in held if not one.name.startswith("."))
     paths = [one for one in entries if one.suffix == ".pt" and one.is_file()]
     if not paths:
-        raise InvalidFile(
-            f"{folder} is neither a folder of NAME.pt nor such a file; it holds {shown([*map(str, entries)])}"
-        )
+        raise InvalidFile(f"{folder} is no folder of NAME.pt, nor such a file; it holds {shown([*map(str, entries)])}")
     return paths, {one.name: "no .pt file" for one in entries if one not in paths}
 
 

@@ -29,7 +29,7 @@ import torch
 from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import blame, check_extension, read_pt, require_file, write_whole
-from steercap.steering.edits.projecting import Cap
+from steercap.steering.edits.replace import Cap
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 

@@ -25,7 +25,7 @@ from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.arena import RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.taps.base import Installed, RowKind
+from steercap.worker.taps import Installed, RowKind
 from steercap.worker.taps.transfers import Transfers
 
 

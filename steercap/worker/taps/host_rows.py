@@ -25,7 +25,7 @@ from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena, Layouts, RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.taps.base import RowKind
+from steercap.worker.taps import RowKind
 
 
 class Keeping(ABC):
