@@ -16,7 +16,7 @@ import msgspec
 from steercap.captures import files
 from steercap.captures.handle import CaptureHandle
 from steercap.core.receipt import SteeringReceipt
-from steercap.errors import EmptySelection, InvalidRequest, SteercapError
+from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests.job import (
     Job,
     Sample,
@@ -129,11 +129,8 @@ class ServedEngine:
             return None
         try:
             job = await self._prepared(call, prompt, params, options, recorder.settings.capture)
-        except EmptySelection:  # such as "generated" of a single token, which no pass reads
-            recorder.skip("no_rows")
-            return None
         except Exception as error:  # noqa: BLE001 -- whatever it is, the request itself goes on
-            recorder.drop("unsupported", error)
+            recorder.refused(error)
             return None
         job = leaving(job, job.engine.admission.budget.pages // 2)
         return job if recorder.fits(job, pages_of(job)) else None
