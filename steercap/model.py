@@ -35,7 +35,7 @@ from steercap.steering.spec import SteeringSpec
 if TYPE_CHECKING:
     import torch
 
-    from steercap.adapters.types import AsyncLLM
+    from steercap.adapters import AsyncLLM
     from steercap.client import RemoteModel
     from steercap.steering.edits import Edit
     from steercap.steering.spec import LogitBias

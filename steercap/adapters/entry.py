@@ -30,6 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from steercap.adapters import torchvision
 from steercap.adapters.process_exit import FOLDER, leave_word_of, left_behind
 from steercap.adapters.reaper import MARK
 from steercap.adapters.releases import require
@@ -38,7 +39,8 @@ from steercap.adapters.releases import require
 STREAM: Final = "VLLM_LOGGING_STREAM"
 CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 #: Parts of warnings that no user can act on, by logger: Triton is missing where steercap does not need it; effects of
-#: `enforce_eager=True`, which the user or a preset set; a cache of models that have none; libraries to preload.
+#: `enforce_eager=True`, which the user or a preset set; a cache of models that have none; libraries to preload; a limit
+#: of open files that is not the greatest.
 UNWANTED: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm.triton_utils.importing": ("Triton",),
     "vllm.platforms.cpu": ("Triton", "Reset SSM cache type to float32"),
@@ -48,6 +50,7 @@ UNWANTED: Final[Mapping[str, tuple[str, ...]]] = {
         "Inductor compilation was disabled by user settings",
     ),
     "vllm.v1.worker.cpu_worker": ("is not found in LD_PRELOAD",),
+    "vllm.utils.system_utils": ("Found ulimit",),
 }
 #: Variable with the least level that torch's C++ logs, such as its note that memory is bound to a NUMA node.
 CPP_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
@@ -117,6 +120,7 @@ class ProcessEntry:
         module, owner, name = self._target
         function = self._function or getattr(getattr(import_module(module), owner), name)
         if self._target == ENGINE_CORE:
+            torchvision.hook()  # its scheduler makes the model's processor of media
             module, owner, name = WORKER
             worker, executor = (getattr(import_module(module), one) for one in (owner, EXECUTOR))
             require(owner, worker)

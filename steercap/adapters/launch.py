@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 _CURRENT: Final[ContextVar[Launch | None]] = ContextVar("steercap_launch", default=None)
 #: The environment and vLLM's classes are the whole process's: one start at a time changes them, for some milliseconds.
 _SPAWNING: Final = threading.Lock()
-_LOG: Final = wants_quiet()
+#: True if steercap chooses the level of vLLM's log.
+QUIET: Final = wants_quiet()
 #: Maximum wait at the interpreter's exit, in seconds, for a start that is importing.
 EXIT_SECONDS: Final = 2.0
 #: Part of a start from the first process to the first weights.
@@ -83,7 +84,7 @@ class Launch:
         _CURRENT.set(self)
         try:
             self.require_wanted()
-            quieten(log=_LOG)
+            quieten(log=QUIET)
             with extra("cuda", "cpu"), releases.importing():
                 from steercap.adapters.engine import VllmEngine
 
@@ -215,7 +216,7 @@ def _entries() -> Iterator[None]:
         for target in (ENGINE_CORE, COORDINATOR):
             owner, name = getattr(import_module(target[0]), target[1]), target[2]
             stack.callback(setattr, owner, name, inspect.getattr_static(owner, name))
-            setattr(owner, name, ProcessEntry(target, getattr(owner, name), log=_LOG))
+            setattr(owner, name, ProcessEntry(target, getattr(owner, name), log=QUIET))
         yield
 
 

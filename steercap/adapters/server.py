@@ -7,6 +7,7 @@ It relies on `make_arg_parser`, `validate_parsed_serve_args`, `build_app`, `init
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import logging
 import os
@@ -45,6 +46,8 @@ except ModuleNotFoundError:  # its module in older releases
 if (_OURS := logging.getLogger("steercap")).level == logging.NOTSET:
     _OURS.setLevel(logging.INFO)
 
+#: Seconds between two looks whether the server listens.
+LOOK_SECONDS: Final = 0.05
 #: Engine arguments that are not passed on as such: SteerModel has its own argument for them.
 _LEFT_OUT: Final = ("model",)
 #: Errors of a client that asks for too much at once.
@@ -163,8 +166,39 @@ def listening(flags: argparse.Namespace) -> socket.socket:
     return bound
 
 
-async def serve(app: FastAPI, sock: socket.socket, flags: argparse.Namespace) -> None:
-    """Serve until the process is told to end."""
+def address_of(sock: socket.socket, flags: argparse.Namespace) -> str:
+    """Return the address of a bound socket, as clients on this machine write it."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{flags.uds}"
+    host, port, *_ = sock.getsockname()
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 -- no address that is listened on
+    return f"http{'s' if flags.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def serve(
+    app: FastAPI, sock: socket.socket, flags: argparse.Namespace, up: Callable[[], object] = lambda: None
+) -> None:
+    """Serve until the process is told to end; call `up` once clients can connect."""
+    listens = asyncio.create_task(_once_listening(sock, up))
+    try:
+        await _served(app, sock, flags)
+    finally:
+        listens.cancel()
+
+
+async def _once_listening(sock: socket.socket, up: Callable[[], object]) -> None:
+    while not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # noqa: ASYNC110 -- uvicorn tells nobody when
+        await asyncio.sleep(LOOK_SECONDS)
+    up()
+
+
+def _is_of_requests(record: logging.LogRecord) -> bool:
+    """Return whether a line of uvicorn's is no note that it cancelled 0 requests."""
+    return not (str(record.msg).startswith("Cancel %s running task") and record.args == (0,))
+
+
+async def _served(app: FastAPI, sock: socket.socket, flags: argparse.Namespace) -> None:
+    logging.getLogger("uvicorn.error").addFilter(_is_of_requests)
     ended = await serve_http(
         app,
         sock=sock,

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from steercap.architectures.sites import placed
 from steercap.captures.pooled import require_kind
 from steercap.core.spec import Point
-from steercap.core.values import flag_of, index_of, parts_of, shown
+from steercap.core.values import count_of, flag_of, index_of, parts_of, shown
 from steercap.errors import InvalidFile, InvalidRequest
 from steercap.files.fingerprint import nearest_path
 
@@ -284,9 +284,7 @@ def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.
 
 def _asked(engine: Engine, top: int, ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     vocabulary = engine.vllm.vocabulary
-    count = index_of(top)
-    if count is None or not 0 <= count <= vocabulary:
-        raise InvalidRequest(f"top={shown(top)}; give a whole number from 0 to {vocabulary}")
+    count = count_of(top, "top", 0, vocabulary, wrong=InvalidRequest)
     given = parts_of(ids, "ids")
     found = None if given is None else [index_of(token) for token in given]
     if found is None or not all(token is not None and 0 <= token < vocabulary for token in found):

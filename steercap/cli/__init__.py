@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from typing import Final
 
 from steercap.core.extras import require
@@ -26,6 +27,9 @@ def main() -> None:
     except SystemExit as end:
         if end.code in STOPPED:
             _leave(int(end.code))
+        if not end.code and "vllm" in sys.modules:  # libraries that it loads report their own leaks, at length
+            threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 -- waits for threads, as Python's own end does
+            _leave(0)
         raise
     finally:
         # Interpreter shutdown takes a moment with torch loaded; a traceback from a Ctrl-C in it helps nobody.

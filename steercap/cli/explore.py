@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import os
+import signal
 import socket
 import sys
-import urllib.request
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
 from steercap.cli.command import command, uv_loops
-from steercap.cli.engines import SMOLLM2, ReachOptions, is_warm, located, pairs_of, until_ready
+from steercap.cli.engines import SMOLLM2, ReachOptions, is_warm, pairs_of, until_ready
 from steercap.cli.preflight import fitting
-from steercap.cli.serve import ServeOptions, checked, parted
+from steercap.cli.serve import ServeOptions, checked, parted, running
 from steercap.cli.terminal import Terminal
-from steercap.config import CPU
 from steercap.errors import InvalidSetting
 from steercap.files import warm
 
 #: Address that the explorer listens on.
 HOST: Final = "127.0.0.1"
-#: Seconds between two checks for its server.
-PAUSE: Final = 0.5
 #: Bytes forwarded at once.
 PART: Final = 1 << 16
 
@@ -56,10 +52,13 @@ def register(app: typer.Typer) -> None:
         browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
         engine_arg: Annotated[
             list[str] | None,
-            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable."),
+            typer.Option(
+                metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."
+            ),
         ] = None,
         vectors: Annotated[
-            list[str] | None, typer.Option(metavar="NAME=FILE", help="Vectors to project on and to steer with.")
+            list[str] | None,
+            typer.Option(metavar="NAME=FILE", help="File of vectors to project on and to steer with; repeatable."),
         ] = None,
         sae: Annotated[
             list[str] | None, typer.Option(metavar="NAME=FOLDER", help="SAE whose features are shown.")
@@ -70,8 +69,6 @@ def register(app: typer.Typer) -> None:
         Otherwise it starts an engine, which every user of this machine can use, unless you give a key: -- --api-key
         KEY.
         """
-        from steercap.server.server import serve as run
-
         model, flags = parted(model, flags)
         if not (flags or vectors or sae):
             engine, reason = await asyncio.to_thread(fitting, ReachOptions(model, engine_arg=engine_arg), {})
@@ -87,17 +84,17 @@ def register(app: typer.Typer) -> None:
             terminal.say(f"starting an engine: {reason}")
         settings = ServeOptions(vectors=vectors, sae=sae).settings()
         names = checked(settings, model, flags, engine_arg)
-        path, chosen = str(located(model)), port or free_port()
-        own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
-        said = ["--host", HOST, "--port", str(chosen), "--served-model-name", model, *flags]
-        terminal.say(f"starting {model}; the page opens once it is up, in a minute or so")
-        page = asyncio.create_task(opening(terminal, f"http://{HOST}:{chosen}", browser=browser))
-        try:
-            await run(path, said, settings, names, **(own | dict(pairs_of(engine_arg or (), "--engine-arg"))))
-        finally:
-            page.cancel()
-            with suppress(asyncio.CancelledError):
-                await page
+        said = ["--host", HOST, "--port", str(port), "--served-model-name", model, *flags]
+        pages = list[asyncio.Task[None]]()
+
+        def up(address: str, name: str) -> str:
+            page = f"{address}/explorer"
+            terminal.show({"model": name, "url": address, "page": page})
+            pages.append(asyncio.create_task(opened(terminal, page, browser=browser)))
+            return f"the explorer is at {page}; Ctrl-C ends it"
+
+        own = dict(pairs_of(engine_arg or (), "--engine-arg"))
+        await running(terminal, model, said, settings, names, up, **own)
 
 
 async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, browser: bool) -> None:
@@ -125,12 +122,20 @@ async def _forward(engine: warm.WarmEngine, port: int, terminal: Terminal, *, br
             there, back = await asyncio.open_unix_connection(engine.socket)
             await asyncio.gather(_copied(reader, back), _copied(there, writer))
 
-    server = await asyncio.start_server(join, HOST, port)
+    server, ended = await asyncio.start_server(join, HOST, port), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # the usual end of a page, and no interruption
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
-        terminal.say(f"connecting to the warm engine of {engine.model}")
-        await opening(terminal, f"http://{HOST}:{server.sockets[0].getsockname()[1]}", browser=browser)
-        await server.serve_forever()
+        page = f"http://{HOST}:{server.sockets[0].getsockname()[1]}/explorer"
+        terminal.show({"model": engine.model, "url": page.removesuffix("/explorer"), "page": page})
+        terminal.say(
+            f"{engine.model} is up already: the explorer is at {page}; Ctrl-C ends it, and leaves the engine up"
+        )
+        await opened(terminal, page, browser=browser)
+        await ended.wait()
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
         server.close()  # without waiting: a browser keeps its connections
 
 
@@ -163,27 +168,7 @@ async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
         writer.close()
 
 
-def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.create_server((HOST, 0)) as server:
-        found: int = server.getsockname()[1]
-        return found
-
-
-async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
-    """Wait for the server, announce the page's address, and open the page in a browser if wanted."""
-    while not await asyncio.to_thread(answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
-        await asyncio.sleep(PAUSE)
-    page = f"{address}/explorer"
-    terminal.say(f"the explorer: {page}   (Ctrl-C ends it)")
+async def opened(terminal: Terminal, page: str, *, browser: bool) -> None:
+    """Open the page in a browser if wanted."""
     if browser and not await asyncio.to_thread(webbrowser.open, page):
         terminal.say("no browser could be opened from here; open the address yourself")
-
-
-def answers(address: str) -> bool:
-    """Return whether an address answers a GET with status 200, within two seconds."""
-    try:
-        with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address of our own
-            return bool(answer.status == 200)
-    except (OSError, ValueError, http.client.HTTPException):  # nothing there, no address, or another protocol
-        return False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -31,12 +34,15 @@ CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf
 class ServeOptions:
     """Options for a server, whether it runs in the foreground or is kept warm in the background."""
 
-    api_key: Annotated[list[str] | None, typer.Option(help="API key that clients may use; repeatable.")] = None
+    api_key: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="API key that clients may use; repeatable.")
+    ] = None
     sites: Annotated[str, typer.Option(help="Sites that requests can read and edit, separated by commas.")] = (
         "resid_post"
     )
     engine_arg: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, value in JSON; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Argument of vLLM's engine or SteerModel, value in JSON; repeatable."),
     ] = None
     idle: Annotated[
         float | None,
@@ -46,7 +52,7 @@ class ServeOptions:
         list[str] | None,
         typer.Option(
             metavar="NAME=FILE",
-            help="Vectors or steering that every client may use; repeatable.",
+            help="File of vectors or steering that every client may use; repeatable.",
             rich_help_panel=KEPT,
         ),
     ] = None
@@ -145,26 +151,74 @@ def _serve(app: typer.Typer) -> None:
         """Serve a model with vLLM's own OpenAI-compatible server; requests capture and steer through the field
         `steercap`.
         """
-        from steercap.server.server import serve as run
-
         model, flags = parted(model, flags)
         recorded = record.settings()
         asked = digest_of([*options.flags(), *flags]) if warm else None
         settings = options.settings(record=recorded, warm=asked)
         armed = list(dict.fromkeys([*options.sites.split(","), *(recorded.codecs.sites if recorded else ())]))
         names = checked(settings, model, flags, options.engine_arg, sites=armed)
-        path = str(located(model))
-        own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
-        own |= {"sites": armed, **dict(pairs_of(options.engine_arg or (), "--engine-arg"))}
+        own = {"sites": armed, **dict(pairs_of(options.engine_arg or (), "--engine-arg"))}
         said = (
             ["--served-model-name", model]
             if warm
             else ["--host", host, "--port", str(port), "--served-model-name", model]
         )
         said += ["--api-key", *options.api_key] if options.api_key else []
-        where = "a socket of yours" if warm else f"http://{host}:{port}/v1"
-        terminal.say(f"starting vLLM's server with {model}; {where} once it is up")
-        await run(path, [*said, *flags], settings, names, **own)
+
+        def up(address: str, name: str) -> str:
+            base, page = (address, "") if warm else (f"{address}/v1", f"{address}/explorer")
+            terminal.show({"model": name, "url": address, "base_url": base, "page": page or None})
+            if warm:
+                return f"SteerModel.connect({address!r}) and other commands use it"
+            return f"{base} is the base_url of OpenAI clients, {page} the page; Ctrl-C ends it"
+
+        await running(terminal, model, [*said, *flags], settings, names, up, **own)
+
+
+async def running(
+    terminal: Terminal,
+    model: str,
+    flags: Sequence[str],
+    settings: ServerSettings,
+    names: Names,
+    up: Callable[[str, str], str],
+    **own: Any,
+) -> None:
+    """Serve a model until the process is told to end: say how far the start is, then in one line that it is up.
+
+    Args:
+        terminal: terminal to say it at.
+        model: model as it was given.
+        flags: flags of vLLM's server.
+        settings: settings of the server.
+        names: result of `checked`.
+        up: function of the server's address and the model's name, which returns what the line says after them.
+        **own: arguments of SteerModel.
+    """
+    from steercap.server.server import serve
+
+    began = time.monotonic()
+    with ExitStack() as shown:
+        say = shown.enter_context(terminal.status(f"preparing {model}"))
+        with terminal.alone():
+            path = str(await asyncio.to_thread(located, model))
+        say(f"starting {model}: importing vLLM")
+        told = dict[str, None]()
+
+        def stage(running: str) -> None:
+            say(f"starting {model}: {running}")
+            if settings.warm is not None and running not in told:  # for `steercap up`, which reads the log
+                terminal.say(f"starting {model}: {running}")
+                told[running] = None
+
+        def ready(address: str, name: str) -> None:
+            shown.close()
+            terminal.say(f"{name} is up after {time.monotonic() - began:.0f} s: {up(address, name)}")
+
+        quiet = [] if terminal.wants_log() else ["--uvicorn-log-level", "warning"]
+        usual: dict[str, Any] = {"use_tqdm_on_load": terminal.wants_log(), **(CPU if model == SMOLLM2 else {})}
+        await serve(path, [*quiet, *flags], settings, names, stage=stage, up=ready, **{**usual, **own})
+    terminal.say(f"{model} is down")
 
 
 def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:

@@ -96,6 +96,10 @@ class Terminal:
         #: Path of vLLM's log, if an engine failed.
         self.log: Path | None = None
 
+    def wants_log(self) -> bool:
+        """Return whether the user wants to see what vLLM and its server log of a normal run."""
+        return self.verbose or os.environ.get("VLLM_LOGGING_LEVEL", "").upper() in {"INFO", "DEBUG"}
+
     def show(self, document: Any, *tables: RenderableType) -> None:
         """Print the result: the document, which msgspec can encode, with --json, the tables without."""
         if self.json:

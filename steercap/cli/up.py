@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,16 +34,6 @@ IDLE_MINUTES: Final = 30.0
 END_SECONDS: Final = 60.0
 #: Last lines of the log that are shown if a server does not start.
 LINES: Final = 12
-#: Steps of a start, each by words that the log has from then on, the last one first.
-STEPS: Final = (
-    ("Started server process", "opening the socket"),
-    ("Capturing CUDA graphs", "capturing CUDA graphs"),
-    ("100% Completed", "preparing the model, and testing every tap"),
-    ("checkpoint shards", "loading weights"),
-    ("(Worker", "starting the engine's processes"),
-    ("(EngineCore", "starting the engine's processes"),
-    ("(MainProcess", "reading the model's configuration"),
-)
 
 
 def register(app: typer.Typer) -> None:
@@ -155,9 +146,9 @@ async def _ready(path: Path, child: subprocess.Popen[bytes] | None, model: str, 
                 return engine
             if (child is not None and child.poll() is not None) or (child is None and engine is None):
                 break
-            text = log.read_text(errors="replace")
-            if step := next((step for words, step in STEPS if words in text), ""):
-                say(f"starting {model}: {step}")
+            stages = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("starting ")]
+            if stages:  # as `running` says them
+                say(re.sub(r": \d+ s$", "", stages[-1]))
             await asyncio.sleep(warm.PAUSE)
     for line in log.read_text(errors="replace").splitlines()[-LINES:]:
         terminal.say(line)

@@ -22,19 +22,24 @@ from steercap.client.monitors import monitors_asked, reports_of
 from steercap.client.rows import RemoteRows
 from steercap.client.sampling import pooling_asked, sampling_asked
 from steercap.client.sketching import begun, count
-from steercap.client.streams import Streamed
+from steercap.client.streams import Streamed, lines_of
 from steercap.client.uploads import Uploads
-from steercap.concurrency.loops import each_of, scoped_steps
+from steercap.concurrency.loops import each_of
 from steercap.core.chat import MessageSpan
 from steercap.core.extras import extra
 from steercap.core.prompts import (
     CallArguments,
     each,
     is_conversation,
+    no_room,
+    no_token,
     repeating,
+    require_salt,
+    require_text,
     template_arguments,
     warn_of_doubled,
     warn_of_room,
+    whole_ids,
     without_media,
 )
 from steercap.core.receipt import SteeringReceipt
@@ -154,7 +159,10 @@ class RemoteAnswers:
         require_one_sample(sampling_asked(asked.params).get("n", 1))
         sample, is_looked_at = Streamed(), False
         self._look_at_models([asked])
-        async with self._body(asked) as body, aclosing(scoped_steps(self._events({**body, "stream": True}))) as events:
+        async with (
+            self._body(asked) as body,
+            aclosing(self.connection.stepped(self._events({**body, "stream": True}))) as events,
+        ):
             async for event in events:
                 with self.connection.answering():
                     chunk = sample.take(event)
@@ -193,11 +201,11 @@ class RemoteAnswers:
         """
         failed: Any = None
         async with self.connection.answer("POST", _COMPLETIONS, json=body) as found:
-            async for line in found.aiter_lines():
-                said = line.removeprefix("data:").strip()
-                if said == "[DONE]":
+            async for line in lines_of(found.aiter_bytes()):
+                said = line.removeprefix(b"data:").strip()
+                if said == b"[DONE]":
                     break
-                if not line.startswith("data:"):
+                if not line.startswith(b"data:"):
                     continue
                 with self.connection.answering():
                     event: dict[str, Any] = msgspec.json.decode(said)
@@ -284,13 +292,19 @@ class RemoteAnswers:
         require_specs(asked.spec)
         sampling, options = sampling_asked(asked.params), _options_asked(asked.call)
         given = _prompt_asked(asked.prompt)
-        if isinstance(given, str) and asked.call.add_special_tokens is False:
-            given = await tokenised(self.connection, given, special=False)
+        if isinstance(given, str) and (asked.call.add_special_tokens is False or not given):
+            given = await tokenised(self.connection, given, special=asked.call.add_special_tokens is not False)
+        if not given:
+            raise no_token(asked.prompt)
         prompt, sampling["max_tokens"] = await self._within(given, sampling["max_tokens"])
+        context = self.connection.here().context
+        if context is not None and not isinstance(prompt, str) and len(prompt) >= context:
+            raise no_room(asked.prompt, len(prompt), context)
         body = {
             "model": self.connection.here().name,
             "prompt": prompt,
             "return_token_ids": True,
+            **({"return_tokens_as_token_ids": True} if {"logprobs", "logprob_token_ids"} & sampling.keys() else {}),
             **sampling,
             **options,
             **_salt(asked.prompt),
@@ -417,26 +431,28 @@ def _prompt_asked(prompt: Any) -> str | list[int]:
     """Return a prompt as a text or token ids.
 
     Raises:
-        InvalidPrompt: a prompt dict with more than these.
+        InvalidPrompt: a prompt dict with more than these, or values of other types.
     """
     if isinstance(prompt, str):
-        return prompt
+        return require_text(prompt)
     given = [name for name in prompt if name != "cache_salt"]
     if len(given) != 1 or (name := given[0]) not in _PROMPT:
         raise InvalidPrompt(
             f"a prompt dict with {', '.join(map(repr, prompt))} cannot be sent to a server; give a str, token ids, or "
             "a dict of one of 'prompt' and 'prompt_token_ids', with 'cache_salt' if you like"
         )
-    found = prompt[name]
-    if isinstance(found, str):
-        return found
-    return [int(token) for token in found]
+    require_salt(prompt.get("cache_salt"))
+    if name == "prompt_token_ids":
+        return whole_ids(prompt[name])
+    if not isinstance(prompt[name], str):
+        raise InvalidPrompt(f"prompt={shown(prompt[name])} in a prompt dict; give a str")
+    return require_text(prompt[name])
 
 
 def _salt(prompt: Any) -> dict[str, Any]:
-    """Return the `cache_salt` of a prompt dict, {} if it has none."""
+    """Return the `cache_salt` of a prompt dict, {} if it has none or an empty one."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    return {} if salt is None else {"cache_salt": salt}
+    return {"cache_salt": salt} if salt else {}
 
 
 def _ids_read(output: Any) -> Sequence[int]:

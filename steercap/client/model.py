@@ -15,7 +15,7 @@ from steercap.client.connection import BY_SOCKET, Connection, RemoteServing
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
-from steercap.core.prompts import given_ids, is_chat
+from steercap.core.prompts import given_ids, is_chat, require_text
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
@@ -58,7 +58,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     - Rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
     - `stream` gives texts and crossings of monitors as they come, and all rows with the last chunk.
-    - `run` gives as `output` OpenAI's `Completion`.
+    - `run` gives as `output` OpenAI's `Completion`; its log probabilities name tokens by id, "token_id:7", as several
+      tokens may have one text.
     - `steering=` may be the name of vectors or of steering on the server.
 
     Args:
@@ -156,10 +157,12 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
         Raises:
             InvalidSpec: neither text, token ids nor a conversation.
+            InvalidPrompt: a str that is no text.
             InvalidRequest: the server has no chat template, or it refuses the conversation.
         """
         if isinstance(text, str):
-            return await self.connection.run(lambda: tokenised(self.connection, text, special=add_special_tokens))
+            words = require_text(text)
+            return await self.connection.run(lambda: tokenised(self.connection, words, special=add_special_tokens))
         if is_chat(text):
             return (await self.connection.run(lambda: templated(self.connection, text, {}, spans=False)))[0]
         return given_ids(text)

@@ -29,7 +29,7 @@ from steercap.requests.context import FROM_CONTEXT, FromContext, SketchBackend, 
 from steercap.requests.stream import Chunk
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import SamplingParams
+    from steercap.adapters import SamplingParams
     from steercap.steering.monitor import Monitor
 
 #: Calls whose values hold their handles, or are them.

@@ -33,8 +33,8 @@ from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered, Projected
 
 if TYPE_CHECKING:
+    from steercap.adapters import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
     from steercap.adapters.prompts import Rendered
-    from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
 

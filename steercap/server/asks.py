@@ -51,8 +51,8 @@ VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decode
 #: Name of the operation of `LogitBias`, beside those of edits.
 LOGIT_BIAS: Final = "logit_bias"
 DELIVERIES: Final = get_args(Delivery)
-_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
-_SLICE: Final = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::(-?\d{1,9}))?")
+_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+_SLICE: Final = re.compile(r"(-?\d{1,99})?:(-?\d{1,99})?(?::(-?\d{1,99}))?")
 
 
 def asked_of(body: Any, library: Library, owner: str) -> SteercapField:

@@ -44,7 +44,7 @@ from steercap.server.folder import CaptureFolder, CaptureStore
 from steercap.server.recording import Recorder
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import RequestOutput
+    from steercap.adapters import RequestOutput
     from steercap.core.budget import Ticket
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
@@ -130,7 +130,7 @@ class ServedEngine:
         try:
             job = await self._prepared(call, prompt, params, options, recorder.settings.capture)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the request itself goes on
-            recorder.drop("unsupported", error)
+            recorder.refused(error)
             return None
         job = leaving(job, job.engine.admission.budget.pages // 2)
         return job if recorder.fits(job, pages_of(job)) else None

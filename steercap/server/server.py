@@ -7,19 +7,22 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from steercap.adapters.entry import quieten
+from steercap.adapters.launch import QUIET
 from steercap.adapters.releases import importing
 from steercap.client.compiling import said_of
+from steercap.concurrency.heartbeat import watching
 from steercap.core.display import span
 from steercap.core.extras import extra
-from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
+from steercap.errors import EngineDied, InvalidFile, InvalidSetting, InvalidSpec
 from steercap.files.fingerprint import files_of, nearest_path, surroundings, weights_of
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
@@ -205,7 +208,14 @@ async def application(
 
 
 async def serve(
-    model: str, flags: Sequence[str], settings: ServerSettings, names: Names | None = None, **steercap: Any
+    model: str,
+    flags: Sequence[str],
+    settings: ServerSettings,
+    names: Names | None = None,
+    *,
+    stage: Callable[[str], object] = lambda _stage: None,
+    up: Callable[[str, str], object] = lambda _address, _name: None,
+    **steercap: Any,
 ) -> None:
     """Open a model, and serve it until the process is told to end.
 
@@ -214,13 +224,17 @@ async def serve(
         flags: flags of `vllm serve`.
         settings: settings of the server.
         names: result of `Names.of`; computed here, before the engine's start, if left out.
+        stage: called with the stage of the engine's start, several times a second.
+        up: called once with the server's address and the model's name, when clients can connect.
         **steercap: settings of `SteerModel`, beside vLLM's arguments, which are among the flags.
 
     Raises:
         InvalidRequest, InvalidFile: flags, files or presets cannot be used, or the model's files changed meanwhile.
+        EngineDied: the engine died while it was served.
         The errors of `SteerModel.start`.
     """
     around = surroundings()  # before vLLM is imported, which sets variables of its own
+    quieten(log=QUIET)  # vLLM writes to its log while it is imported
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
         from steercap.server.metrics import IdleClock
@@ -243,7 +257,7 @@ async def serve(
         folder = held.enter_context(opened_folder(model, settings))
         recorder = None if settings.record is None else Recorder.of(settings.record, model)
         loaded = _weights(model)
-        async with unopened as opened, recorder or nullcontext():
+        async with _started(unopened, stage) as opened, recorder or nullcontext():
             if loaded != _weights(model):
                 raise InvalidFile(f"{model}: its files changed while they were loaded; start the server again")
             if settings.warm is not None:
@@ -253,9 +267,23 @@ async def serve(
             app.router.middleware_stack = idle
             ending = asyncio.create_task(idle.end())
             try:
-                await server.serve(app, sock, read)
+                name, address = (read.served_model_name or [read.model])[0], server.address_of(sock, read)
+                await server.serve(app, sock, read, lambda: up(address, name))
             finally:
                 ending.cancel()
+            if (engine := opened.serving.engine) is not None and engine.died:  # vLLM's server then ends as if told to
+                raise EngineDied(engine.death)
+
+
+@asynccontextmanager
+async def _started(model: SteerModel, stage: Callable[[str], object]) -> AsyncIterator[SteerModel]:
+    """Start a model, and tell which stage of the start runs; close it after the block."""
+    try:
+        async with watching(lambda: model.serving.stage, lambda running, _seconds: stage(running)):
+            await model.serving.start()
+        yield model
+    finally:
+        await model.aclose()
 
 
 def _require_no_restart(model: SteerModel) -> None:

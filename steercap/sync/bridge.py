@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 from steercap.captures.handle import CaptureHandle as Awaited
-from steercap.core.call_style import BLOCKING, Idiom
 from steercap.core.hints import Hinting
+from steercap.core.protocols import BLOCKING, Idiom
 from steercap.errors import InvalidRequest, ModelClosed
 from steercap.requests.context import steered
 from steercap.requests.sketching import RunningSketch

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from steercap.client import RemoteModel
-from steercap.core.call_style import BLOCKING
 from steercap.core.extras import extra
+from steercap.core.protocols import BLOCKING
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.guard import require_main_guard

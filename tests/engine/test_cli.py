@@ -8,8 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -18,7 +20,7 @@ from safetensors.torch import load_file
 from support.rows import random_prompt
 from support.specs import vector
 
-from steercap import Add, CaptureSpec, SteeringSpec
+from steercap import SAE, Add, CaptureSpec, SteeringSpec
 from steercap.captures.handle import CaptureHandle
 from steercap.cli.capture import heatmaps_of
 from steercap.cli.captured import capture_to
@@ -52,7 +54,7 @@ def push(scale: float = 1.0) -> SteeringSpec:
 # Whole commands come first: the engine that the others share would be one more beside theirs.
 
 
-def command(*arguments: str | Path) -> subprocess.Popen[str]:
+def command(*arguments: str | Path, warned: bool = True) -> subprocess.Popen[str]:
     """The command in a process group of its own, as a shell starts it."""
     return subprocess.Popen(
         [sys.executable, "-m", "steercap", *map(str, arguments)],
@@ -61,7 +63,7 @@ def command(*arguments: str | Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         # vLLM leaves the contexts of its sockets to the garbage collector.
-        env={**os.environ, "PYTHONWARNINGS": "default,ignore:Unclosed context:ResourceWarning"},
+        env=os.environ | ({"PYTHONWARNINGS": "default,ignore:Unclosed context:ResourceWarning"} if warned else {}),
     )
 
 
@@ -97,7 +99,7 @@ def test_collect_keeps_the_tokens_it_is_told(tmp_path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"tokens": random_prompt(length, length)}) + "\n" for length in (9, 4, 12)))
     process = command(
-        *("collect", corpus, tmp_path / "rows", "--layers", "1", "--tokens", "generated", "--max-tokens", "4"),
+        *("collect", corpus, "--out", tmp_path / "rows", "--layers", "1", "--tokens", "generated", "--max-tokens", "4"),
         *("-m", tiny_checkpoint("qwen3"), "--dtype", "float32", "--eager", "--max-model-len", "64", "--json"),
         *("--engine-arg", f"kv_cache_memory_bytes={4 << 20}"),
     )
@@ -108,6 +110,24 @@ def test_collect_keeps_the_tokens_it_is_told(tmp_path) -> None:
     rows = load_file(tmp_path / "rows" / "shards" / "000000.safetensors")["rows.resid_post.1"]
     assert rows.shape == (9, 128)
     assert json.loads(out)["totals"]["rows"] == 9
+
+
+def test_a_small_sae_is_trained_on_what_a_model_reads(tmp_path) -> None:
+    """A corpus, read once, without a disk: each step is scored before it; the SAE reads the model's own rows."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"tokens": random_prompt(24, seed)}) + "\n" for seed in range(40)))
+    process = command(
+        *("sae", "train", corpus, "--layer", "1", "--features", "64", "--k", "8", "--batch-size", "32", "--json"),
+        *("-m", tiny_checkpoint("qwen3"), "--dtype", "float32", "--eager", "--max-model-len", "64"),
+        *("--engine-arg", f"kv_cache_memory_bytes={4 << 20}", "--out", tmp_path / "sae"),
+    )
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    said, sae = json.loads(out), SAE.load(tmp_path / "sae")
+    assert said["rows"] == 40 * 23 // 32 * 32
+    assert said["scored_on"].startswith("the last 3 batches")
+    assert -1 < said["explained"] < 1
+    assert (sae.input, sae.d_in, sae.d_sae, sae.name) == ((1, "resid_post"), 128, 64, "sae")
 
 
 def test_an_interrupted_command_leaves_nothing_behind() -> None:
@@ -121,6 +141,42 @@ def test_an_interrupted_command_leaves_nothing_behind() -> None:
     _, err = process.communicate(timeout=400)
     assert process.returncode == 130, err
     assert "Traceback" not in err
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
+def test_a_server_says_one_line_and_ends_at_ctrl_c() -> None:
+    """What a normal start says, and where the server is; Ctrl-C ends it within seconds with success, and its processes."""
+    assert smollm2().exists()
+    process = command("serve", "--port", "0", "--no-record", "--json", warned=False)
+    lines: list[str] = []
+    while not lines or " is up after " not in lines[-1]:
+        line = process.stderr.readline()
+        assert line, process.communicate()
+        lines.append(line.rstrip("\n"))
+    there = re.fullmatch(
+        r"smollm2 is up after \d+ s: (http://127.0.0.1:\d+)/v1 is the base_url of OpenAI clients, \1/explorer the page; "
+        r"Ctrl-C ends it",
+        lines[-1],
+    )
+    assert there is not None, lines[-1]
+    waits = re.compile(r"(preparing|starting) smollm2(: [a-zA-Z ]+)?: \d+ s")  # now and then
+    assert [line for line in lines[:-1] if not waits.fullmatch(line)] == []
+    models = httpx.get(f"{there[1]}/v1/models").raise_for_status().json()
+    assert models["data"][0]["id"] == "smollm2"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody
+    out, err = process.communicate(timeout=400)
+    assert time.monotonic() - began < 20
+    assert (process.returncode, err) == (0, "smollm2 is down\n")
+    assert json.loads(out) == {
+        "model": "smollm2",
+        "url": there[1],
+        "base_url": f"{there[1]}/v1",
+        "page": f"{there[1]}/explorer",
+    }
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 

@@ -99,6 +99,66 @@ def same(here: CaptureHandle, there: CaptureHandle) -> None:
         torch.testing.assert_close(other, rows, rtol=1e-4, atol=1e-4)  # what runs beside it moves last bits
 
 
+NO_PROMPTS: dict[str, Any] = {
+    "no token": "",
+    "no token id": {"prompt_token_ids": []},
+    "too long": {"prompt_token_ids": [5] * 300},
+    "as long as the context": {"prompt_token_ids": [5] * 256},
+    "a long text": "a b c d " * 256,
+    "a number": {"prompt": 5},
+    "nothing": {"prompt": None},
+    "no ids": {"prompt_token_ids": None},
+    "a text for ids": {"prompt_token_ids": "abc"},
+    "fractions": {"prompt_token_ids": [1.5]},
+    "truth values": {"prompt_token_ids": [True]},
+    "lists of ids": {"prompt_token_ids": [[5]]},
+    "two axes": {"prompt_token_ids": torch.zeros(2, 2, dtype=torch.long)},
+    "half of a pair": "a\ud800b",
+    "a salt": {"prompt": "a", "cache_salt": 5},
+    "another key": {"prompt": "a", "text": "b"},
+}
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS.values(), ids=NO_PROMPTS)
+async def test_a_wrong_prompt_is_one_error_by_every_way(remote: RemoteModel, tiny: SteerModel, prompt: Any) -> None:
+    """In process and over a connection, whole and streamed, with and without special tokens."""
+
+    async def streamed(model: Any) -> list[Any]:
+        return [chunk async for chunk in model.stream(prompt, GREEDY)]
+
+    for model in (tiny, remote):
+        for call in (
+            lambda model: model.generate(prompt, GREEDY),
+            lambda model: model.generate(["a", prompt], GREEDY, capture_layers=[1]),
+            lambda model: model.generate(prompt, GREEDY, add_special_tokens=False),
+            lambda model: model.run(prompt, GREEDY, steering=Add(vector(3), layer=1)),
+            lambda model: model.read(prompt, capture_layers=[1]),
+            streamed,
+        ):
+            with pytest.raises(errors.SteercapError) as raised:
+                await call(model)
+            assert type(raised.value) is errors.InvalidPrompt, (model, raised.value)
+
+
+async def test_a_conversation_that_does_not_fit_is_one_error(remote: RemoteModel, tiny: SteerModel) -> None:
+    long, half = ([{"role": "user", "content": text}] for text in ("a b " * 256, "a\ud800b"))
+    own = {"chat_template_kwargs": {"chat_template": TEMPLATE}}
+    for model, arguments in ((tiny, own), (remote, {})):
+        with pytest.raises(errors.InvalidPrompt):
+            await model.chat(long, GREEDY, **arguments)
+        with pytest.raises(errors.InvalidRequest):
+            await model.chat(half, GREEDY, **arguments)
+    for text in ({}, b"abc", {1, 2}, None, 5):
+        for model in (tiny, remote):
+            with pytest.raises(errors.InvalidSpec):
+                await model.token_ids(text)
+    for model in (tiny, remote):
+        with pytest.raises(errors.InvalidPrompt, match="half of a surrogate pair"):
+            await model.token_ids("a\ud800b")
+        with pytest.raises(errors.InvalidRequest):
+            await model.generate("a", {"temperature": float("nan")})
+
+
 CAPTURES: list[CaptureSpec] = [
     CaptureSpec(),
     CaptureSpec(layers=slice(1, None, 2), sites=["resid_post", "attn_out"], tokens="generated"),
@@ -202,6 +262,11 @@ async def test_texts_prompts_and_samples_come_as_they_do_locally(remote: RemoteM
     assert raw.output.choices[0].logprobs.token_logprobs == pytest.approx(
         [max(one.logprob for one in said.values()) for said in known.output.outputs[0].logprobs], abs=1e-4
     )
+    vocabulary = list(range(0, 512, 4))  # of bytes that are no character by themselves, whose texts are alike
+    asked = {"temperature": 0.0, "max_tokens": 1, "logprob_token_ids": vocabulary}
+    raw, known = await remote.run(prompt, asked), await tiny.run(prompt, asked)
+    (said,), (right,) = raw.output.choices[0].logprobs.top_logprobs, known.output.outputs[0].logprobs
+    assert said == pytest.approx({f"token_id:{token}": one.logprob for token, one in right.items()}, abs=1e-4)
 
 
 async def test_read_gives_rows_and_no_text(remote: RemoteModel, tiny: SteerModel) -> None:

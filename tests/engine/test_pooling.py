@@ -26,10 +26,9 @@ from steercap.cli.prompts import Prompt
 from steercap.cli.terminal import Output, Terminal
 from steercap.client import RemoteModel
 from steercap.core.spec import Point
-from steercap.lab.demo.checkpoint import cached
+from steercap.lab.demo import cached
 from steercap.server.server import ServerSettings, application
-from steercap.testing import tiny_checkpoint
-from steercap.testing.tiny import SPECIAL, tiny_config, tokenizer, write_model
+from steercap.testing import SPECIAL, tiny_checkpoint, tiny_config, tokenizer, write_model
 
 #: Where transformers' decoder layers have the sites: a module of the layer, and what it reads or gives.
 DECODER: Final = {

@@ -16,19 +16,21 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from cli_calls import call
+from cli_calls import call, free_port
 
 import steercap
 from steercap import SteerModel
 from steercap.cli import preflight, up
+from steercap.cli.doctor import answers
 from steercap.cli.engines import ModelOptions, ReachOptions, unopened
-from steercap.cli.explore import HOST, _forward, answers, free_port
+from steercap.cli.explore import HOST, _forward
 from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
 from steercap.files import fingerprint, warm
 from steercap.files.fingerprint import digest_of, files_of, surroundings
 from steercap.files.warm import WarmEngine
+from steercap.requests.serving import Serving
 from steercap.server import server
 from steercap.server.metrics import IDLE, LOOKING, IdleClock
 from steercap.server.server import ServerSettings
@@ -436,7 +438,7 @@ async def test_files_that_change_while_they_are_loaded(model, monkeypatch) -> No
         (Path(model) / "config.json").write_text("{ }")
         return opened
 
-    monkeypatch.setattr(SteerModel, "start", started)
+    monkeypatch.setattr(Serving, "start", started)
     with pytest.raises(InvalidFile, match="its files changed while they were loaded; start the server again"):
         await server.serve(model, [], ServerSettings(warm="digest"))
     assert warm.engines() == []
@@ -548,6 +550,22 @@ def test_the_explorer_of_a_warm_engine(model) -> None:
     asyncio.run(look())
 
 
+@pytest.mark.usefixtures("python")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_explorer_of_a_warm_engine_ends_with_success(model, number) -> None:
+    """One line says where it is; Ctrl-C ends it without a traceback, and the engine stays up."""
+    assert call("up", model).exit_code == 0
+    words = [PYTHON, "-m", "steercap", "explore", model, "--no-browser", "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said = process.stderr.readline()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    page = json.loads(out)["page"]
+    assert (page in said, err) == (True, ""), said
+    assert [one.model for one in warm.engines()] == [model]
+
+
 async def test_the_explorer_asks_for_no_other_user(folder, monkeypatch) -> None:  # noqa: ARG001 -- where sockets are
     engine, port, asked = engine_of("org/name"), free_port(), []
 
@@ -556,7 +574,6 @@ async def test_the_explorer_asks_for_no_other_user(folder, monkeypatch) -> None:
         writer.write(b"!")
         writer.close()
 
-    monkeypatch.setattr("steercap.cli.explore.answers", lambda _address: True)
     async with await asyncio.start_unix_server(answer, engine.socket):
         task = asyncio.create_task(_forward(engine, port, Terminal(Output()), browser=False))
         for user, expected in ((os.geteuid(), b"!"), (os.geteuid() + 1, b"")):
@@ -714,21 +731,20 @@ async def test_a_server_announces_itself_while_it_lives(model, monkeypatch) -> N
     """With the settings that commands compare; its socket is the user's alone, and an interrupted start leaves nothing."""
     seen: list[WarmEngine] = []
 
-    async def started(opened: SteerModel) -> SteerModel:
+    async def started(_serving: Serving) -> None:
         (engine,) = warm.engines()
         assert (await asyncio.to_thread(os.stat, engine.socket)).st_mode & 0o777 == 0o600
         assert not warm.listening(Path(engine.socket))
-        return opened
 
     async def application(*_words, **_named) -> SimpleNamespace:
         return SimpleNamespace(router=SimpleNamespace(middleware_stack=None))
 
-    async def serve(app, _sock, _flags) -> None:
+    async def serve(app, _sock, _flags, _up) -> None:
         assert isinstance(app.router.middleware_stack, IdleClock)
         seen.extend(warm.engines())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SteerModel, "start", started)
+    monkeypatch.setattr(Serving, "start", started)
     monkeypatch.setattr("steercap.server.server.application", application)
     monkeypatch.setattr("steercap.adapters.server.serve", serve)
     settings, flags = ServerSettings(warm="digest", idle_seconds=9.0), ["--dtype", "float32", "--api-key", "secret"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import time
+import urllib.request
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -13,7 +15,6 @@ from rich.text import Text
 
 from steercap.cli.command import FAILED, command
 from steercap.cli.engines import ModelOptions, opened
-from steercap.cli.explore import answers
 from steercap.cli.terminal import Terminal
 from steercap.errors import SteercapError
 
@@ -147,7 +148,7 @@ def register(app: typer.Typer) -> None:
         terminal: Terminal,
         url: Annotated[str, typer.Argument(help="Address of a server that `steercap serve` runs.")],
         *,
-        api_key: Annotated[str | None, typer.Option(help="API key, if the server wants one.")] = None,
+        api_key: Annotated[str | None, typer.Option(metavar="KEY", help="API key, if the server wants one.")] = None,
         model: Annotated[str | None, typer.Option("--model", "-m", help="Model (default: the first listed).")] = None,
         seconds: Annotated[float, typer.Option(min=1, help="Seconds to wait for each answer of the server.")] = 60,
     ) -> None:
@@ -159,3 +160,12 @@ def register(app: typer.Typer) -> None:
         terminal.show({"checks": checks}, table_of(checks))
         if any(check.state != "ok" for check in checks):
             raise typer.Exit(FAILED)
+
+
+def answers(address: str) -> bool:
+    """Return whether an address answers a GET with status 200, within two seconds."""
+    try:
+        with urllib.request.urlopen(address, timeout=2) as answer:  # noqa: S310 -- an address that the user gave
+            return bool(answer.status == 200)
+    except (OSError, ValueError, http.client.HTTPException):  # nothing there, no address, or another protocol
+        return False

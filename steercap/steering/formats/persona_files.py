@@ -280,9 +280,7 @@ def _listing(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if not paths:
         if not folder.exists():
             raise InvalidFile(f"{folder} cannot be read: there is no such file or folder{nearest_path(folder)}")
-        raise InvalidFile(
-            f"{folder} is neither a folder of NAME.pt nor such a file; it holds {shown([*map(str, entries)])}"
-        )
+        raise InvalidFile(f"{folder} is no folder of NAME.pt, nor such a file; it holds {shown([*map(str, entries)])}")
     return paths, {one.name: "no .pt file" for one in entries if one not in paths}
 
 

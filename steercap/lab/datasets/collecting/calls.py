@@ -11,15 +11,10 @@ import torch
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.errors import InvalidSpec
-from steercap.lab.datasets.collecting.collection import (
-    SHARD_BYTES,
-    CollectArguments,
-    Collected,
-    Progress,
-    run_collection,
-)
+from steercap.lab.datasets.collecting.collection import Collected, run_collection
 from steercap.lab.datasets.collecting.documents import Bos, Long
 from steercap.lab.datasets.collecting.many import RayActors, collect_on_actors
+from steercap.lab.datasets.collecting.reading import SHARD_BYTES, CollectArguments, Progress
 from steercap.lab.datasets.collecting.samples import TokenSample
 from steercap.lab.datasets.collecting.sources import Corpus, open_source
 from steercap.lab.datasets.collecting.streaming import ActivationStream, Streaming

@@ -235,16 +235,12 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
     if not known:
         raise InvalidFile(f"{folder} holds no file of a corpus; known: {_suffixes()}")
     found = [(path, _reader(path, kind)) for path in _split(known, split, str(folder))]
-    if len({id(reader) for _, reader in found}) > 1:
+    if other := next((path.name for path, reader in found if reader is not found[0][1]), ""):
         raise InvalidFile(
-            f"{folder} holds files of several kinds, such as {found[0][0].name} and {_another(found).name}; give a "
-            "pattern, such as '*.jsonl'"
+            f"{folder} holds files of several kinds, such as {found[0][0].name} and {other}; give a pattern, such as "
+            "'*.jsonl'"
         )
     return found
-
-
-def _another(found: Sequence[tuple[Path, Reader]]) -> Path:
-    return next(path for path, reader in found if reader is not found[0][1])
 
 
 def _hidden(path: Path, folder: Path) -> bool:

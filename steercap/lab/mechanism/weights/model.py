@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import nn
 
 from steercap.architectures.families import family_of
-from steercap.core.extras import extra
 from steercap.core.values import index_of, shown
-from steercap.errors import LayerOutOfRange, ModelNotLoaded, UnsupportedModel
+from steercap.errors import LayerOutOfRange, UnsupportedModel
 from steercap.files.fingerprint import weights_of
+from steercap.lab.mechanism.weights import TensorFiles, configuration, read_tokenizer, skeleton
 from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward, RoutedExperts
 from steercap.lab.mechanism.weights.blocks import (
     AttentionWeights,
@@ -27,7 +27,6 @@ from steercap.lab.mechanism.weights.blocks import (
     taken_apart,
     writing,
 )
-from steercap.lab.mechanism.weights.files import TensorFiles, configuration, skeleton
 from steercap.lab.mechanism.weights.layouts import layout_of
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 
@@ -136,13 +135,7 @@ class ModelWeights:
         Raises:
             ModelNotLoaded: there is no tokenizer beside the checkpoint.
         """
-        with extra("cuda", "cpu"):
-            from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(self.name, revision=self._revision)
-        except (OSError, ValueError) as error:
-            raise ModelNotLoaded(f"no tokenizer at {self.name!r}: {error}") from error
+        return read_tokenizer(self.name, self._revision)
 
     def attention(self, layer: int) -> AttentionWeights:
         """Read the weights of one attention block.

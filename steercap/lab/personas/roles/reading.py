@@ -184,7 +184,7 @@ def _parquet(path: Path) -> list[Mapping[str, Any]]:
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # U+2028 and the like are part of a line
         if not line.strip():
             continue
         try:
@@ -227,7 +227,7 @@ def _questions(given: str | Path | Sequence[str] | None) -> Iterable[str]:
     path = Path(given)
     if path.suffix == ".txt":
         try:
-            return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            return [line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidFile(f"{path} cannot be read as questions: {error}") from error
     found = [row.get("question") for row in _rows(path)]
