@@ -204,6 +204,13 @@ def engines() -> list[WarmEngine]:
     return sorted((one for one in found if one is not None), key=lambda one: one.model)
 
 
+def logs() -> list[Path]:
+    """Return the logs of engines that are no longer warm."""
+    if not os.path.lexists(_folder()):
+        return []
+    return [path for path in runtime_folder().glob("*.log") if engine_at(path.with_suffix(".sock")) is None]
+
+
 def engine_at(socket: Path) -> WarmEngine | None:
     """Return the warm engine with a socket, None if there is none."""
     return _living(socket) if socket.with_suffix(".lock").exists() else None
