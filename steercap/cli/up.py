@@ -24,6 +24,7 @@ from steercap.cli.engines import SMOLLM2, elsewhere, located
 from steercap.cli.serve import ServeOptions, checked, parted
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
+from steercap.core.display import duration
 from steercap.errors import EngineFailure, InvalidRequest, SteercapError
 from steercap.files import warm
 from steercap.files.fingerprint import digest_of
@@ -34,8 +35,7 @@ IDLE_MINUTES: Final = 30.0
 END_SECONDS: Final = 60.0
 #: Seconds of idle time left from which `status` warns.
 SOON: Final = 120
-MINUTE: Final = 60
-DAY: Final = 24 * MINUTE * MINUTE
+DAY: Final = 86_400
 #: Lines of a server's log: that it starts, as `running` of `steercap serve` says it, and that it ends, `IDLE_END`.
 STARTING: Final = r"starting (.+?): "
 ENDED: Final = r"no request for ([\d.e+]+) s: the server ends"
@@ -247,8 +247,9 @@ def _in_words(engine: dict[str, Any]) -> dict[str, Any]:
 
 def _lately() -> str:
     """Say which engine ended last because nobody asked it anything, if one did within a day; "" if none did."""
-    logs = sorted(warm.logs(), key=lambda path: path.stat().st_mtime)
-    for log in reversed(logs):
+    logs = warm.folder_path().glob("*.log")
+    gone = [log for log in logs if warm.engine_at(log.with_suffix(".sock")) is None]
+    for log in sorted(gone, key=lambda path: path.stat().st_mtime, reverse=True):
         lines, ago = log.read_text(errors="replace").splitlines(), time.time() - log.stat().st_mtime
         ended = next((one for line in lines if (one := re.search(ENDED, line))), None)
         model = next((one[1] for line in lines if (one := re.match(STARTING, line))), None)
@@ -256,14 +257,6 @@ def _lately() -> str:
             idle = duration(float(ended[1]))
             return f"; the one of {model} ended {duration(ago)} ago, after {idle} without a request"
     return ""
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words: "45 s", "12 min", "3 h 20 min"."""
-    if seconds < MINUTE:
-        return f"{seconds:.0f} s"
-    minutes = int(seconds // MINUTE)
-    return f"{minutes} min" if minutes < MINUTE else f"{minutes // MINUTE} h {minutes % MINUTE} min"
 
 
 async def _described(engine: WarmEngine, api_key: str | None) -> dict[str, Any]:

@@ -116,3 +116,11 @@ def _cell(value: object) -> str:
         return ""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return html.escape(text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…")
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words: "45 s", "12 min", "3 h 20 min"."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

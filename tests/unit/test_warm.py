@@ -26,6 +26,7 @@ from steercap.cli.engines import ModelOptions, ReachOptions, unopened
 from steercap.cli.explore import HOST, _forward
 from steercap.cli.terminal import Output, Terminal
 from steercap.config import Settings
+from steercap.core.display import duration
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, ServerFailure
 from steercap.files import fingerprint, warm
 from steercap.files.fingerprint import digest_of, files_of, surroundings
@@ -625,7 +626,7 @@ def test_an_end_that_has_passed_is_said(folder) -> None:
 
 @pytest.mark.parametrize(("seconds", "words"), [(0, "0 s"), (59.4, "59 s"), (60, "1 min"), (12000, "3 h 20 min")])
 def test_durations_in_words(seconds, words) -> None:
-    assert up.duration(seconds) == words
+    assert duration(seconds) == words
 
 
 def test_a_failed_start_says_why(model, python) -> None:
