@@ -10,7 +10,7 @@ if there is one, marks the tokens whose embedding is replaced; vLLM's scheduler 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
