@@ -59,6 +59,7 @@ class ModelWeights:
     def __init__(self, config: PretrainedConfig, files: TensorFiles, revision: str | None = None) -> None:
         self.name, self._revision = files.path, revision
         self._config: Any = config
+        self._architecture = ", ".join(config.architectures or ())
         self._files = files
         self._layout = layout_of(config.architectures or ())
         self._family = family_of(config.architectures or ())
@@ -217,12 +218,6 @@ class ModelWeights:
         down, constant = writing((weight.T, bias), post, self._factor)
         return NeuronWeights(index, gates, ups, down, constant, norm, post)
 
-    # Contents of a layer
-
-    @property
-    def _architecture(self) -> str:
-        return ", ".join(self._config.architectures)
-
     @property
     def _heads(self) -> int:
         return int(self._config.num_attention_heads)
@@ -268,8 +263,6 @@ class ModelWeights:
                 "does not know"
             )
 
-    # Its tensors
-
     def _module(self, layer: int, name: str) -> Any:
         module = self._decoder[layer].get_submodule(name)
         return self._files.fill(f"{self._family.layers}.{layer}.{name}", module)
@@ -288,14 +281,9 @@ class ModelWeights:
     def _projections(self, layer: int) -> tuple[Linear, Linear, Linear]:
         """Return the weights and biases of queries, keys and values."""
         layout = self._layout
-        if not layout.fused:
-            query, key, value = (self._linear(layer, name) for name in (layout.query, layout.key, layout.value))
-            return query, key, value
-        weight, bias = self._linear(layer, layout.fused)
-        parts = [
-            taken_apart(one, layout.order, self._heads, self._kv_heads) for one in (weight, bias) if one is not None
-        ]
-        query, key, value = zip(*parts, strict=True) if bias is not None else ((part, None) for part in parts[0])
+        if layout.fused:
+            return taken_apart(self._linear(layer, layout.fused), layout.order, self._heads, self._kv_heads)
+        query, key, value = (self._linear(layer, name) for name in (layout.query, layout.key, layout.value))
         return query, key, value
 
     def _linear(self, layer: int, name: str) -> Linear:
