@@ -157,7 +157,7 @@ async def application(
         InvalidSpec: an SAE reads rows that this model does not have, or the recorder.
         LayerOutOfRange, PointNotArmed, UnknownName: what is recorded is not there.
         UnsupportedRunner: vLLM's server does not have the expected structure.
-        InvalidSetting: the model has `restart=True`.
+        InvalidSetting: the model has `restart=True`, or a recorder is given and the model pools.
         The errors of `Names.of`.
     """
     _require_no_restart(model)
@@ -182,6 +182,8 @@ async def application(
         most_of_a_key=settings.captures_bytes_of_a_key,
     )
     sketches, pools = SketchStore(settings.captures_seconds), model.serving.here().vllm.pools
+    if pools and recorder is not None:
+        raise InvalidSetting("--record: requests of a pooling model are not recorded; leave it out")
     engine = ServedEngine(model, captures, server.translated, folder, recorder)
     app = await server.application(
         engine,

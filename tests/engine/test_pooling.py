@@ -467,6 +467,14 @@ async def test_a_connection_refuses_what_the_model_refuses(qwen, remote) -> None
     torch.testing.assert_close(found, (await model.encode("Hello there")).embedding, rtol=1e-4, atol=1e-5)
 
 
+async def test_a_server_records_no_pooling_model(qwen) -> None:
+    """Nothing of its requests would be in the recording, so that one is refused."""
+    model, _ = qwen
+    recorder: Any = object()
+    with pytest.raises(errors.InvalidSetting, match="--record: requests of a pooling model"):
+        await application(model, server.read_flags(model.serving.model, []), ServerSettings(), recorder=recorder)
+
+
 async def test_a_blocking_connection_encodes(qwen, remote) -> None:
     model, _ = qwen
     expected = await model.encode(["Hello there", "My day"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -24,7 +25,7 @@ from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
 from steercap.adapters import server
 from steercap.captures.site_codecs import SiteCodecs
 from steercap.client.connection import ERROR_HEADER
-from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
+from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec, SketchClosed
 from steercap.requests.stats import Stats
 from steercap.server.asks import asked_of, capture_of, ranges, steering_of
 from steercap.server.call import CURRENT, described, logits_of
@@ -34,6 +35,7 @@ from steercap.server.middleware import SteercapRoute
 from steercap.server.passthrough_routes import AT_REST, STEERED, Elsewhere, Presets
 from steercap.server.routes import Routes
 from steercap.server.server import Names, ServerSettings
+from steercap.server.sketch_store import SketchStore
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.testing import tiny_checkpoint
@@ -790,3 +792,42 @@ def test_warnings_are_said_beside_a_library_that_silences_the_root_logger() -> N
         assert logging.getLogger("steercap.server.recording").isEnabledFor(logging.WARNING)
     finally:
         logging.getLogger().setLevel(before)
+
+
+class Counting:
+    """What a store needs of a running sketch: tokens, and its end."""
+
+    def __init__(self, tokens: str = "all") -> None:
+        self.spec = CaptureSpec(tokens=tokens, codec="raw")
+        self.tokens = self.spec.selection
+        self.closed = False
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+async def test_a_sketch_that_nothing_uses_is_freed() -> None:
+    """Not while a request uses it; it belongs to its key, and requests join sketches of one selection of tokens."""
+    now = [0.0]
+    store = SketchStore(10.0, clock=lambda: now[0])
+    made: list[Any] = [Counting(), Counting(), Counting("prompt")]
+    first, second, other = (store.keep(one, ME) for one in made)
+    with pytest.raises(SketchClosed, match="it is not yours"):
+        store.get(first.name, "somebody")
+    with pytest.raises(InvalidRequest, match="must read the same tokens"), store.joined([first.name, other.name], ME):
+        raise AssertionError
+    with store.joined([first.name], ME) as joined:
+        assert joined == (made[0],)
+        now[0] = 11.0
+        store.sweep()
+        await asyncio.sleep(0)
+        assert [one.closed for one in made] == [False, True, True]
+    now[0] = 20.0
+    store.sweep()
+    assert store.get(first.name, ME).running is made[0]
+    now[0] = 22.0
+    store.sweep()
+    await asyncio.sleep(0)
+    assert made[0].closed
+    with pytest.raises(SketchClosed, match="nothing used it for 10 s"), store.joined([second.name], ME):
+        raise AssertionError
