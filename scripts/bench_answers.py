@@ -187,9 +187,7 @@ def errors(folder: Path, count: int, tokenizer: Any) -> list[float]:
     rows: dict[int, torch.Tensor] = {}
     for index, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda _module, _inputs, output, at=index: rows.__setitem__(at, output))
-    lines = [
-        (path, line) for path in sorted(folder.glob("responses/*.jsonl")) for line in path.read_text().splitlines()
-    ]
+    lines = [(path, line) for path in sorted(folder.glob("responses/*.jsonl")) for line in path.open()]
     found = []
     for path, text in random.Random(1).sample(lines, count):
         line = json.loads(text)

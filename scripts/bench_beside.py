@@ -237,7 +237,7 @@ async def measure(
     for mode, call in calls.items():
         for load in workloads:
             seconds, rows = [], 0
-            wanted = load.requests * load.rows * kept.get(mode, 0)
+            wanted = sum(load.rows) * kept.get(mode, 0)
             try:
                 for _ in range(rounds + 1):
                     tokens = prompts(load.requests, load.prompt, time.monotonic_ns(), vocabulary)

@@ -113,7 +113,7 @@ def idle_tap_cost(calls: int = 20_000) -> float:
     from steercap.architectures.sites.base import Tap, output_tap
     from steercap.core.schema import PointSchema
     from steercap.kernels.tap import bind
-    from steercap.worker.taps.base import Installed, TapSizes
+    from steercap.worker.taps import Installed, TapSizes
     from steercap.worker.taps.host import HostTaps
 
     class Layer(nn.Module):

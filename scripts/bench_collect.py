@@ -181,7 +181,7 @@ def arguments_of(args: argparse.Namespace) -> tuple[str, dict[str, Any], dict[st
     """The model's folder, arguments of both engines, steercap's own, and the vocabulary."""
     own: dict[str, Any] = {} if args.capture_gib is None else {"capture_bytes": int(args.capture_gib * 2**30)}
     if args.shape == "smollm2":
-        from steercap.lab.demo.checkpoint import smollm2
+        from steercap.lab.demo import smollm2
 
         cpu = {"dtype": args.dtype or "float32", "enforce_eager": True, "max_model_len": 2048}
         return str(smollm2()), {**cpu, "kv_cache_memory_bytes": 512 << 20, **args.engine_args}, own, 49_000

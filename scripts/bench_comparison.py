@@ -25,7 +25,7 @@ import torch
 
 import steercap  # noqa: F401 -- fails early outside the environment
 from steercap.lab.mechanism.comparison import compare
-from steercap.lab.mechanism.weights.files import skeleton
+from steercap.lab.mechanism.weights import skeleton
 from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.steering import DirectionSet, LayerVectors
 

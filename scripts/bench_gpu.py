@@ -47,10 +47,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from bench_capture import prompts
 from gpu_engines import START, Bench, NotReal, check_steered, engines, say, specs_of
 from gpu_phases import medians, phases_table
-from gpu_rounds import BASE, CONTROL, LIMITS, MODES, NEURONS, Mode, Workload, modes_for, sequence, sites_for, summary
+from gpu_rounds import BASE, CONTROL, MODES, NEURONS, Mode, Workload, limits_of, modes_for, sequence, sites_for, summary
 from gpu_shapes import SHAPES, Shape, folder_of, random_weights
 from gpu_trace import differences, names_that_differ, read_trace, tables
 from rich.console import Console
@@ -76,7 +77,7 @@ def engine_args(args: argparse.Namespace, shape: Shape, workloads: Sequence[Work
         "gpu_memory_utilization": args.gpu_memory_utilization,
     }
     if args.kv_gib is None:
-        blocks = max(load.requests * -(-(load.prompt + load.generated) // BLOCK) for load in workloads)
+        blocks = max(sum(-(-sum(tokens) // BLOCK) for tokens in load.lengths) for load in workloads)
         ranks = args.engine_args.get("tensor_parallel_size", 1) * args.engine_args.get("pipeline_parallel_size", 1)
         found["kv_cache_memory_bytes"] = int(1.15 * (blocks * BLOCK + 4096) * shape.kv_bytes) // ranks
     elif args.kv_gib:
@@ -87,7 +88,7 @@ def engine_args(args: argparse.Namespace, shape: Shape, workloads: Sequence[Work
 
 def steercap_settings(args: argparse.Namespace, shape: Shape, workloads: Sequence[Workload]) -> dict[str, Any]:
     """steercap's own settings; whatever finds no room is an error rather than a wait that looks like slowness."""
-    rows = max(load.requests * load.rows for load in workloads)
+    rows = max(sum(load.rows) for load in workloads)
     sites = sites_for([*args.modes, *(name for name, _ in args.profile)], args.arm)
     row_bytes = max(map(shape.row_bytes, sites))
     capture = int(args.capture_gib * 2**30) if args.capture_gib else int(1.1 * rows * row_bytes) + (256 << 20)
@@ -201,6 +202,13 @@ def percent(ratio: float) -> str:
 # Rounds
 
 
+def tokens_of(load: Workload, seed: str, shape: Shape) -> list[list[int]]:
+    """Random prompts of a workload."""
+    longest = max(prompt for prompt, _ in load.lengths)
+    drawn = prompts(load.requests, longest, f"{seed} {load}", shape.vocab_size - 2)
+    return [tokens[:prompt] for tokens, (prompt, _) in zip(drawn, load.lengths, strict=True)]
+
+
 async def one_pass(
     bench: Bench,
     workload: Workload,
@@ -255,7 +263,7 @@ async def all_rounds(bench: Bench, args: argparse.Namespace, shape: Shape, repor
                 )
                 continue
             say(f"round {number} of {args.rounds}, {load}" if number else f"warm-up, {load}")
-            tokens = prompts(load.requests, load.prompt, f"{number} {load}", shape.vocab_size - 2)
+            tokens = tokens_of(load, str(number), shape)
             records = await one_pass(bench, load, order, tokens, failed, warm_up=not number)
             # What a run takes; a warm-up's median, for some of its runs compile.
             typical = statistics.mean if number else statistics.median
@@ -263,11 +271,28 @@ async def all_rounds(bench: Bench, args: argparse.Namespace, shape: Shape, repor
             entry = report.data["workloads"].setdefault(str(load), {"warm_up": records, "rounds": []})
             if number:
                 entry["rounds"].append(records)
-                limits = LIMITS.get(str(load), {}) if args.shape == "qwen3-8b" else {}
-                entry["summary"] = summary(entry["rounds"], load, limits)
+                entry["summary"] = summary(entry["rounds"], load, limits_of(args.shape, load))
                 if args.phases:
                     entry["phases"] = medians(entry["rounds"])
             report.write()
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Give the main thread of each engine's process the first of these cores; all others share the rest since the start.
+
+    Raises:
+        NotReal: there are not two engines' processes.
+    """
+    found = [
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if any("EngineCore" in word for word in child.cmdline())
+    ]
+    for process in found:
+        os.sched_setaffinity(process, cores[:1])
+    say(f"main threads of {found} share core {cores[0]}")
+    if len(found) != 2:
+        raise NotReal(f"{len(found)} processes of engines, not 2")
 
 
 # Profile
@@ -276,7 +301,7 @@ async def all_rounds(bench: Bench, args: argparse.Namespace, shape: Shape, repor
 async def profile(bench: Bench, mode: str, load: Workload, traces: Path, shape: Shape) -> dict[str, Any]:
     """Profile one run of base and one of a mode, and print where they differ."""
     found = {}
-    tokens = prompts(load.requests, load.prompt, f"profile {load}", shape.vocab_size - 2)
+    tokens = tokens_of(load, "profile", shape)
     for name, llm in ((BASE, bench.plain), (mode, bench.model.engine)):
         await bench.run(name, load, tokens)
         prefix = f"{name}-{load}".replace("+", "-")
@@ -329,6 +354,8 @@ async def main(args: argparse.Namespace) -> None:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if importlib.util.find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if args.cores:
+        os.sched_setaffinity(0, args.cores[1:])
     shape, traces = SHAPES[args.shape], args.traces if args.profile else None
     loads = [*args.workloads, *(load for _, load in args.profile)]
     common, own = engine_args(args, shape, loads), steercap_settings(args, shape, loads)
@@ -348,6 +375,8 @@ async def main(args: argparse.Namespace) -> None:
         report.write()
         specs = specs_of(most_specs(args, loads), shape, per_layer=args.vectors_per_layer)
         bench = Bench(plain, model, specs, args.fetch_gb * 1e9)
+        if args.cores:
+            pin(args.cores)
         if args.phases:
             bench.watch_phases()
         gc.collect()
@@ -411,11 +440,19 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--vectors-per-layer", action="store_true", help="a vector for each layer of a spec, not one for all")
     add("--in-turn", action="store_true", help="start the engines one after the other")
     add("--engine-args", type=json.loads, default={}, help='JSON, such as {"tensor_parallel_size": 2}')
+    add(
+        "--cores",
+        type=listed(int),
+        default=[],
+        help="CPU cores to use: the first by both engines' processes in turn, so that neither has a faster one",
+    )
     add("--phases", action="store_true", help="when requests are sent and outputs come, in a table of its own")
     add("--profile", action="append", type=profiled, default=[], metavar="MODE:WORKLOAD", help="after the rounds")
     add("--traces", type=Path, default=Path("out/traces"))
     add("--json", type=Path, default=None)
     args = parser.parse_args(words)
+    if len(args.cores) == 1:
+        parser.error("--cores: two or more; the first is the engines' alone")
     modes_for(args.modes, args.workloads[0])  # a wrong word is told before engines start
     return args
 

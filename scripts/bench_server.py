@@ -69,7 +69,7 @@ def say(text: str) -> None:
 
 def with_tokenizer(name: str) -> Path:
     """The folder of a shape with a tokenizer of as many tokens as the model has, made on the first call."""
-    from steercap.lab.demo.checkpoint import cached
+    from steercap.lab.demo import cached
 
     return cached(f"{folder_of(name).name}-tokenizer", partial(_write, folder_of(name), SHAPES[name].vocab_size))
 

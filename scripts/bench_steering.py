@@ -115,7 +115,7 @@ def kernel_times() -> dict[str, float]:
     from steercap.core.spec import Point
     from steercap.steering.lowering import lower
     from steercap.worker.step import BatchRows, Step
-    from steercap.worker.taps.base import Installed, TapSizes
+    from steercap.worker.taps import Installed, TapSizes
     from steercap.worker.taps.host import HostTaps
 
     found = {}

@@ -29,7 +29,7 @@ from steercap.kernels import triton_tap
 from steercap.steering.lowering import lower
 from steercap.worker.arena import Form
 from steercap.worker.step import BatchRows, Step
-from steercap.worker.taps.base import Installed, TapSizes
+from steercap.worker.taps import Installed, TapSizes
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.transfers import CudaTransfers, Transfers
 

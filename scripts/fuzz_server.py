@@ -433,7 +433,7 @@ def _events(answer: httpx.Response) -> list[dict[str, Any]]:
     """The events of a stream; none of a document."""
     if not answer.headers["content-type"].startswith("text/event-stream"):
         return []
-    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
 
 
 def _path(name: str) -> str:

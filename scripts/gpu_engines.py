@@ -6,10 +6,10 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from bench_capture import plain_outputs, sampling
@@ -129,21 +129,20 @@ class Bench:
         """
         salt = str(time.monotonic_ns())
         given = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in tokens]
-        sampled = {**sampling(workload.generated), "detokenize": False}
         gc.collect()
-        first = ({"prompt_token_ids": tokens[0][:8], "cache_salt": salt}, {**sampled, "max_tokens": 2})
+        first = ({"prompt_token_ids": tokens[0][:8], "cache_salt": salt}, {**sampling(2), "detokenize": False})
         if name in (BASE, CONTROL):
             if wake:
                 await plain_outputs(self.plain, [first[0]], first[1])
             self._begin_watch("plain")
             start = time.perf_counter()
-            outputs = await plain_outputs(self.plain, given, sampled)
+            outputs = await in_turns(workload, partial(self._plain, given))
             run = Run(name, time.perf_counter() - start, outputs, self._phases("plain", workload))
         else:
             if wake:
                 await self.model.generate(*first)
             self._begin_watch("steercap")
-            run = await self._steercap(name, workload, given, sampled, fetch=fetch, strong=strong)
+            run = await self._steercap(name, workload, given, fetch=fetch, strong=strong)
         _check_outputs(run, workload)
         return run
 
@@ -155,9 +154,11 @@ class Bench:
         """What the watch of an engine says, if it has one, of a run that has just ended."""
         return self.watches[engine].phases(workload.requests) if engine in self.watches else {}
 
-    async def _steercap(
-        self, name: str, workload: Workload, given: list[Any], sampled: Any, *, fetch: bool, strong: bool
-    ) -> Run:
+    async def _plain(self, given: list[Any], places: slice, sampled: dict[str, Any]) -> list[Any]:
+        outputs: list[Any] = await plain_outputs(self.plain, given[places], sampled)
+        return outputs
+
+    async def _steercap(self, name: str, workload: Workload, given: list[Any], *, fetch: bool, strong: bool) -> Run:
         from steercap import CaptureSpec
 
         mode, model = Mode.parse(name), self.model
@@ -169,8 +170,14 @@ class Bench:
         spec = CaptureSpec(layers=layers, sites=mode.site, **how) if mode.capture and mode.site else None
         if mode.capture == "project":
             spec = CaptureSpec(project=self.directions)
+
+        async def call(places: slice, sampled: dict[str, Any]) -> list[Any]:
+            steering = chosen[places] if chosen else None
+            results: list[Any] = await model.run(given[places], sampled, capture=spec, steering=steering)
+            return results
+
         start = time.perf_counter()
-        raws = await model.run(given, sampled, capture=spec, steering=chosen)
+        raws = await in_turns(workload, call)
         texts = time.perf_counter()
         if spec is None:
             run = Run(name, texts - start, [raw.output for raw in raws], self._phases("steercap", workload))
@@ -180,7 +187,7 @@ class Bench:
             end = time.perf_counter()
             more = {"readable_s": end - texts, **self._phases("steercap", workload)}
             run = Run(name, end - start, [raw.output for raw in raws], more)
-            run.more["bytes_per_token"] = _stored_bytes(found) / (workload.requests * workload.rows)
+            run.more["bytes_per_token"] = _stored_bytes(found) / sum(workload.rows)
             await self._captured(run, workload, handles, found, fetch=fetch and mode.capture in WHOLE)
         if chosen:
             _check_receipts(run, raws, workload, model.num_layers)
@@ -192,23 +199,41 @@ class Bench:
         """Check what was captured, fetch some of it, and free it before the next run."""
         import torch
 
-        for handle, shares in zip(handles, found, strict=True):
-            _check_rows(run, handle, shares, workload.rows)
+        for handle, shares, rows in zip(handles, found, workload.rows, strict=True):
+            _check_rows(run, handle, shares, rows)
         if fetch:
             dtype: torch.dtype = self.model.engine.vllm_config.model_config.dtype
             width = self.model.points[handles[0].points[0]].width
-            size = workload.rows * self.model.num_layers * width * dtype.itemsize
+            size = max(workload.rows) * self.model.num_layers * width * dtype.itemsize
             some = handles[: max(1, int(self.fetch_bytes / size))]
             start = time.perf_counter()
             await self.model.fetch_captures_batch(some)
             run.more["fetch_s"] = time.perf_counter() - start
             run.more["fetch_bytes"] = sum(rows.nbytes for handle in some for rows in handle.captures.values())
             for rows in some[-1].captures.values():
-                if rows.flatten(1).shape != (workload.rows, width) or not rows.isfinite().all() or not rows.any():
+                if (
+                    rows.flatten(1).shape != (workload.rows[len(some) - 1], width)
+                    or not rows.isfinite().all()
+                    or not rows.any()
+                ):
                     raise NotReal(f"{run.mode}: rows of shape {tuple(rows.shape)}, not finite, or all zero")
         for handle in handles:
             handle.release()
         await self.model.stats()  # a call that takes with it what was released
+
+
+async def in_turns(workload: Workload, call: Callable[[slice, dict[str, Any]], Awaitable[list[Any]]]) -> list[Any]:
+    """What one call of all requests returns, or one of each, begun when one of those under way ends."""
+    if not workload.under_way:
+        return await call(slice(None), {**sampling(workload.generated), "detokenize": False})
+    limit = asyncio.Semaphore(workload.under_way)
+
+    async def one(place: int, generated: int) -> list[Any]:
+        async with limit:
+            return await call(slice(place, place + 1), {**sampling(generated), "detokenize": False})
+
+    found = await asyncio.gather(*(one(place, generated) for place, (_, generated) in enumerate(workload.lengths)))
+    return [result for results in found for result in results]
 
 
 async def rows_readable(model: Any, handles: Sequence[Any]) -> list[list[Any]]:
@@ -229,9 +254,9 @@ def _stored_bytes(found: Sequence[Sequence[Any]]) -> int:
 def _check_outputs(run: Run, workload: Workload) -> None:
     if len(run.outputs) != workload.requests:
         raise NotReal(f"{run.mode}: {len(run.outputs)} outputs, not {workload.requests}")
-    for output in run.outputs:
-        if len(output.outputs[0].token_ids) != workload.generated:
-            raise NotReal(f"{run.mode}: {len(output.outputs[0].token_ids)} tokens, not {workload.generated}")
+    for output, (_, generated) in zip(run.outputs, workload.lengths, strict=True):
+        if len(output.outputs[0].token_ids) != generated:
+            raise NotReal(f"{run.mode}: {len(output.outputs[0].token_ids)} tokens, not {generated}")
         if output.num_cached_tokens:
             raise NotReal(f"{run.mode}: {output.num_cached_tokens} prompt tokens came from the prefix cache")
 
@@ -255,10 +280,10 @@ def _check_rows(run: Run, handle: Any, shares: Sequence[Any], rows: int) -> None
 
 
 def _check_receipts(run: Run, raws: Sequence[Any], workload: Workload, layers: int) -> None:
-    for raw in raws:
+    for raw, rows in zip(raws, workload.rows, strict=True):
         (receipt,) = raw.steering
-        if sum(receipt.rows) != workload.rows * layers or receipt.cached:
-            raise NotReal(f"{run.mode}: {receipt}, where every one of {workload.rows} rows has {layers} layers")
+        if sum(receipt.rows) != rows * layers or receipt.cached:
+            raise NotReal(f"{run.mode}: {receipt}, where every one of {rows} rows has {layers} layers")
 
 
 def check_steered(record: dict[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 BASE = "base"
@@ -31,47 +33,74 @@ NEURONS = ("capture-neurons", "capture-neurons-topk8")
 HEADS = "capture-z"
 #: Codecs of the stream that a mode may name.
 CODECS = ("full8", "fp8", "int4", "rp8", "rp16")
-#: Per cent above plain vLLM that we allow ourselves on one H200 with the shapes of Qwen3-8B.
+#: Per cent above plain vLLM that we allow ourselves on one H200 with the shapes of a model; "steer-each" is a spec for
+#: each request, and "~" those of requests that arrive as others end.
 LIMITS: Mapping[str, Mapping[str, float]] = {
-    "1x32+200": {"idle": 0.5, "capture-all": 2.0, "steer-1": 2.0},
-    "64x128+200": {"idle": 0.8, "capture-all": 5.0, "steer-1": 2.0, "steer-64": 2.0},
-    "256x128+200": {"idle": 0.5, "capture-all": 3.0, "steer-1": 1.5, "steer-256": 2.0},
-    "48x2000+1": {"idle": 0.3, "capture-all": 4.0, "steer-1": 1.5, "steer-48": 2.0},
+    "qwen3-8b": {"idle": 0.5, "capture-all": 2.5, "steer-1": 1.5, "steer-each": 2.0},
+    "qwen3-8b~": {"idle": 0.5, "capture-all": 4.0, "steer-1": 3.0, "steer-each": 3.0},
+    "qwen3-0.6b": {"idle": 1.0, "capture-all": 6.0, "steer-1": 4.0, "steer-each": 5.0},
 }
+
+
+#: How many requests arrive in all, over those under way, where they arrive as others end.
+TURNS = 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`requests` at once, each of `prompt` tokens in and `generated` tokens out; written "64x128+200"."""
+    """`requests` at once, each of `prompt` tokens in and `generated` tokens out; written "64x128+200".
+
+    Written "64~128+200", `TURNS` times 64 requests, each a call of its own that begins when one of the 64 under way
+    ends, with lengths of half to one and a half times these: a batch that changes at nearly every pass.
+
+    Args:
+        under_way: most requests at once where they arrive one by one; 0 where all arrive together.
+    """
 
     requests: int
     prompt: int
     generated: int
+    under_way: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Workload:
-        """Read "64x128+200".
+        """Read "64x128+200" or "64~128+200".
 
         Raises:
             ValueError: another form.
         """
-        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text.strip())
+        found = re.fullmatch(r"(\d+)([x~])(\d+)\+(\d+)", text.strip())
         if found is None:
-            raise ValueError(f"{text!r} is not a workload; write REQUESTSxPROMPT+GENERATED, such as 64x128+200")
-        return cls(*map(int, found.groups()))
+            raise ValueError(
+                f"{text!r} is not a workload; write REQUESTSxPROMPT+GENERATED, such as 64x128+200, or with ~ for x"
+            )
+        count, arriving = int(found[1]), found[2] == "~"
+        return cls(count * (TURNS if arriving else 1), int(found[3]), int(found[4]), count if arriving else 0)
 
     def __str__(self) -> str:
-        return f"{self.requests}x{self.prompt}+{self.generated}"
+        count = f"{self.under_way}~" if self.under_way else f"{self.requests}x"
+        return f"{count}{self.prompt}+{self.generated}"
+
+    @cached_property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """Tokens in and tokens out of each request."""
+        if not self.under_way:
+            return ((self.prompt, self.generated),) * self.requests
+        drawn = random.Random(0)
+        return tuple(
+            (drawn.randint(-(-prompt // 2), 3 * prompt // 2), drawn.randint(-(-generated // 2), 3 * generated // 2))
+            for prompt, generated in ((self.prompt, self.generated),) * self.requests
+        )
 
     @property
-    def rows(self) -> int:
-        """Rows of one request at one point: the last sampled token is never an input."""
-        return self.prompt + self.generated - 1
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each request at one point: the last sampled token is never an input."""
+        return tuple(prompt + generated - 1 for prompt, generated in self.lengths)
 
     @property
     def tokens(self) -> int:
         """Tokens in and out, all requests together."""
-        return self.requests * (self.prompt + self.generated)
+        return sum(map(sum, self.lengths))
 
 
 @dataclass(frozen=True)
@@ -119,6 +148,12 @@ def modes_for(names: Iterable[str], workload: Workload) -> list[str]:
     """
     resolved = dict.fromkeys(f"steer-{workload.requests}" if name == "steer-each" else name for name in names)
     return [name for name in resolved if name == CONTROL or Mode.parse(name).specs <= workload.requests]
+
+
+def limits_of(shape: str, workload: Workload) -> dict[str, float]:
+    """The limits of the modes of a workload, by the names that `modes_for` gives them; one request has that of one spec."""
+    found = LIMITS.get(shape + ("~" if workload.under_way else ""), {})
+    return {modes_for([name], workload)[0]: found[name] for name in sorted(found, reverse=True)}
 
 
 def sites_for(names: Iterable[str], beside: Iterable[str] = ()) -> list[str]:

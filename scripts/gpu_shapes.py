@@ -82,7 +82,7 @@ SHAPES = {
 
 def folder_of(name: str) -> Path:
     """The folder of a shape, made on the first call."""
-    from steercap.lab.demo.checkpoint import cached
+    from steercap.lab.demo import cached
 
     config = json.dumps(_config(SHAPES[name]), indent=1)
     return cached(f"shape-{name}-{hashlib.sha256(config.encode()).hexdigest()[:8]}", partial(_write, config))
@@ -93,7 +93,7 @@ def random_weights(name: str) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from steercap.lab.demo.checkpoint import cached
+    from steercap.lab.demo import cached
 
     def write(folder: Path) -> None:
         config = AutoConfig.from_pretrained(folder_of(name))

@@ -41,7 +41,7 @@ from steercap.kernels.codecs import record_of
 from steercap.steering.lowering import Lowered, lower, scopes_of
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows, Step
-from steercap.worker.taps.base import Installed, TapSizes
+from steercap.worker.taps import Installed, TapSizes
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.transfers import Transfers
 

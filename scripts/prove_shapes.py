@@ -131,7 +131,7 @@ def written(name: str, *, small: bool) -> Path:
     """The checkpoint of a shape, made on the first call."""
     from transformers import CONFIG_MAPPING
 
-    from steercap.lab.demo.checkpoint import cached
+    from steercap.lab.demo import cached
 
     settings = dict(SHAPES[name])
     kind = CONFIG_MAPPING[settings.pop("model_type")]

@@ -37,21 +37,18 @@ if TYPE_CHECKING:
     from steercap.saes.encoder import Features
     from steercap.saes.sae import SAE
     from steercap.steering.calibration import Calibration
-    from steercap.steering.edits.add import Add, AddIf
-    from steercap.steering.edits.low_rank import LowRank
-    from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
-    from steercap.steering.edits.replace import Replace
-    from steercap.steering.edits.sae_feature import SAEFeature
+    from steercap.steering.edits.add import Add, AddIf, LowRank, SAEFeature
+    from steercap.steering.edits.replace import Ablate, Cap, Replace, SetProjection
     from steercap.steering.monitor import Monitor
     from steercap.steering.spec import LogitBias, SteeringSpec
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Ablate": "steering.edits.projecting",
+    "Ablate": "steering.edits.replace",
     "Add": "steering.edits.add",
     "AddIf": "steering.edits.add",
-    "Cap": "steering.edits.projecting",
+    "Cap": "steering.edits.replace",
     "AttentionSummary": "kernels.attention",
     "Calibration": "steering.calibration",
     "CaptureHandle": "captures.handle",
@@ -62,7 +59,7 @@ _HOMES = {
     "Encoded": "captures.pooled",
     "Features": "saes.encoder",
     "LogitBias": "steering.spec",
-    "LowRank": "steering.edits.low_rank",
+    "LowRank": "steering.edits.add",
     "Manifest": "captures.manifest",
     "Monitor": "steering.monitor",
     "MonitorReport": "requests.monitoring",
@@ -72,8 +69,8 @@ _HOMES = {
     "Replace": "steering.edits.replace",
     "RunningSketch": "requests.sketching",
     "SAE": "saes.sae",
-    "SAEFeature": "steering.edits.sae_feature",
-    "SetProjection": "steering.edits.projecting",
+    "SAEFeature": "steering.edits.add",
+    "SetProjection": "steering.edits.replace",
     "Settings": "config",
     "Sketch": "captures.sketch",
     "SteerModel": "model",

@@ -3,7 +3,7 @@
 SteercapError
 ├── InvalidRequest (ValueError)     the request cannot be carried out; the engine never saw it
 │   ├── InvalidSetting              an engine or steercap setting that does not exist or fit
-│   ├── InvalidPrompt               an empty list of prompts, a prompt longer than the context
+│   ├── InvalidPrompt               no prompt, or one that is empty, of a wrong type, or too long
 │   ├── InvalidSelection            a `tokens=` that means nothing here
 │   │   └── EmptySelection          ... or that selects no token
 │   ├── InvalidSpec                 a malformed CaptureSpec or SteeringSpec
@@ -68,7 +68,7 @@ class InvalidSetting(InvalidRequest):
 
 
 class InvalidPrompt(InvalidRequest):
-    """An empty list of prompts, or a prompt the model's context cannot hold."""
+    """An empty list of prompts, a prompt that is none or has no token, or one the model's context cannot hold."""
 
 
 class InvalidSelection(InvalidRequest):

@@ -21,23 +21,21 @@ from steercap.core.prompts import tokens_of
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
-from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.memory import MemoryNeed, check_memory
 from steercap.errors import UnsupportedModel
 from steercap.files.fingerprint import identity_of, model_name, tokenizer_of
 from steercap.requests.answers import LocalBackend
 from steercap.requests.calls import Calls
-from steercap.requests.context import joining, steered
+from steercap.requests.context import steered
 from steercap.requests.equations import Claim
 from steercap.requests.serving import Serving
-from steercap.requests.sketching import RunningSketch, begun
 from steercap.requests.stats import Stats, stats_of
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from steercap.adapters.types import AsyncLLM
+    from steercap.adapters import AsyncLLM
     from steercap.client import RemoteModel
     from steercap.steering.edits import Edit
     from steercap.steering.spec import LogitBias
@@ -252,45 +250,6 @@ class SteerModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
         with steered(self, steering) as spec:
             engine.compiler.lowered(spec)
             yield spec
-
-    @asynccontextmanager
-    async def sketch(
-        self,
-        kind: str = "moments",
-        *,
-        layers: Layers = "all",
-        sites: str | Sequence[str] = ("resid_post",),
-        tokens: Tokens | TokenSelection = "all",
-        before_edits: bool = False,
-        size: int | None = None,
-    ) -> AsyncIterator[RunningSketch]:
-        """Add the rows of every request inside to statistics, in the workers: `async with model.sketch(...) as s:`.
-
-        Tasks started inside join it; other tasks do not see it. Calls join all nested sketches, which must be of the
-        same tokens. A request inside that also captures for itself must keep the same tokens, at least the same points,
-        and raw rows. The statistics are freed when the block ends: `fetch()` before.
-
-        Args:
-            kind: "moments" (mean and covariance), "variances" (mean and variance of each element), or
-                "frequent_directions" (few rows that approximate all): a name in `steercap.worker.sketches.SKETCHES`.
-            layers, sites, tokens, before_edits: the rows to sketch, as for `CaptureSpec`.
-            size: number of rows of "frequent_directions"; 64 if left out.
-
-        Yields:
-            A `RunningSketch`.
-
-        Raises:
-            UnknownName, InvalidSpec, InvalidSelection, PointNotArmed: something is asked for wrongly.
-            PointSplit: the kind needs whole rows, and those of a point are split over tensor-parallel ranks.
-            SketchMemoryFull: there is no room for it.
-        """
-        spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = await self.serving.with_restart(lambda engine: begun(engine, kind, size, spec))
-        try:
-            with joining(self, running):
-                yield running
-        finally:
-            await running.aclose()
 
     async def unembed(
         self,

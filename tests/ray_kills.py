@@ -23,7 +23,8 @@ from support.rows import TINY_ENGINE
 
 from steercap import SteerModel
 from steercap.lab.datasets.collecting import RayActors, collect
-from steercap.lab.datasets.collecting.collection import Collected, Progress
+from steercap.lab.datasets.collecting.collection import Collected
+from steercap.lab.datasets.collecting.reading import Progress
 from steercap.testing import tiny_checkpoint
 
 ACTORS: dict[str, Any] = {"num_cpus": 1, "max_task_retries": -1}

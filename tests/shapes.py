@@ -45,10 +45,8 @@ CHECKED: Final = (
     "steercap.worker.arena",
     "steercap.worker.biasing",
     "steercap.worker.reduce",
-    "steercap.worker.taps.base",
-    "steercap.worker.taps.host",
-    "steercap.worker.taps.host_edits",
-    "steercap.worker.taps.host_rows",
+    "steercap.worker.programs",
+    "steercap.worker.taps",
 )
 
 

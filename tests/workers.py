@@ -23,7 +23,7 @@ from steercap.worker.assembly import Assembly
 from steercap.worker.memory import Readable
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
-from steercap.worker.taps.base import Installed, Taps, TapSizes
+from steercap.worker.taps import Installed, Taps, TapSizes
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.host import HostTaps
 from steercap.worker.taps.transfers import CudaTransfers

@@ -13,12 +13,19 @@ from steercap.adapters import releases
 from steercap.errors import UnsupportedRunner
 
 if TYPE_CHECKING:
+    # vLLM's types, for annotations in other folders: never imported at run time.
+    from vllm.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from vllm.outputs import RequestOutput as RequestOutput
+    from vllm.pooling_params import PoolingParams as PoolingParams
+    from vllm.sampling_params import SamplingParams as SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+
     from steercap.worker.runtime import Runtime
 
 #: Attribute of a hooked runner with its runtime.
 RUNTIME_ATTRIBUTE = "steercap_runtime"
-#: Modules that hook a runner, and one that repairs it on CPU.
-_HOOKING: Final = ("runner_v1", "runner_v2", "cpu")
+#: Modules that hook a runner, one that repairs it on CPU, and one that stands in for torchvision.
+_HOOKING: Final = ("torchvision", "runner_v1", "runner_v2", "cpu")
 #: Reasons why some of them failed, by module: an engine of the other runner does not need them.
 _UNHOOKED: Final[dict[str, str]] = {}
 

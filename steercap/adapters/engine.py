@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from vllm.exceptions import VLLMClientError, VLLMError
@@ -18,8 +19,16 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from steercap.adapters import detokenizer
-from steercap.adapters.arguments import check_heads, check_supported, read_arguments
+from steercap.adapters import detokenizer, torchvision
+from steercap.adapters.arguments import (
+    CONFIG_KEY,
+    check_heads,
+    check_supported,
+    expected_family,
+    overshoot,
+    read_arguments,
+    worker_config,
+)
 from steercap.adapters.connection import FRESH_SECONDS, Connection
 from steercap.adapters.entry import tell_workers
 from steercap.adapters.hardware import bound, check_kernels
@@ -29,7 +38,6 @@ from steercap.adapters.process_exit import refusal
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.releases import require
-from steercap.adapters.settings import CONFIG_KEY, expected_family, overshoot, worker_config
 from steercap.adapters.wire import Wire
 from steercap.architectures.sites import SITES
 from steercap.config import LAYER_END, Settings
@@ -70,10 +78,16 @@ class VllmEngine:
         points: points armed in its workers.
         exists: predicate that says if the model has a point, by its configuration.
         launch: start of the engine.
+        unserved: kinds of media that prompts may not hold, since torchvision is absent.
     """
 
     def __init__(
-        self, llm: AsyncLLM, points: tuple[Point, ...], exists: Callable[[Point], bool], launch: Starting
+        self,
+        llm: AsyncLLM,
+        points: tuple[Point, ...],
+        exists: Callable[[Point], bool],
+        launch: Starting,
+        unserved: tuple[str, ...] = (),
     ) -> None:
         require("a running AsyncLLM", llm)
         self._connection = Connection(llm, launch.reaper.folder)
@@ -83,6 +97,7 @@ class VllmEngine:
         self.launch = launch
         self.points = points
         self.exists: Final = exists
+        self._unserved: Final = unserved
         config = llm.vllm_config.model_config
         self.model_name: str = config.model
         #: Names of the model that may occur in files.
@@ -136,9 +151,13 @@ class VllmEngine:
         require("AsyncLLM", AsyncLLM)
         _require_shared_memory()
         detokenizer.mend()
+        torchvision.hook()
         args = read_arguments(model, engine_args)
         try:
             config = args.create_engine_config()
+            if unserved := torchvision.unserved_media(config):
+                limits = {**args.limit_mm_per_prompt, **dict.fromkeys(unserved, 0)}
+                config = replace(args, limit_mm_per_prompt=limits).create_engine_config()
         except Exception as error:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
         require("VllmConfig", config)
@@ -171,7 +190,7 @@ class VllmEngine:
             raise refusal(launch.reaper.folder, start) or ModelNotLoaded(
                 f"{start}: {error} (the worker's own log above says why)"
             ) from error
-        return cls(llm, points, exists, launch)
+        return cls(llm, points, exists, launch, unserved)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -188,7 +207,7 @@ class VllmEngine:
         Raises:
             InvalidPrompt: the prompt is empty, malformed, or too long for the context.
         """
-        return await render(self.llm, prompt)
+        return await render(self.llm, prompt, self._unserved)
 
     def sampling(self, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
         """Return a copy of the user's sampling parameters; vLLM's defaults for None.

@@ -30,6 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from steercap.adapters import torchvision
 from steercap.adapters.process_exit import FOLDER, leave_word_of, left_behind
 from steercap.adapters.reaper import MARK
 from steercap.adapters.releases import require
@@ -119,6 +120,7 @@ class ProcessEntry:
         module, owner, name = self._target
         function = self._function or getattr(getattr(import_module(module), owner), name)
         if self._target == ENGINE_CORE:
+            torchvision.hook()  # its scheduler makes the model's processor of media
             module, owner, name = WORKER
             worker, executor = (getattr(import_module(module), one) for one in (owner, EXECUTOR))
             require(owner, worker)

@@ -21,13 +21,13 @@ from vllm.model_executor.model_loader import base_loader
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
+from steercap.adapters.arguments import armed_points, candidate_of, tap_sizes
 from steercap.adapters.lora import without_adapters
 from steercap.adapters.modules import attention_rules, choosing
 from steercap.adapters.observing import Observations, ends_of
 from steercap.adapters.parameters import token_head
 from steercap.adapters.process_exit import READ, READING, mark
 from steercap.adapters.releases import require
-from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
 from steercap.adapters.tracing import derived
 from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import FAMILIES, families_of
@@ -40,7 +40,7 @@ from steercap.errors import UnsupportedRunner
 from steercap.kernels.tap import bind
 from steercap.worker.install import install_taps, projecting
 from steercap.worker.runtime import Runtime
-from steercap.worker.taps.base import Taps
+from steercap.worker.taps import Taps
 
 _HOOKED: Final = "__steercap_hook__"
 #: Attributes of the runners, V2 and V1, with the CUDA stream that copies sampled tokens to the host.

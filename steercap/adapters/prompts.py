@@ -18,7 +18,8 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from steercap.core.chat import MediaSpan
-from steercap.core.values import Mask, choices, index_of, shown
+from steercap.core.prompts import no_room, no_token, require_salt, whole_ids
+from steercap.core.values import Mask, choices, shown
 from steercap.errors import InvalidPrompt
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
@@ -48,20 +49,26 @@ class Rendered:
     media: tuple[MediaSpan, ...] = ()
 
 
-async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
+async def render(llm: AsyncLLM, prompt: Any, unserved: Sequence[str] = ()) -> Rendered:
     """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts; a rendered one is returned as it is.
 
     Args:
         llm: the engine.
         prompt: the prompt.
+        unserved: kinds of media that need torchvision, which is absent.
 
     Raises:
-        InvalidPrompt: the prompt is empty, malformed, or too long for the context.
+        InvalidPrompt: the prompt is empty, malformed, or too long for the context, or holds media of these kinds.
     """
     if isinstance(prompt, Rendered):
         return prompt
     if isinstance(prompt, Mapping):
         prompt = prompt_dict(prompt)
+        if refused := [kind for kind in unserved if kind in (prompt.get("multi_modal_data") or {})]:
+            raise InvalidPrompt(
+                f"the prompt dict has multi_modal_data of kind {refused[0]!r}, which this model prepares with "
+                "torchvision, and that is not installed here; give text alone"
+            )
     try:
         parsed = parse_model_prompt(llm.model_config, prompt)
         # A cached picture is sent without its pixels; the engine has them only if all earlier requests were sent.
@@ -75,12 +82,9 @@ async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
         raise InvalidPrompt("a prompt of embeddings has no token ids to label rows with; pass text or token ids")
     ids, longest = tuple(payload["prompt_token_ids"]), llm.model_config.max_model_len
     if not ids:
-        raise InvalidPrompt(f"{shown(prompt)} holds no token; a prompt needs at least one")
+        raise no_token(prompt)
     if len(ids) >= longest and llm.model_config.runner_type != "pooling":
-        raise InvalidPrompt(
-            f"{shown(prompt)} has {len(ids)} tokens, but the context holds {longest}, "
-            "one generated token at least included; shorten it or start the engine with a larger max_model_len"
-        )
+        raise no_room(prompt, len(ids), longest)
     return Rendered(payload, ids, media_of(payload))
 
 
@@ -99,33 +103,9 @@ def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
             f"the prompt dict has {', '.join(map(repr, unknown))}, which would be ignored; "
             f"{choices(unknown[0], _PROMPT_KEYS)}"
         )
-    salt = found.get("cache_salt")
-    if salt is not None and not isinstance(salt, str):
-        raise InvalidPrompt(f"cache_salt={shown(salt)}; give a str")
+    require_salt(found.get("cache_salt"))
     if found.get("prompt_token_ids") is not None:
-        found["prompt_token_ids"] = token_ids(found["prompt_token_ids"])
-    return found
-
-
-def token_ids(given: Any) -> list[int]:
-    """Convert token ids, of NumPy or torch too, to plain ints.
-
-    Raises:
-        InvalidPrompt: something else among them, such as a float or a bool.
-    """
-    array = hasattr(given, "tolist") and getattr(given, "ndim", 0) == 1
-    if isinstance(given, (str, bytes)) or not (array or isinstance(given, Sequence)):
-        raise InvalidPrompt(f"prompt_token_ids={shown(given)}; give a list of whole numbers")
-    ids = [*given]
-    if {type(one) for one in ids} <= {int}:
-        return ids
-    return [_token_id(one, index) for index, one in enumerate(ids)]
-
-
-def _token_id(one: Any, index: int) -> int:
-    found = index_of(one)
-    if found is None:
-        raise InvalidPrompt(f"prompt_token_ids[{index}] is {shown(one)}; give whole numbers")
+        found["prompt_token_ids"] = whole_ids(found["prompt_token_ids"])
     return found
 
 

@@ -95,6 +95,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "speculative_config",
         "use_v2_model_runner",
     ),
+    "registry": ("_run_in_subprocess(fn)",),
     "CoreEngineProcManager": ("__init__",),
     "DPCoordinator": ("__init__",),
     "EngineCoreProc": ("run_engine_core",),

@@ -23,8 +23,8 @@ from steercap.architectures.decoder import Decoder
 from steercap.architectures.derivation import Layer
 from steercap.architectures.families.base import Family, located
 from steercap.architectures.families.derived import FIELDS, Traced, TracedCall, joined, reading_more
-from steercap.architectures.sites.base import first_terms, of_input, read_by
-from steercap.architectures.sites.residual import taken_by
+from steercap.architectures.sites.base import of_input, read_by
+from steercap.architectures.sites.residual import first_terms, taken_by
 
 #: Sizes of the elements of the stream and of attention's rows in the passes: a block's output that drowns in the one is
 #: seen in another, and so is what else is added.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from steercap.architectures.families.base import Family
-from steercap.architectures.families.code import fingerprint_of, name_of, same_code
+from steercap.architectures.families.proved import fingerprint_of, name_of, same_code
 from steercap.architectures.sites import SITES
 from steercap.architectures.sites.streams import collapsed
 from steercap.core.messages import Choose, NotCapturing, Project, Unembed, Unembedded

@@ -28,14 +28,14 @@ from steercap.core.receipt import Receipt
 from steercap.core.schema import ATTENTION, RAW
 from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection, selected
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
 from steercap.kernels.attention import Attending, AttentionSummary, RecordedAttention, pattern, summarised, summary_of
 from steercap.kernels.codecs.coded import CodedRows
 
 if TYPE_CHECKING:
     from steercap.captures.lens import TunedLens
-    from steercap.steering.directions import Mark
+    from steercap.steering.edits.inputs import Mark
 
 
 #: Advice in the error of an attempted copy.
@@ -139,9 +139,7 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
             InvalidRequest: `rows` is no whole number above 0, or the rows are handed out in another loop.
             CaptureIncomplete, CaptureNotFinite, CaptureReleased, EngineFailure: as for `fetch`.
         """
-        count = index_of(rows)
-        if count is None or count < 1:
-            raise InvalidRequest(f"rows={shown(rows)}; give a number of rows from 1 on, such as {CHUNK_ROWS}")
+        count = count_of(rows, "rows", wrong=InvalidRequest)
         async with aclosing(fetched_in_parts(self.lifecycle, count)) as parts:
             async for part in parts:
                 yield holding(self, part)
@@ -264,9 +262,8 @@ class CaptureHandle(NonCopyable, instead=INSTEAD):
                 kept as codes, or from before their edits), or `top` is not a number above 0, or above those kept.
         """
         kept = self._targets(layer)
-        count = index_of((8 if kept is None else kept.coding.k) if top is None else top)
-        if count is None or count < 1:
-            raise InvalidRequest(f"top={shown(top)}; give a whole number above 0")
+        given = (8 if kept is None else kept.coding.k) if top is None else top
+        count = count_of(given, "top", wrong=InvalidRequest)
         if kept is None:
             return summarised(self._attending(layer, tokens), count)
         if count > kept.coding.k:

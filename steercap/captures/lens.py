@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 from steercap.architectures.sites import placed
 from steercap.captures.pooled import require_kind
 from steercap.core.spec import Point
-from steercap.core.values import flag_of, index_of, parts_of, shown
+from steercap.core.values import count_of, flag_of, index_of, parts_of, shown
 from steercap.errors import InvalidFile, InvalidRequest
+from steercap.files.fingerprint import nearest_path
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
@@ -63,7 +64,8 @@ class TunedLens:
             config = json.loads((path / CONFIG).read_text())
             width, layers, kind = config["d_model"], config["num_hidden_layers"], config.get("lens_type", "")
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InvalidFile(f"{path / CONFIG} does not describe a tuned lens: {error!r}") from error
+            reason = f"{error!r}{nearest_path(path)}"
+            raise InvalidFile(f"{path / CONFIG} does not describe a tuned lens: {reason}") from error
         if kind not in {"", "linear_tuned_lens"} or not (isinstance(width, int) and isinstance(layers, int)):
             raise InvalidFile(
                 f"{path / CONFIG}: lens_type={kind!r}, d_model={width!r} is not a linear tuned lens; give one with "
@@ -282,9 +284,7 @@ def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.
 
 def _asked(engine: Engine, top: int, ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     vocabulary = engine.vllm.vocabulary
-    count = index_of(top)
-    if count is None or not 0 <= count <= vocabulary:
-        raise InvalidRequest(f"top={shown(top)}; give a whole number from 0 to {vocabulary}")
+    count = count_of(top, "top", 0, vocabulary, wrong=InvalidRequest)
     given = parts_of(ids, "ids")
     found = None if given is None else [index_of(token) for token in given]
     if found is None or not all(token is not None and 0 <= token < vocabulary for token in found):

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from steercap.captures.checks import Expected, received
 from steercap.captures.rows import Captures, Found
 from steercap.captures.spilled import Spilled
-from steercap.core.call_style import AWAITED
 from steercap.core.messages import Owner, Wanted
-from steercap.core.protocols import NonCopyable
+from steercap.core.protocols import AWAITED, NonCopyable
 from steercap.errors import CaptureError, CaptureIncomplete, CaptureNotFetched, CaptureNotFinite, CaptureReleased
 
 if TYPE_CHECKING:

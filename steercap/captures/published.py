@@ -19,13 +19,12 @@ import torch
 from jaxtyping import Float, UInt8
 
 from steercap.captures.npz import PUBLISHED, arrays_in
-from steercap.captures.rows import encoded
 from steercap.core.display import brief
 from steercap.core.schema import Coding
-from steercap.core.values import index_of, shown, warn
+from steercap.core.values import count_of, shown, warn
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.files.base import SHOWN, blame, check_extension, write_whole
-from steercap.kernels.codecs.coded import CodedRows, coding_of
+from steercap.kernels.codecs.coded import CodedRows, coding_of, encoded
 
 if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle
@@ -206,9 +205,7 @@ def save_published(handle: CaptureHandle, folder: str | Path, *, seq: int = 0) -
         InvalidSpec: rows of several sites, in another codec, or that are not finite; or `seq` is no number from 0.
         OSError: a file cannot be written.
     """
-    number, sites = index_of(seq), {point.site for point in handle.points}
-    if number is None or number < 0:
-        raise InvalidSpec(f"seq={shown(seq)}; give a whole number from 0")
+    number, sites = count_of(seq, "seq", 0), {point.site for point in handle.points}
     if len(sites) != 1:
         raise InvalidSpec(
             f"{handle.request_id} has rows of {sorted(sites)}; file names in this form do not tell the site: capture "

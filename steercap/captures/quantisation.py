@@ -20,7 +20,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.core.display import brief
 from steercap.core.extras import extra
 from steercap.core.spec import Point, resolve_layers
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files import native
 
@@ -148,8 +148,8 @@ class Quantiser:
         if len(layers) != 1:
             raise InvalidSpec(f"layer={shown(layer)}; give one layer, and train codebooks for each layer separately")
         point = Point(layers[0], site)
-        most_rows = _whole("most_rows", most_rows, 1)
-        seed = _whole("seed", seed, 0)
+        most_rows = count_of(most_rows, "most_rows", 1, MOST_NUMBER)
+        seed = count_of(seed, "seed", 0, MOST_NUMBER)
         rows = _drawn((_rows(_elements(handle, point)) for handle in handles), most_rows, seed)
         parts, bits = _sizes(rows.shape[1], parts, bits)
         if len(rows) < 1 << bits:
@@ -242,10 +242,7 @@ class Quantiser:
         index = self._index(metric)
         for one in everything:
             index.add_sa_codes(self._codes(one))
-        if (asked := index_of(k)) is None or not 1 <= asked <= index.ntotal:
-            raise InvalidRequest(
-                f"k={shown(k)}; give a whole number from 1 to {index.ntotal}, the rows that were coded"
-            )
+        asked = count_of(k, "k", 1, index.ntotal, wrong=InvalidRequest)
         values, numbers = index.search(self._own(queries), asked)
         return torch.from_numpy(values), torch.from_numpy(numbers)
 
@@ -348,30 +345,16 @@ def _is_power(entries: int) -> bool:
     return entries in {1 << bits for bits in range(1, MOST_BITS + 1)}
 
 
-def _whole(name: str, value: object, least: int) -> int:
-    """Return a whole number of at least `least` that faiss can hold.
-
-    Raises:
-        InvalidSpec: something else.
-    """
-    found = index_of(value)
-    if found is None or not least <= found <= MOST_NUMBER:
-        raise InvalidSpec(f"{name}={shown(value)}; give a whole number from {least} to {MOST_NUMBER:,}")
-    return found
-
-
 def _sizes(width: int, parts: object, bits: object) -> tuple[int, int]:
     """Return parts and bits, checked.
 
     Raises:
         InvalidSpec: they do not fit.
     """
-    found, size = index_of(parts), index_of(bits)
+    found = index_of(parts)
     if found is None or found < 1 or width % found:
         raise InvalidSpec(f"parts={shown(parts)} does not divide rows of {width} elements")
-    if size is None or not 1 <= size <= MOST_BITS:
-        raise InvalidSpec(f"bits={shown(bits)}; give a whole number from 1 to {MOST_BITS}")
-    return found, size
+    return found, count_of(bits, "bits", 1, MOST_BITS)
 
 
 def _paths(files: Any) -> Iterable[Path]:

@@ -12,11 +12,9 @@ from steercap.architectures.sites import SITES
 from steercap.core.display import layers_by_site
 from steercap.core.names import read_name
 from steercap.core.receipt import Receipt
-from steercap.core.schema import RAW, Coding, PointSchema
 from steercap.core.spec import Point, name_of_site
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
-from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, Codec
 from steercap.kernels.codecs.coded import CodedRows, Whole
 from steercap.saes.encoder import Features
 
@@ -133,6 +131,8 @@ class Captures(Mapping[Point, torch.Tensor]):
         if isinstance(key, tuple) and len(key) == 2:
             given, site = key
         layer = index_of(given)
+        if isinstance(given, str) and index_of(site) is not None:
+            raise InvalidSpec(f"captures[{shown(given)}, {site}]: the layer comes first: captures[{site}, {given!r}]")
         if layer is None or not (site is None or isinstance(site, str)):
             raise InvalidSpec(
                 f"captures[{shown(key)}]: give a layer, or a layer and a site: captures[layer], "
@@ -282,20 +282,3 @@ def _described(rows: Rows) -> str:
     if isinstance(rows, tuple):
         return " + ".join(map(_described, rows))
     return repr(rows) if isinstance(rows, CodedRows) else f"{tuple(rows.shape)} {rows.dtype}"
-
-
-def encoded(rows: torch.Tensor, coding: Coding) -> torch.Tensor | CodedRows:
-    """Encode whole rows, [rows, *shape of the point], on the host, as workers of one rank do; raw rows stay.
-
-    Raises:
-        InvalidSpec: more elements than the codec's indices can name.
-    """
-    if coding == RAW:
-        return rows
-    codec = ENCODINGS[coding.encoding]
-    assert isinstance(codec, Codec)
-    schema = PointSchema(tuple(rows.shape[1:]), str(rows.dtype).removeprefix("torch."))
-    if codec.indexed and schema.width > MOST_INDEXED:
-        raise InvalidSpec(f"{coding} takes rows of at most {MOST_INDEXED:,} elements, and these are {schema}")
-    stored = codec.encode(rows.flatten(1), schema, coding, codec.matrix(schema.width, coding))
-    return CodedRows(coding, schema, codec.parts(stored, schema, coding))

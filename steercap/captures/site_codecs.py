@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap.captures.handle import CaptureHandle, holding
-from steercap.captures.rows import Captures, Found, Rows, encoded
+from steercap.captures.rows import Captures, Found, Rows
 from steercap.captures.spilled import GatheredRows
 from steercap.core.schema import ATTENTION, RAW, Coding
 from steercap.core.spec import MOST_TARGETS, QUERIES_AND_KEYS, CaptureSpec, Point, name_of_site, require_start
@@ -23,6 +23,7 @@ from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import require_file, write_whole
 from steercap.kernels.attention import RecordedAttention
 from steercap.kernels.codecs import codec_of
+from steercap.kernels.codecs.coded import encoded
 
 _PARAMETERS: Final = ("k", "seed")
 #: Start of a text that names a file of `SiteCodecs.save` in place of a site.
@@ -70,9 +71,7 @@ class SiteCodecs:
         """
         found: dict[str, Coding] = {}
         attention = 0
-        if any(text.startswith(FROM_FILE) for text in texts):
-            texts = [one for text in texts for one in _from_file(text)]
-        for text in texts:
+        for text in (one for given in texts for one in _from_file(given)):
             site, _, codec = text.partition("=")
             name = site if site == ATTENTION else name_of_site(site)
             if name in found or (name == ATTENTION and attention):
@@ -111,7 +110,10 @@ class SiteCodecs:
     @property
     def texts(self) -> tuple[str, ...]:
         """Texts that `parse` reads."""
-        own = (",".join([f"{site}={one.encoding}", *_said(one)]) for site, one in self.codings.items())
+        own = (
+            ",".join([f"{site}={one.encoding}", *(f"{name}={number}" for name, number in _parameters(one).items())])
+            for site, one in self.codings.items()
+        )
         return (*own, *([f"{ATTENTION}={self.attention}"] if self.attention else ()))
 
     def coding_of(self, sites: Sequence[str]) -> Coding:
@@ -242,9 +244,12 @@ def _with_points(
     return holding(handle, found, prompts=prompts)
 
 
+def _parameters(coding: Coding) -> dict[str, Any]:
+    return {name: number for name in _PARAMETERS if (number := getattr(coding, name))}
+
+
 def _spec(sites: tuple[str, ...], coding: Coding, others: Mapping[str, Any]) -> CaptureSpec:
-    parameters = {name: number for name in _PARAMETERS if (number := getattr(coding, name))}
-    return CaptureSpec(sites=sites, codec=coding.encoding, **parameters, **others)
+    return CaptureSpec(sites=sites, codec=coding.encoding, **_parameters(coding), **others)
 
 
 def _targets(text: str, whole: str) -> int:
@@ -292,10 +297,4 @@ def read_settings(path: str | Path) -> SiteCodecsFile:
 
 
 def _from_file(text: str) -> Sequence[str]:
-    if not text.startswith(FROM_FILE):
-        return [text]
-    return SiteCodecs.load(text.removeprefix(FROM_FILE)).texts
-
-
-def _said(coding: Coding) -> list[str]:
-    return [f"{name}={number}" for name in _PARAMETERS if (number := getattr(coding, name))]
+    return SiteCodecs.load(text.removeprefix(FROM_FILE)).texts if text.startswith(FROM_FILE) else [text]

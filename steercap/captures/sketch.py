@@ -19,14 +19,14 @@ from jaxtyping import Float
 from steercap.core.display import layers_by_site
 from steercap.core.spec import Layers, Point, resolve_layers
 from steercap.core.tokens import TokenSelection
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec, LayerOutOfRange
 from steercap.files import native
 from steercap.steering.directions import DirectionSet, Provenance
 from steercap.steering.edits.inputs import FrozenMapping
 from steercap.steering.layers import LayerVectors
 from steercap.worker.sketches import SKETCHES, Kind, SketchState
-from steercap.worker.sketches.frequent_directions import FrequentDirections
+from steercap.worker.sketches.moments import FrequentDirections
 
 #: Fields that two sketches must have in common to be merged.
 ALIKE: Final = ("kind", "size", "model", "dtype", "tokens", "before_edits", "num_layers")
@@ -240,10 +240,7 @@ class Sketch:
         state = self._state(*point)
         values, directions = self._kind.spectrum(state)
         most = min(len(values), state.rows - 1)
-        if (asked := index_of(k)) is None or not 1 <= asked <= most:
-            raise InvalidSpec(
-                f"k={shown(k)}; give a whole number from 1 to {most}, the number of directions in this sketch"
-            )
+        asked = count_of(k, "k", 1, most)
         return values[:asked], directions[:asked]
 
     def _require_alike(self, other: Sketch) -> None:

@@ -27,7 +27,7 @@ from steercap.concurrency.heartbeat import heartbeat
 if TYPE_CHECKING:
     from steercap.lab.datasets.collecting import DocumentSource, RayActors
     from steercap.lab.datasets.collecting.collection import Collected
-    from steercap.lab.datasets.collecting.collection import Progress as Reached
+    from steercap.lab.datasets.collecting.reading import Progress as Reached
     from steercap.lab.datasets.collecting.samples import TokenSample
     from steercap.model import SteerModel
 

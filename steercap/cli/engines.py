@@ -99,7 +99,7 @@ class ModelOptions:
             ModelNotLoaded: it can only be on this machine, and does not exist.
         """
         from steercap.engine.checkpoint import look_up
-        from steercap.lab.demo.checkpoint import DONE, NAME, cache_root
+        from steercap.lab.demo import DONE, NAME, cache_root
 
         self.require_there()
         folder = cache_root() / NAME
@@ -182,7 +182,7 @@ def located(model: str) -> Path | str:
     """
     if model != SMOLLM2:
         return model
-    from steercap.lab.demo.checkpoint import smollm2
+    from steercap.lab.demo import smollm2
 
     return smollm2()
 

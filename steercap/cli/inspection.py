@@ -102,9 +102,10 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 
 
 def _steering(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
-    from steercap.steering.formats import load_steering, read_header
+    from steercap.files.native import read_header
+    from steercap.steering.spec import SteeringSpec
 
-    header, spec = read_header(path), load_steering(path)
+    header, spec = read_header(path), SteeringSpec.load(path)
     edits = list(map(repr, spec.flat()))
     document = {"kind": "steering", "model": header.model, "preserve_norm": spec.preserve_norm, "edits": edits}
     document |= {"provenance": header.provenance} if header.provenance else {}

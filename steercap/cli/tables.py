@@ -51,7 +51,7 @@ def facts(title: str, known: Mapping[str, Any]) -> Table:
 
 def by_layer(directions: DirectionSet, name: str) -> Table:
     """Return a table of one direction by layer: its norm, also as a share of the rows' norm, and its AUC with a bar."""
-    from steercap.lab.directions.suggestion import suggested_layer
+    from steercap.lab.directions.methods import suggested_layer
 
     vectors, known = directions[name], directions.provenance
     suggestion = suggested_layer(directions, name)
@@ -78,7 +78,7 @@ def by_layer(directions: DirectionSet, name: str) -> Table:
 
 def advice(directions: DirectionSet, name: str) -> dict[str, str]:
     """Describe the significance of one direction's AUC, and the suggested layer; empty without held-out texts."""
-    from steercap.lab.directions.suggestion import runs_of, suggested_layer
+    from steercap.lab.directions.methods import runs_of, suggested_layer
 
     found = suggested_layer(directions, name)
     if found is None:
@@ -171,7 +171,7 @@ def told_of(directions: DirectionSet, name: str) -> list[Table]:
 
 def suggestion_of(directions: DirectionSet, name: str) -> dict[str, Any] | None:
     """Return the suggested layer of a direction for JSON, None without held-out texts."""
-    from steercap.lab.directions.suggestion import suggested_layer
+    from steercap.lab.directions.methods import suggested_layer
 
     found = suggested_layer(directions, name)
     if found is None:

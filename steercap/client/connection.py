@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap import errors
 from steercap.client.compiling import RemoteEngine
-from steercap.concurrency.loops import OwnerLoop, scoped, within
-from steercap.core.call_style import AWAITED
+from steercap.concurrency.loops import OwnerLoop, scoped, scoped_steps, within
 from steercap.core.extras import extra
+from steercap.core.protocols import AWAITED
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.core.values import choices, shown
@@ -113,6 +113,7 @@ class Connection:
         self._described: Described | None = None
         self._held: set[str] = set()
         self._freeing: set[asyncio.Task[None]] = set()
+        self._streams: set[AsyncGenerator[Any, None]] = set()
         self._closed = False
 
     # Life
@@ -211,6 +212,9 @@ class Connection:
     async def _end(self) -> None:
         for task in self.running:
             task.cancel()
+        for steps in tuple(self._streams):  # those between two steps; the others end with the connection
+            with contextlib.suppress(RuntimeError):
+                await steps.aclose()
         for path in tuple(self._held):
             self._free_soon(path)
         if self._freeing:
@@ -261,6 +265,10 @@ class Connection:
     def _ended(self) -> ModelClosed | None:
         return ModelClosed("the connection was closed while this request ran") if self._closed else None
 
+    def _require_open(self) -> None:
+        if error := self._ended():
+            raise error
+
     def _require_not_closed(self) -> None:
         if self._closed:
             raise ModelClosed(
@@ -296,18 +304,41 @@ class Connection:
             self._require_not_closed()
         assert self._http is not None
         try:
-            async with self._http.stream(method, path, **content) as found:
+            request = self._http.build_request(method, path, **content)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"the request cannot be sent as JSON: {error}; NaN, infinity and halves of surrogate pairs cannot"
+            ) from error
+        try:
+            async with contextlib.aclosing(await self._http.send(request, stream=True)) as found:
                 if found.status_code >= 400:
                     await found.aread()
                     raise self._error_of(found)
                 yield found
         except self._broken as error:
-            if self._closed:
-                raise ModelClosed("the connection was closed while this request ran") from error
+            if ended := self._ended():
+                raise ended from error
             raise ServerFailure(
                 f"{self.url} cannot be reached, or the connection broke: {type(error).__name__}: {error}; is `steercap "
                 "serve` running there? The request was not sent again"
             ) from error
+
+    async def stepped(self, steps: AsyncGenerator[Value, None]) -> AsyncGenerator[Value, None]:
+        """Yield what a generator makes of an answer, each step `scoped`; closing the connection closes it.
+
+        Raises:
+            ModelClosed: the connection was closed before the last step was taken.
+        """
+        found = scoped_steps(steps)
+        self._streams.add(found)
+        try:
+            async for value in found:
+                yield value
+                self._require_open()
+            self._require_open()
+        finally:
+            self._streams.discard(found)
+            await found.aclose()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:

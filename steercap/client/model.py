@@ -15,7 +15,7 @@ from steercap.client.connection import BY_SOCKET, Connection, RemoteServing
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.display import layers_by_site
 from steercap.core.extras import extra
-from steercap.core.prompts import given_ids, is_chat
+from steercap.core.prompts import given_ids, is_chat, require_text
 from steercap.core.protocols import NonCopyable
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
@@ -44,7 +44,6 @@ LACKING: Final[Mapping[str, str]] = {
     "layers": "the server does not report which classes it loaded",
     "proof": "the server does not report the checks of its start",
     "settings": "they are the server's; `stats()` has its limits",
-    "sketch": "a server keeps no statistics; open the model with SteerModel, or `collect` rows, whose means it keeps",
     "unembed": "the server does not run the norm and unembedding separately; open the model with SteerModel",
     "verified": "it is reported for each capture, `handle.receipt.verified`",
 }
@@ -59,7 +58,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     - Rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
     - `stream` gives texts and crossings of monitors as they come, and all rows with the last chunk.
-    - `run` gives as `output` OpenAI's `Completion`.
+    - `run` gives as `output` OpenAI's `Completion`; its log probabilities name tokens by id, "token_id:7", as several
+      tokens may have one text.
     - `steering=` may be the name of vectors or of steering on the server.
 
     Args:
@@ -75,6 +75,8 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
     Use it as an async context manager, or `await start()` and `await aclose()`. Calls may run concurrently.
     """
+
+    _lacking = LACKING
 
     def __init__(
         self,
@@ -155,10 +157,12 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
 
         Raises:
             InvalidSpec: neither text, token ids nor a conversation.
+            InvalidPrompt: a str that is no text.
             InvalidRequest: the server has no chat template, or it refuses the conversation.
         """
         if isinstance(text, str):
-            return await self.connection.run(lambda: tokenised(self.connection, text, special=add_special_tokens))
+            words = require_text(text)
+            return await self.connection.run(lambda: tokenised(self.connection, words, special=add_special_tokens))
         if is_chat(text):
             return (await self.connection.run(lambda: templated(self.connection, text, {}, spans=False)))[0]
         return given_ids(text)
@@ -316,11 +320,6 @@ class RemoteModel(NonCopyable, Calls[CaptureHandle], instead=INSTEAD):
     def points(self) -> Mapping[Point, PointSchema]:
         """Points that have a tap, layer by layer, with the shape and dtype of their rows."""
         return self.connection.opened().points
-
-    def __getattr__(self, name: str) -> Any:
-        if name in LACKING:
-            raise AttributeError(f"a RemoteModel has no {name!r}: {LACKING[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         try:

@@ -80,14 +80,8 @@ async def _fetched(one: RemoteRows) -> CaptureHandle | SteercapError:
     """Download a capture file and load it; return the error of one that is gone, so that others still come."""
     with tempfile.TemporaryDirectory(prefix="steercap-fetch-") as folder:
         path = Path(folder, "rows.safetensors")
-
-        async def download() -> int:
-            with path.open("wb") as file:  # noqa: ASYNC230 -- of no more than a part is waited for
-                async with one.connection.answer("GET", one.path) as found:
-                    return sum([file.write(part) async for part in found.aiter_bytes()])
-
         try:
-            written = await scoped(download)
+            written = await downloaded(one.connection, one.path, path)
         except InvalidRequest as error:  # 404
             return CaptureReleased(
                 f"{one.request}: the server no longer has its rows ({error}). Fetch rows sooner, or keep them longer "
@@ -96,3 +90,18 @@ async def _fetched(one: RemoteRows) -> CaptureHandle | SteercapError:
         if written != one.size:
             return CaptureIncomplete(f"{one.request}: {written:,} of {one.size:,} bytes came; fetch again")
         return await asyncio.to_thread(CaptureHandle.load, path)
+
+
+async def downloaded(connection: Connection, address: str, path: Path) -> int:
+    """Write a file of the server to a path, and return its size.
+
+    Raises:
+        The errors of `Connection.ask`.
+    """
+
+    async def download() -> int:
+        with path.open("wb") as file:
+            async with connection.answer("GET", address) as found:
+                return sum([file.write(part) async for part in found.aiter_bytes()])
+
+    return await scoped(download)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from steercap.core.values import choices, shown
+from steercap.core.values import choices, number_of, shown
 from steercap.errors import InvalidRequest
 
 #: Defaults of vLLM's SamplingParams that a server may have others for.
@@ -48,6 +48,8 @@ KNOWN: Final = (
     "thinking_token_budget",
     "watermarking",
 )
+#: Greatest `logit_bias` of vLLM's server, which bounds greater ones without a word; a model in this process does not.
+MOST_BIAS: Final = 100
 #: Parameters that the server sets itself, or that have no visible effect through it.
 _ITS_OWN: Final = ("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval")
 
@@ -59,25 +61,55 @@ def sampling_asked(given: Any) -> dict[str, Any]:
         given: vLLM's SamplingParams, a dict of their fields, or None.
 
     Raises:
-        InvalidRequest: something else, a name that does not exist, or one that a server cannot be asked.
+        InvalidRequest: something else, a name that does not exist, or one that a server cannot be asked; a bias that
+            the server would change.
     """
     asked = dict(DEFAULTS)
-    for name, value in _fields(given).items():
+    for name, value in _fields(given, "sampling_params", "SamplingParams").items():
         if name not in KNOWN:
             raise InvalidRequest(f"sampling parameter {name!r} cannot be sent to a server; {choices(name, KNOWN)}")
         if value is not None or name == "max_tokens":  # None is as many as the context holds
             asked[name] = _plain(value)
+    if "logprob_token_ids" in asked:
+        asked.setdefault("logprobs", 0)  # the server wants it, and reads the other alone
+    if isinstance(biases := asked.get("logit_bias"), Mapping):
+        for token, bias in biases.items():
+            number = number_of(bias)
+            if number is not None and not abs(number) <= MOST_BIAS:
+                raise InvalidRequest(
+                    f"logit_bias[{token}]={bias} cannot be sent to a server, where vLLM makes it {MOST_BIAS} or "
+                    f"{-MOST_BIAS}; give a number between these, or steering=LogitBias({{token: bias}}) for any that "
+                    "float32 holds"
+                )
     return asked
 
 
-def _fields(given: Any) -> dict[str, Any]:
-    """Return the given fields, for SamplingParams those that differ from their default."""
+def pooling_asked(given: Any) -> dict[str, Any]:
+    """Return pooling parameters as JSON; the server checks them.
+
+    Args:
+        given: vLLM's PoolingParams, a dict of their fields, or None.
+
+    Raises:
+        InvalidRequest: something else, or a value that JSON cannot hold.
+    """
+    asked = {name: _plain(value) for name, value in _fields(given, "pooling", "PoolingParams").items()}
+    for name, value in asked.items():
+        try:
+            msgspec.json.encode({name: value})
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"pooling parameter {name}={shown(value)} cannot be sent to a server") from error
+    return asked
+
+
+def _fields(given: Any, argument: str, kind: str) -> dict[str, Any]:
+    """Return the given fields, for vLLM's own parameters those that differ from their default."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
         return dict(given)
-    if not isinstance(given, msgspec.Struct) or type(given).__name__ != "SamplingParams":
-        raise InvalidRequest(f"sampling_params={shown(given)}; give vLLM's SamplingParams, or a dict of its fields")
+    if not isinstance(given, msgspec.Struct) or type(given).__name__ != kind:
+        raise InvalidRequest(f"{argument}={shown(given)}; give vLLM's {kind}, or a dict of its fields")
     plain = type(given)()
     names = [name for name in given.__struct_fields__ if not name.startswith("_") and name not in _ITS_OWN]
     values = {name: (getattr(given, name), getattr(plain, name)) for name in names}

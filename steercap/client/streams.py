@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from typing import Any
 
 from steercap.client.monitors import crossings_of
 from steercap.requests.monitoring import Crossing
 from steercap.requests.stream import Chunk
+
+
+async def lines_of(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream of events, which only a line feed ends.
+
+    httpx's `aiter_lines` also ends lines at U+2028, U+0085 and the like, which JSON text may hold as they are.
+    """
+    held = b""
+    async for part in parts:
+        *lines, held = (held + part).split(b"\n")
+        for line in lines:
+            yield line
+    if held:
+        yield held
 
 
 class Streamed:

@@ -16,14 +16,25 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from steercap.core.rows import Ints
+from steercap.core.values import shown
+from steercap.errors import InvalidPrompt
 
 _T = TypeVar("_T")
+_PART: Final = "{'type': 'text', 'text': ...}"
+#: Key of the text in each type of part that is text.
+_TEXT_KEYS: Final = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
 #: Characters [start, stop).
 Region = tuple[int, int]
 #: Generator of conversations to render; it is sent each rendered text or, where the template refuses it, None.
@@ -39,6 +50,100 @@ PROBES: Final = 64
 #: Characters used as marks: the private use area, which belongs to no script.
 _MARKS: Final = range(0xE000, 0xF900)
 _BLANK: Final = " \t\n\r\f\v"
+
+
+def said_in(message: Mapping[str, Any]) -> str:
+    """Return the text of a message's content: "" for None, the texts of several parts with line feeds between them.
+
+    Raises:
+        InvalidPrompt: a part that is no text.
+    """
+    content: Any = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if not isinstance(content, (list, tuple)):
+        raise InvalidPrompt(f"content={shown(content)} of a message; give text, or a list of parts {_PART}")
+    texts = [_text_of_part(part) for part in content]
+    if None in texts:
+        raise InvalidPrompt(f"{shown(content[texts.index(None)])} in the content of a message is no text; give {_PART}")
+    return "\n".join(text for text in texts if text is not None)
+
+
+def _text_of_part(part: Any) -> str | None:
+    if not isinstance(part, Mapping):
+        return part if isinstance(part, str) else None
+    kind = part.get("type", "text")
+    found = part.get(_TEXT_KEYS.get(kind, "")) if isinstance(kind, str) else None
+    return found if isinstance(found, str) else None
+
+
+#: Function that gives a message a form of content, with further fields in each of its parts.
+_Form: TypeAlias = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+
+
+def content_form(
+    conversation: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> tuple[Callable[[Mapping[str, Any]], Mapping[str, Any]], str | None]:
+    """Find the form of content that a chat template reads: text, or parts.
+
+    A template that takes content for text writes parts as Python writes a list; one that reads parts alone leaves
+    text out. So each form is rendered, its parts with a mark that only the former writes, until one leaves nothing out.
+
+    Args:
+        conversation: its messages.
+        render: function that renders messages, and raises where the template refuses them.
+
+    Returns:
+        A function that gives a message that form, and the rendered conversation if it was rendered so without marks.
+    """
+    mark = "content-part"
+    while mark in str(conversation):
+        mark += "-"
+    texts = [text.strip() for message in conversation for text, _ in _texts(message) if text.strip()]
+    in_lists = any(isinstance(message.get("content"), (list, tuple)) for message in conversation)
+    forms: list[_Form] = [_as_given, _in_parts, *([_in_text] if in_lists else [])]
+    best: _Form = _in_text if in_lists else _as_given
+    fewest, text = len(texts) + 1, None
+    for form in forms:
+        try:
+            rendered = render([form(message, {mark: mark}) for message in conversation])
+        except Exception:  # noqa: BLE001, S112 -- templates raise anything
+            continue
+        if mark in rendered.casefold():
+            continue
+        left_out = sum(text not in rendered for text in texts)
+        if left_out < fewest:
+            fewest, best, text = left_out, form, None if in_lists or form is _in_parts else rendered
+        if not fewest:
+            break
+    return lambda message: best(message, {}), text
+
+
+def _as_given(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message as it is, but with "" for content that is None, which templates would write as a word."""
+    if isinstance(message.get("content"), (list, tuple)):
+        return _in_parts(message, more)
+    return {**message, "content": ""} if message.get("content", "") is None else message
+
+
+def _in_text(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG001 -- it has no part
+    return {**message, "content": said_in(message)}
+
+
+def _in_parts(message: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
+    content: Any = message.get("content")
+    parts = content if isinstance(content, (list, tuple)) else [content or ""]
+    return {**message, "content": [_part(one, more) for one in parts or ([""] if more else [])]}
+
+
+def _part(part: Any, more: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part with further fields; every kind of text becomes type "text"."""
+    said = _text_of_part(part)
+    if said is None:
+        return {**part, **more} if isinstance(part, Mapping) else part
+    return {**(part if isinstance(part, Mapping) else {}), "type": "text", "text": said, **more}
 
 
 def place(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
-from steercap.core.chat import MessageSpan, Region, message_spans, place, token_span
+from steercap.core.chat import MessageSpan, Region, content_form, message_spans, place, token_span
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import flag_of, index_of, shown, warn
@@ -26,10 +27,11 @@ def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
 
     Raises:
         InvalidSpec: something else.
+        InvalidPrompt: a str that is no text.
         InvalidRequest: no chat template, or one that refuses the conversation.
     """
     if isinstance(text, str):
-        return list(tokenizer.encode(text, add_special_tokens=special))
+        return list(tokenizer.encode(require_text(text), add_special_tokens=special))
     if is_chat(text):
         return templated(tokenizer, text, {}, spans=False)[0]
     return given_ids(text)
@@ -47,12 +49,14 @@ def given_ids(text: Any) -> list[int]:
         InvalidSpec: something else.
     """
     try:
-        nothing = not len(text)
+        nothing = not len(text) and not isinstance(text, (Mapping, bytes, AbstractSet))
     except TypeError as error:  # such as a single id, where the ids of one text were given in place of several texts
         raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange") from error
     if nothing:
         return []
-    if isinstance(text, Mapping) or any(isinstance(part, (str, bytes, Sequence, Mapping)) for part in text):
+    if isinstance(text, (Mapping, bytes, AbstractSet)) or any(
+        isinstance(part, (str, bytes, Sequence, Mapping)) for part in text
+    ):
         raise InvalidSpec(f"{shown(text)} is not a text; give texts in a list: str, token ids, or Exchange")
     _, (prompt,) = listed(list(text))
     return list(prompt["prompt_token_ids"])
@@ -186,6 +190,67 @@ def _token_ids(given: Sequence[Any]) -> list[int] | None:
         return [*given]
     ids = [index_of(one) for one in given]
     return None if None in ids else cast("list[int]", ids)
+
+
+def whole_ids(given: Any) -> list[int]:
+    """Convert token ids, of NumPy or torch too, to plain ints.
+
+    Raises:
+        InvalidPrompt: something else among them, such as a float or a bool.
+    """
+    array = hasattr(given, "tolist") and getattr(given, "ndim", 0) == 1
+    if isinstance(given, (str, bytes)) or not (array or isinstance(given, Sequence)):
+        raise InvalidPrompt(f"prompt_token_ids={shown(given)}; give a list of whole numbers")
+    ids = [*given]
+    if {type(one) for one in ids} <= {int}:
+        return ids
+    return [_token_id(one, index) for index, one in enumerate(ids)]
+
+
+def _token_id(one: Any, index: int) -> int:
+    found = index_of(one)
+    if found is None:
+        raise InvalidPrompt(f"prompt_token_ids[{index}] is {shown(one)}; give whole numbers")
+    return found
+
+
+def require_salt(salt: Any) -> None:
+    """Check a prompt's `cache_salt`.
+
+    Raises:
+        InvalidPrompt: it is no text.
+    """
+    if salt is not None and not isinstance(salt, str):
+        raise InvalidPrompt(f"cache_salt={shown(salt)}; give a str")
+
+
+def require_text(text: str) -> str:
+    """Return a text that can be tokenised.
+
+    Raises:
+        InvalidPrompt: it holds half of a surrogate pair, which is no character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(
+            f"{shown(text)}: character {error.start} is half of a surrogate pair, which is not text; decode the text "
+            "with errors='replace'"
+        ) from error
+    return text
+
+
+def no_token(prompt: Any) -> InvalidPrompt:
+    """Return the error about a prompt without tokens."""
+    return InvalidPrompt(f"{shown(prompt)} holds no token; a prompt needs at least one")
+
+
+def no_room(prompt: Any, tokens: int, context: int) -> InvalidPrompt:
+    """Return the error about a prompt of more tokens than the context has room for."""
+    return InvalidPrompt(
+        f"{shown(prompt)} has {tokens} tokens, but the context holds {context}, one generated token at least included; "
+        "shorten it or start the engine with a larger max_model_len"
+    )
 
 
 def text_of(prompt: Any) -> str | None:
@@ -409,17 +474,25 @@ def templated(
 
     Raises:
         InvalidRequest: there is no template, or it refuses the conversation.
+        InvalidPrompt: the template reads text, and a part of a content is none.
     """
 
-    def render(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
+    def rendered(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
         arguments = {"add_generation_prompt": invite, **kwargs, "tokenize": False}
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], **arguments))
 
+    form, text = content_form(conversation, rendered)
+
+    def render(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
+        return rendered([form(message) for message in messages], invite=invite)
+
     try:
-        text = render(conversation)
+        text = render(conversation) if text is None else text
         if not spans:
             return list(tokenizer.encode(text, add_special_tokens=bool(special))), []
         encoded = tokenizer(text, add_special_tokens=bool(special), return_offsets_mapping=True)
+    except InvalidPrompt:
+        raise
     except Exception as error:
         raise InvalidRequest(f"the chat template or the tokenizer refuses {shown(conversation)}: {error}") from error
     placed = [_placed(text, conversation, index, render) for index in range(len(conversation))]

@@ -1,10 +1,10 @@
-"""Protocols of an open model and of fetched rows, and the base of objects with one owner, which are not copied."""
+"""Protocols of an open model and of fetched rows, the base of objects that are not copied, and styles of calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, ClassVar, NoReturn, Protocol, SupportsIndex
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn, Protocol, SupportsIndex
 
 from steercap.errors import InvalidRequest
 
@@ -98,6 +98,10 @@ class FetchedRows(Protocol):
         """See `CaptureHandle.directions`."""
 
     @property
+    def marks(self) -> Any:
+        """See `CaptureHandle.marks`."""
+
+    @property
     def num_layers(self) -> int:
         """Number of decoder layers of the model."""
 
@@ -116,3 +120,45 @@ class FetchedRows(Protocol):
     @property
     def output_token_ids(self) -> Sequence[int]:
         """Token ids that were generated."""
+
+
+class Idiom(NamedTuple):
+    """Code fragments of a call style, async or blocking, so that examples in error messages run in the caller's code.
+
+    Args:
+        call: prefix of a call: "await ", or nothing.
+        manager: keyword of a context manager: "async with", or "with".
+        script: a script with the guard that vLLM's processes need.
+    """
+
+    call: str
+    manager: str
+    script: str
+
+
+AWAITED: Final = Idiom(
+    "await ",
+    "async with",
+    """
+    async def main():
+        async with SteerModel(...) as model:
+            ...
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+""",
+)
+
+
+BLOCKING: Final = Idiom(
+    "",
+    "with",
+    """
+    def main():
+        with SteerModel(...) as model:
+            ...
+
+    if __name__ == "__main__":
+        main()
+""",
+)

@@ -1,4 +1,4 @@
-"""Conversion of indices, numbers and truth values of any library to immutable plain values.
+"""Conversion of indices, numbers and truth values of any library to immutable plain values; hashes of integers.
 
 Tensors and arrays are converted by `tolist()`, so their libraries need not be imported here. A truth value is never an
 index: `operator.index(torch.tensor(True))` is 1.
@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steercap.errors import InvalidRequest, InvalidSpec
 
@@ -142,6 +143,28 @@ def index_of(value: Any) -> int | None:
         return None
 
 
+def count_of(
+    value: Any, name: str, least: int = 1, most: int | None = None, *, wrong: type[Exception] = InvalidSpec
+) -> int:
+    """Convert a whole number of any library, and check its bounds.
+
+    Args:
+        value: the value of an argument.
+        name: name of the argument, for the message.
+        least: the least that is accepted.
+        most: the most that is accepted; None for no bound.
+        wrong: type of the error.
+
+    Raises:
+        wrong: something else than a whole number, or one out of bounds.
+    """
+    found = index_of(value)
+    if found is None or found < least or (most is not None and found > most):
+        bounds = f", {least} or more" if most is None else f" from {least} to {most:,}"
+        raise wrong(f"{name}={shown(value)}; give a whole number{bounds}")
+    return found
+
+
 def flag_of(value: Any) -> bool | None:
     """Convert a truth value of any library; return None for anything else."""
     value = plain(value)
@@ -180,6 +203,13 @@ def shown(value: Any) -> str:
     return text if len(text) <= _short.maxother else f"{text[: _short.maxother - 3]}..."
 
 
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Return the known name that a wrong one is most like, whatever its case; None if it is like none."""
+    folded = {one.casefold(): one for one in reversed([*known])}
+    near = difflib.get_close_matches(str(name).strip().casefold()[:MOST_LETTERS], folded, n=1)
+    return folded[near[0]] if near else None
+
+
 def choices(name: object, known: Iterable[object]) -> str:
     """Return the text of a hint on a wrong name, the nearest name first: "did you mean 'z'? known: 'q', 'z'".
 
@@ -188,9 +218,8 @@ def choices(name: object, known: Iterable[object]) -> str:
         known: valid names; only the first `MOST_NAMES` are listed.
     """
     names = [str(one) for one in known]
-    folded = {one.casefold(): one for one in reversed(names)}
-    near = difflib.get_close_matches(str(name).strip().casefold()[:MOST_LETTERS], folded, n=1)
-    meant = f"did you mean {folded[near[0]]!r}? " if near else ""
+    near = nearest(name, names)
+    meant = "" if near is None else f"did you mean {near!r}? "
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"{meant}known: {', '.join(map(repr, names[:MOST_NAMES])) or 'none'}{more}"
 
@@ -212,3 +241,26 @@ _OURS: Final = frozenset({bool, int, float, str, slice, range, list, tuple, dict
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
+
+
+_MOST: Final = (1 << 64) - 1
+
+
+def mixed(number: int) -> int:
+    """Hash an integer to 64 pseudo-random bits: the finaliser of SplitMix64 (Steele, Lea and Flood 2014).
+
+    Args:
+        number: integer, of which the lowest 64 bits are used.
+    """
+    number = ((number & _MOST) + 0x9E3779B97F4A7C15) & _MOST
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MOST
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MOST
+    return number ^ (number >> 31)
+
+
+def mixed_all(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash each number as `mixed` does."""
+    found = numbers + np.uint64(0x9E3779B97F4A7C15)
+    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return found ^ (found >> np.uint64(31))

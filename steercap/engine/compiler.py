@@ -19,7 +19,7 @@ from steercap.engine.ranks import Rank
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.files.fingerprint import warn_of_other_model
 from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, codec_of, record_of
-from steercap.kernels.codecs.full8 import CALIBRATED
+from steercap.kernels.codecs.uniform import CALIBRATED
 from steercap.saes import compiling
 from steercap.saes.compiling import Readers, compile_readers
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration

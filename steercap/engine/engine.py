@@ -41,10 +41,10 @@ from steercap.worker.memory import LineReader
 if TYPE_CHECKING:
     import torch
 
+    from steercap.adapters import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
     from steercap.adapters.engine import VllmEngine
     from steercap.adapters.launch import Launch
     from steercap.adapters.prompts import Rendered
-    from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 
 Value = TypeVar("Value")
 

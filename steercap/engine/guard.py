@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from steercap.core.call_style import AWAITED, Idiom
+from steercap.core.protocols import AWAITED, Idiom
 from steercap.errors import MainGuardMissing
 
 _ADVICE = "put the code that starts the engine behind the usual guard:\n"

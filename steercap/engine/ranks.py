@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final, TypeAlias
 
-from steercap.architectures.families.code import same_code
+from steercap.architectures.families.proved import same_code
 from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import Attached, CapturedRows, Loaded
 from steercap.core.plan import CapturePlan
@@ -16,7 +16,7 @@ from steercap.core.schema import LINE_BYTES, Coding, PointSchema
 from steercap.errors import WorkerFailure
 from steercap.files.spill import BLOCK_BYTES
 from steercap.kernels.codecs import ENCODINGS, record_of
-from steercap.kernels.codecs.raw import accumulator_records
+from steercap.kernels.codecs.floats import accumulator_records
 from steercap.worker.memory import LineReader
 
 #: Bytes of a position or a token id.

@@ -50,15 +50,15 @@ NOT_FINITE: Final = 1 << 48
 #: Columns of the device's table of a step's tokens, int32; -1 where a token has no such thing.
 TOKEN_COLUMNS: Final = 8
 LAYOUT, SLOT, MASK, LINE, BEFORE, REPLACED, REPORT = range(7)
-#: Steps between the least and the greatest code of `kernels.codecs.full8`, and bytes before the codes: scale and zero.
+#: Steps between the least and the greatest code of `full8`, and bytes before the codes: scale and zero.
 FULL8_STEPS: Final = 255
 FULL8_HEAD: Final = 8
-#: The greatest number of e4m3, and bytes before the codes of `kernels.codecs.fp8`: the scale.
+#: The greatest number of e4m3, and bytes before the codes of `fp8`: the scale.
 FP8_MOST: Final = 448
 FP8_HEAD: Final = 4
-#: Bytes before the indices of `kernels.codecs.topk8`: scale, zero point, the least magnitude kept.
+#: Bytes before the indices of `topk8`: scale, zero point, the least magnitude kept.
 TOPK8_HEAD: Final = 12
-#: Steps of a code of `kernels.codecs.int4`.
+#: Steps of a code of `int4`.
 INT4_STEPS: Final = 15
 #: Elements that share a scale in the codecs `int4`, `rp8` and `rp16`.
 GROUP: Final = 128

@@ -1,6 +1,6 @@
 """Encodings on CUDA: eight-bit floating point, random projections, and projections on the directions of a point.
 
-The formulas are those of `kernels.codecs.fp8`, `random_projection` and `projected`. The bits of e4m3 are assembled as
+The formulas are those of `kernels.codecs.floats` and `random_projection`. The bits of e4m3 are assembled as
 integers, which every device supports. A program of `rp` takes a tile of rows of one point, and a group of their
 numbers: a matrix product in the rows' own dtype, in which 1 and -1 are exact, added up in float32. Others have one
 program per row; in a large pass projections take a few rows of one point, which then share each direction.

@@ -32,6 +32,7 @@ from steercap.requests.call_types import Generation
 from steercap.requests.job import Job, run_all, run_job
 from steercap.requests.recompute import Recipe
 from steercap.requests.serving import Serving
+from steercap.requests.sketching import RunningSketch, begun
 from steercap.requests.stream import Chunk, stream
 
 
@@ -81,6 +82,10 @@ class LocalBackend:
             _look_at(engine, asked, call)
 
         return await run_all(jobs(), self.serving.running)
+
+    async def begun(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+        """Open a sketch on the workers."""
+        return await self.serving.with_restart(lambda engine: begun(engine, kind, size, spec))
 
     async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of `SteerModel.stream`."""

@@ -16,7 +16,7 @@ from steercap.steering.spec import SteeringSpec
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as DefaultingTypeVar
 
-    from steercap.adapters.types import PoolingParams, SamplingParams
+    from steercap.adapters import PoolingParams, SamplingParams
     from steercap.captures.handle import CaptureHandle
     from steercap.steering.edits import Edit
     from steercap.steering.monitor import Monitor

@@ -25,18 +25,18 @@ from steercap.requests.call_types import (
     Steering,
     Text,
 )
-from steercap.requests.context import FROM_CONTEXT, FromContext, in_context, sketches_in_force
+from steercap.requests.context import FROM_CONTEXT, FromContext, SketchBackend, Sketched, in_context, sketches_in_force
 from steercap.requests.stream import Chunk
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import SamplingParams
+    from steercap.adapters import SamplingParams
     from steercap.steering.monitor import Monitor
 
 #: Calls whose values hold their handles, or are them.
 _ALONE: Final = frozenset({"run", "read"})
 
 
-class Backend(Protocol):
+class Backend(SketchBackend, Protocol):
     """Backend of the calls: a local engine or a server."""
 
     def run(self, prompts: Sequence[Any], call: CallArguments) -> Coroutine[Any, Any, Sequence[Generation[Any]]]:
@@ -46,7 +46,7 @@ class Backend(Protocol):
         """Yield the chunks of `Calls.stream`."""
 
 
-class Calls(Generic[Handle]):
+class Calls(Sketched, Generic[Handle]):
     """Calls of an open model.
 
     One prompt gives one result and several give a list. Captures come beside the texts, as a pair. Where `n` decides

@@ -6,13 +6,16 @@ Calls made inside join them unless they pass their own steering. Tasks that run 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from steercap.core.hints import Hinting
 from steercap.core.prompts import CallArguments
+from steercap.core.spec import CaptureSpec, Layers
+from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest
 from steercap.steering.spec import SteeringSpec, spec_of
@@ -80,18 +83,79 @@ def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
         InvalidRequest: the other sketches select other tokens, or differ in `before_edits`.
     """
     for other in sketches_in_force(model):
-        if (other.spec.selection, other.spec.before_edits) != (sketch.spec.selection, sketch.spec.before_edits):
-            raise InvalidRequest(
-                "nested sketches must read the same tokens, and all before edits or all after them; these read "
-                f"tokens={shown(str(other.tokens))}, before_edits={other.spec.before_edits} and "
-                f"tokens={shown(str(sketch.tokens))}, before_edits={sketch.spec.before_edits}; make separate calls in "
-                "each sketch"
-            )
+        require_nested(other, sketch)
     token = _sketches.set((*_sketches.get(), (model, sketch)))
     try:
         yield
     finally:
         _sketches.reset(token)
+
+
+class SketchBackend(Protocol):
+    """Backend of `Sketched`: a local engine or a server."""
+
+    async def begun(self, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+        """Open a sketch; errors as of `Sketched.sketch`."""
+
+
+class Sketched(Hinting):
+    """Open model whose calls can join sketches."""
+
+    _backend: SketchBackend
+
+    @asynccontextmanager
+    async def sketch(
+        self,
+        kind: str = "moments",
+        *,
+        layers: Layers = "all",
+        sites: str | Sequence[str] = ("resid_post",),
+        tokens: Tokens | TokenSelection = "all",
+        before_edits: bool = False,
+        size: int | None = None,
+    ) -> AsyncIterator[RunningSketch]:
+        """Add the rows of every request inside to statistics, in the workers: `async with model.sketch(...) as s:`.
+
+        Tasks started inside join it; other tasks do not see it. Calls join all nested sketches, which must be of the
+        same tokens. A request inside that also captures for itself must keep the same tokens, at least the same points,
+        and raw rows. The statistics are freed when the block ends: `fetch()` before.
+
+        Args:
+            kind: "moments" (mean and covariance), "variances" (mean and variance of each element), or
+                "frequent_directions" (few rows that approximate all): a name in `steercap.worker.sketches.SKETCHES`.
+            layers, sites, tokens, before_edits: the rows to sketch, as for `CaptureSpec`.
+            size: number of rows of "frequent_directions"; 64 if left out.
+
+        Yields:
+            A `RunningSketch`.
+
+        Raises:
+            UnknownName, InvalidSpec, InvalidSelection, PointNotArmed: something is asked for wrongly.
+            PointSplit: the kind needs whole rows, and those of a point are split over tensor-parallel ranks.
+            SketchMemoryFull: there is no room for it.
+        """
+        spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
+        running = await self._backend.begun(kind, size, spec)
+        try:
+            with joining(self, running):
+                yield running
+        finally:
+            await running.aclose()
+
+
+def require_nested(outer: RunningSketch, inner: RunningSketch) -> None:
+    """Check that one request can join both sketches.
+
+    Raises:
+        InvalidRequest: they select other tokens, or differ in `before_edits`.
+    """
+    if (outer.spec.selection, outer.spec.before_edits) != (inner.spec.selection, inner.spec.before_edits):
+        raise InvalidRequest(
+            "nested sketches must read the same tokens, and all before edits or all after them; these read "
+            f"tokens={shown(str(outer.tokens))}, before_edits={outer.spec.before_edits} and "
+            f"tokens={shown(str(inner.tokens))}, before_edits={inner.spec.before_edits}; make separate calls in each "
+            "sketch"
+        )
 
 
 def sketches_in_force(model: object) -> tuple[RunningSketch, ...]:

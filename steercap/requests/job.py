@@ -33,8 +33,8 @@ from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered, Projected
 
 if TYPE_CHECKING:
+    from steercap.adapters import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
     from steercap.adapters.prompts import Rendered
-    from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
 
@@ -314,7 +314,14 @@ async def receipts_of(
     found = await job.engine.workers.settle(wanted, ended=ended, biased=bool(configuration.biases))
     try:
         return [
-            check_edits(plan.key, _since(job, plan, item.owner.sample), configuration, item.total, said)
+            check_edits(
+                plan.key,
+                _since(job, plan, item.owner.sample),
+                configuration,
+                item.total,
+                said,
+                points=job.engine.vllm.points,
+            )
             for item, said in zip(wanted, found, strict=True)
         ]
     except SteeringNotApplied:

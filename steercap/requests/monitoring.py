@@ -17,7 +17,7 @@ from steercap.errors import CaptureNotFinite
 from steercap.requests.monitor_readers import MonitorReader
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import RequestOutput
+    from steercap.adapters import RequestOutput
 
 #: Finish reason of a text that a monitor has ended, beside vLLM's own reasons.
 STOPPED: Final = "steercap_probe"

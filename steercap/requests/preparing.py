@@ -13,7 +13,7 @@ from steercap.core.schema import RAW, Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection, selected
 from steercap.errors import InvalidRequest, InvalidSpec
-from steercap.kernels.codecs.attention import MOST_POSITIONS
+from steercap.kernels.codecs.topk import MOST_POSITIONS
 from steercap.requests.job import CompiledSteering, Job
 from steercap.requests.monitor_readers import ReadAt, monitor_readers_of, reader_for
 from steercap.requests.monitoring import Watch
@@ -24,7 +24,7 @@ from steercap.steering.lowering import Projected, biased_by, scopes_of
 from steercap.steering.monitor import Monitor, held_back, monitors_of
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import PoolingParams, SamplingParams
+    from steercap.adapters import PoolingParams, SamplingParams
     from steercap.engine.engine import Engine
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap.concurrency.loops import OwnerLoop, finished, on_thread, within
 from steercap.config import Settings
-from steercap.core.call_style import AWAITED
+from steercap.core.protocols import AWAITED
 from steercap.engine.checkpoint import look_up, require_reachable, require_there
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard

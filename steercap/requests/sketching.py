@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from steercap.captures.checks import Expected, check_labelled
 from steercap.captures.sketch import Sketch, point_in, versions
@@ -33,6 +34,20 @@ Value = TypeVar("Value")
 INSTEAD: Final = "its statistics are in the workers; fetch() returns a Sketch, which can be saved and merged"
 
 
+class SketchSource(Protocol):
+    """Holder of the statistics of running sketches: an engine's workers, or a server."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers of the model."""
+
+    async def fetch(self, sketch: RunningSketch, points: Sequence[Point]) -> Sketch:
+        """Return a snapshot of the statistics of some points; errors as of `RunningSketch.fetch`."""
+
+    async def close(self, book: Book) -> None:
+        """Free the statistics. Idempotent."""
+
+
 class RunningSketch(NonCopyable, instead=INSTEAD):
     """Statistics of the rows of every request made inside `SteerModel.sketch`, which yields this object.
 
@@ -46,13 +61,13 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
         points: the sketched points, layer by layer.
     """
 
-    def __init__(self, engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> None:
+    def __init__(self, book: Book, spec: CaptureSpec, source: SketchSource) -> None:
         self.spec = spec
-        self.kind: str = kind
-        self.size: int = SKETCHES[kind].checked_size(size)
-        self.points: tuple[Point, ...] = engine.compiler.captured(spec)[0]
-        self.book = Book(engine.new_key(), kind, self.size, {point: engine.armed[point] for point in self.points})
-        self._engine = engine
+        self.kind: str = book.kind
+        self.size: int = book.size
+        self.points: tuple[Point, ...] = tuple(book.points)
+        self.book = book
+        self._source = source
 
     @property
     def tokens(self) -> TokenSelection:
@@ -83,7 +98,7 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
 
     async def principal_directions(self, layers: Layers, k: int, site: str | None = None) -> DirectionSet:
         """Return the first k principal directions so far, of one or more layers; see `Sketch.principal_directions`."""
-        wanted = resolve_layers(layers, self._engine.vllm.num_layers)
+        wanted = resolve_layers(layers, self._source.num_layers)
         points = [self._point(layer, site) for layer in wanted]
         return await self._of(points, lambda found: found.principal_directions(wanted, k, points[0].site))
 
@@ -102,7 +117,7 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
     async def aclose(self) -> None:
         """Free the sketch in the workers; requests that still run in it fail. Idempotent."""
         with contextlib.suppress(EngineFailure):  # a dead engine holds nothing
-            await asyncio.shield(self._engine.sketching.close(self.book))
+            await asyncio.shield(self._source.close(self.book))
 
     async def _of(self, points: Sequence[Point], work: Callable[[Sketch], Value]) -> Value:
         """Return `work` of a snapshot of some points, computed on a thread, since a covariance is large."""
@@ -110,29 +125,50 @@ class RunningSketch(NonCopyable, instead=INSTEAD):
         return await asyncio.to_thread(work, found)
 
     async def _fetch(self, points: Sequence[Point]) -> Sketch:
-        engine = self._engine
         self.book.require()
-        engine.require_open()
-        states, requests = await engine.sketching.states(self.book, points)
-        return Sketch(
-            kind=self.kind,
-            size=self.size,
-            states=states,
-            model=model_name(engine.vllm.model_name),
-            dtype=engine.schemas[points[0]].dtype,
-            tokens=self.tokens,
-            before_edits=self.spec.before_edits,
-            num_layers=engine.vllm.num_layers,
-            requests=requests,
-            versions=versions(),
-        )
+        return await self._source.fetch(self, points)
 
     def _point(self, layer: int, site: str | None) -> Point:
-        return point_in(self.points, self._engine.vllm.num_layers, layer, site)
+        return point_in(self.points, self._source.num_layers, layer, site)
 
     def __repr__(self) -> str:
         state = "closed" if self.book.closed else f"{self.rows} rows of {self.requests} requests"
         return f"RunningSketch({self.kind}, {len(self.points)} points, {state})"
+
+
+@dataclass(frozen=True)
+class EngineSketches:
+    """Source of the sketches that are in the workers of an engine.
+
+    Args:
+        engine: the engine.
+    """
+
+    engine: Engine
+
+    @property
+    def num_layers(self) -> int:
+        return self.engine.vllm.num_layers
+
+    async def fetch(self, sketch: RunningSketch, points: Sequence[Point]) -> Sketch:
+        engine = self.engine
+        engine.require_open()
+        states, requests = await engine.sketching.states(sketch.book, points)
+        return Sketch(
+            kind=sketch.kind,
+            size=sketch.size,
+            states=states,
+            model=model_name(engine.vllm.model_name),
+            dtype=engine.schemas[points[0]].dtype,
+            tokens=sketch.tokens,
+            before_edits=sketch.spec.before_edits,
+            num_layers=self.num_layers,
+            requests=requests,
+            versions=versions(),
+        )
+
+    async def close(self, book: Book) -> None:
+        await self.engine.sketching.close(book)
 
 
 async def begun(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
@@ -142,9 +178,19 @@ async def begun(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> Runn
         UnknownName, InvalidSpec, PointNotArmed: an argument is wrong.
         PointSplit, SketchMemoryFull: see `Sketching.open`.
     """
-    running = RunningSketch(engine, kind, size, spec)
-    await engine.sketching.open(running.book)
-    return running
+    book = book_of(engine.new_key(), kind, size, {})
+    book.points = {point: engine.armed[point] for point in engine.compiler.captured(spec)[0]}
+    await engine.sketching.open(book)
+    return RunningSketch(book, spec, EngineSketches(engine))
+
+
+def book_of(name: str, kind: str, size: Any, points: dict[Point, int]) -> Book:
+    """Return the record of a sketch that is to be opened.
+
+    Raises:
+        UnknownName, InvalidSpec: no such kind or size.
+    """
+    return Book(name, kind, SKETCHES[kind].checked_size(size), points)
 
 
 def joint_capture(

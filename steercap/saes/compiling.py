@@ -10,7 +10,7 @@ from steercap.core.spec import CaptureSpec, Point
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointSplit
 from steercap.kernels.codecs.coded import FEATURES
-from steercap.kernels.codecs.features import MEMBER
+from steercap.kernels.codecs.topk import STRONGEST
 from steercap.saes.encoder import Encoder
 from steercap.saes.sae import SAE
 
@@ -85,7 +85,7 @@ def compile_readers(
         InvalidSpec: an SAE of rows of another width, or with fewer features than are asked for.
         PointSplit: rows that are split over ranks, each of which has a part that no SAE can read.
     """
-    of, k = {one.input: one for one in saes_of(spec)}, spec.k or MEMBER.default_k
+    of, k = {one.input: one for one in saes_of(spec)}, spec.k or STRONGEST.default_k
     for point in points:
         schema, sae = schemas[point], of[point]
         if schema.width != sae.d_in:

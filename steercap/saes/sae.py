@@ -13,14 +13,13 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, shown
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.kernels.codecs.features import read, rows_at_once
+from steercap.kernels.codecs.topk import read, rows_at_once
 from steercap.saes.encoder import Encoder, Features
 from steercap.saes.finding import SAE_LENS, SAEFiles, find
 from steercap.saes.layouts import SAEPlace, named
 from steercap.saes.reading import SAEParts, SAESettings, parts_of
 from steercap.saes.tensors import read_npz, read_pt_tensors, read_safetensors
-from steercap.steering.edits.add import Add
-from steercap.steering.edits.sae_feature import SAEFeature
+from steercap.steering.edits.add import Add, SAEFeature
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -153,7 +152,7 @@ class SAE:
         """
         from steercap.core.schema import Coding, PointSchema
         from steercap.kernels.codecs.coded import FEATURES, CodedRows
-        from steercap.kernels.codecs.features import MEMBER
+        from steercap.kernels.codecs.topk import STRONGEST
 
         if index_of(k) is None or not 1 <= k <= self.d_sae:
             raise InvalidSpec(f"k={shown(k)}; this SAE has {self.d_sae} features")
@@ -162,7 +161,7 @@ class SAE:
         with torch.inference_mode():
             blocks = flat.split(rows_at_once(self.encoder, self.d_in))
             stored = torch.cat([read(block, self.encoder, k) for block in blocks])
-        return Features.of(CodedRows(coding, schema, MEMBER.parts(stored, schema, coding)))
+        return Features.of(CodedRows(coding, schema, STRONGEST.parts(stored, schema, coding)))
 
     def decode(
         self, activations: Float[torch.Tensor, "rows d_sae"], rows: torch.Tensor | None = None

@@ -51,8 +51,8 @@ VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decode
 #: Name of the operation of `LogitBias`, beside those of edits.
 LOGIT_BIAS: Final = "logit_bias"
 DELIVERIES: Final = get_args(Delivery)
-_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
-_SLICE: Final = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::(-?\d{1,9}))?")
+_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
+_SLICE: Final = re.compile(r"(-?\d{1,99})?:(-?\d{1,99})?(?::(-?\d{1,99}))?")
 
 
 def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
@@ -61,7 +61,7 @@ def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
     Raises:
         InvalidRequest: the field is invalid; the subclass and message say why.
     """
-    given = _object(body, "steercap", ("capture", "steering", "monitors", "codec", "deliver"))
+    given = _object(body, "steercap", ("capture", "steering", "monitors", "codec", "deliver", "sketches"))
     deliver = given.get("deliver", "fetch")
     if deliver not in DELIVERIES:
         raise InvalidSpec(f"steercap.deliver={shown(deliver)}; give {' or '.join(map(repr, DELIVERIES))}")
@@ -82,7 +82,14 @@ def asked_of(body: Any, library: Library, owner: str) -> SteercapField:
         None if steering is None else steering_of(steering, library, owner),
         deliver,
         monitors_asked(given.get("monitors"), library, owner),
+        sketches=_sketches_asked(given.get("sketches", [])),
     )
+
+
+def _sketches_asked(asked: Any) -> tuple[str, ...]:
+    if not isinstance(asked, list) or not all(map(_is_name, asked)):
+        raise InvalidSpec(f"steercap.sketches={shown(asked)}; give a list of ids of sketches")
+    return tuple(dict.fromkeys(asked))
 
 
 def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:

@@ -17,10 +17,12 @@ from steercap.captures.fetching import Arrived
 from steercap.captures.files import named, shape_of
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.rows import Rows
+from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import CaptureMemoryFull
 from steercap.kernels.codecs.coded import CodedRows, coding_of
 from steercap.requests.job import Job, rows_so_far
+from steercap.requests.sketching import RunningSketch
 from steercap.steering.monitor import Monitor
 from steercap.steering.spec import SteeringSpec
 
@@ -46,6 +48,7 @@ class SteercapField:
         delivery: delivery of rows: fetched later, in the answer, or written to the server's folder.
         monitors: monitors of each of its samples.
         logits: True for the logits of all captured tokens beside the rows.
+        sketches: ids of the open sketches that its rows enter.
     """
 
     capture: CaptureSpec | None = None
@@ -53,10 +56,11 @@ class SteercapField:
     delivery: Delivery = "fetch"
     monitors: tuple[Monitor, ...] = ()
     logits: bool = False
+    sketches: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Return whether the field asks for anything."""
-        return self.capture is not None or self.steering is not None or bool(self.monitors)
+        return self.capture is not None or self.steering is not None or bool(self.monitors or self.sketches)
 
 
 class Live(NamedTuple):
@@ -86,6 +90,7 @@ class SteercapRequest:
         error: class of the steercap error that it failed with; "" for none.
         inline: bytes of rows in its answer.
         unsaid: functions that release captures whose ids the client has not received.
+        sketches: the sketches that its rows enter.
     """
 
     asked: SteercapField
@@ -96,6 +101,7 @@ class SteercapRequest:
     error: str = ""
     inline: int = 0
     unsaid: list[Callable[[], object]] = field(default_factory=list)
+    sketches: tuple[RunningSketch, ...] = ()
 
 
 #: True while a request is served whose client does not want it recorded.
@@ -158,6 +164,20 @@ class Numbers:
 
     def _put(self, index: int, kind: str, content: dict[str, Any]) -> None:
         self._call.live.append(Live(self._first + index, kind, content))
+
+
+def receipt_said(receipt: SteeringReceipt | None) -> dict[str, Any]:
+    """Return the field `steering` of a result; {} without a receipt."""
+    if receipt is None:
+        return {}
+    said = {"rows": list(receipt.rows), "computed": receipt.computed, "cached": receipt.cached}
+    return {"steering": {**said, "digest": receipt.digest}}
+
+
+def sketches_said(names: Sequence[str], sketches: Sequence[RunningSketch]) -> dict[str, Any]:
+    """Return the field `sketches` of a result, the number of requests and rows in each by id; {} without any."""
+    found = {name: {"requests": one.requests, "rows": one.rows} for name, one in zip(names, sketches, strict=True)}
+    return {"sketches": found} if found else {}
 
 
 def described(handle: CaptureHandle, place: Mapping[str, Any]) -> dict[str, Any]:

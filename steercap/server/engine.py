@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,6 +20,7 @@ from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests.job import (
     Job,
     Sample,
+    enter_sketches,
     handles_of,
     leaving,
     memory_for,
@@ -28,16 +30,24 @@ from steercap.requests.job import (
     receipts_of,
 )
 from steercap.requests.preparing import prepare
-from steercap.server.call import CURRENT, Numbers, SteercapField, SteercapRequest, described, logits_of
+from steercap.server.call import (
+    CURRENT,
+    Numbers,
+    SteercapField,
+    SteercapRequest,
+    described,
+    logits_of,
+    receipt_said,
+    sketches_said,
+)
 from steercap.server.folder import CaptureFolder, CaptureStore
 from steercap.server.recording import Recorder
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import RequestOutput
+    from steercap.adapters import RequestOutput
     from steercap.core.budget import Ticket
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
-
 
 #: Maximum bytes of files within an answer.
 MOST_INLINE: Final = 8 << 20
@@ -114,13 +124,13 @@ class ServedEngine:
         """Return the job that captures what is recorded of a request; None, counted, if it cannot be recorded now."""
         recorder = self._recorder
         assert recorder is not None
-        if call.asked.capture is not None or call.asked.monitors:
+        if call.asked.capture is not None or call.asked.monitors or call.sketches:
             recorder.drop("own_capture")
             return None
         try:
             job = await self._prepared(call, prompt, params, options, recorder.settings.capture)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the request itself goes on
-            recorder.drop("unsupported", error)
+            recorder.refused(error)
             return None
         job = leaving(job, job.engine.admission.budget.pages // 2)
         return job if recorder.fits(job, pages_of(job)) else None
@@ -138,9 +148,8 @@ class ServedEngine:
         left_out = ("prompt_text", "tokenization_kwargs")
         options = {name: value for name, value in options.items() if value is not None and name not in left_out}
         engine, asked = self._model.serving.here(), call.asked
-        return await prepare(
-            engine, rendered(prompt), params, capture, asked.steering, options=options, monitors=asked.monitors
-        )
+        own: dict[str, Any] = {"options": options, "monitors": asked.monitors, "sketches": call.sketches}
+        return await prepare(engine, rendered(prompt), params, capture, asked.steering, **own)
 
     async def _translating(
         self, call: SteercapRequest, outputs: AsyncGenerator[RequestOutput, None]
@@ -193,6 +202,7 @@ class ServedEngine:
                     receipts = await receipts_of(job, complete.plan, samples, ended=output.finished)
                     await numbers.take(tokens)
                     if output.finished:
+                        await enter_sketches(job, sorted(tokens.items()))
                         ours = False
                         ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
                         found = await self._handed_over(call, job, ended, ticket, receipts, recorded=recorded)
@@ -217,14 +227,10 @@ class ServedEngine:
         recorded: str,
     ) -> list[dict[str, Any]]:
         """Return the results of each sample for the answer; rows that are recorded are left to the recorder."""
-        found: list[dict[str, Any]] = [{} for _ in samples]
-        for one, receipt in zip(found, receipts or (), strict=False):
-            one["steering"] = {
-                "rows": list(receipt.rows),
-                "computed": receipt.computed,
-                "cached": receipt.cached,
-                "digest": receipt.digest,
-            }
+        entered = sketches_said(call.asked.sketches, call.sketches)
+        found: list[dict[str, Any]] = [
+            {**entered, **receipt_said(receipt)} for _, receipt in zip_longest(samples, receipts or ())
+        ]
         if job.watch is not None:
             for one, sample in zip(found, samples, strict=True):
                 one["monitors"] = [msgspec.to_builtins(report) for report in job.watch.reports(sample.index)]
@@ -277,16 +283,9 @@ class ServedEngine:
 
     def _kept(self, call: SteercapRequest, content: bytes) -> dict[str, Any]:
         """Put a file into the store, or raise CaptureMemoryFull; return its place for the answer."""
-        waiting = self._captures.put(content, call.owner)
-        call.unsaid.append(partial(self._captures.remove, waiting.name, call.owner))
-        # The capture is removed when it expires, even if no further request comes.
-        asyncio.get_running_loop().call_later(self._captures.time_to_live + 1, self._captures.sweep)
-        return {
-            "id": waiting.name,
-            "bytes": len(content),
-            "url": f"/v1/steercap/captures/{waiting.name}",
-            "expires_in": round(self._captures.expires_in(waiting), 1),
-        }
+        place = self._captures.offer(content, call.owner)
+        call.unsaid.append(partial(self._captures.remove, place["id"], call.owner))
+        return place
 
 
 def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dict[int, list[int]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -19,6 +20,7 @@ from steercap.server.asks import asked_of
 from steercap.server.call import CURRENT, OPTED_OUT, SteercapField, SteercapRequest
 from steercap.server.folder import owner_of
 from steercap.server.library import Library, Presets
+from steercap.server.sketch_store import SketchStore
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -98,13 +100,22 @@ class SteercapRoute:
         library: named vectors, steering and SAEs.
         presets: model names that stand for steering.
         most_body: maximum bytes of a body.
+        sketches: the open sketches that requests may join.
     """
 
-    def __init__(self, app: App, library: Library, presets: Presets, most_body: int = MOST_BODY) -> None:
+    def __init__(
+        self,
+        app: App,
+        library: Library,
+        presets: Presets,
+        most_body: int = MOST_BODY,
+        sketches: SketchStore | None = None,
+    ) -> None:
         self._app = app
         self._library = library
         self._presets = presets
         self._most = most_body
+        self._sketches = sketches or SketchStore()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -124,13 +135,20 @@ class SteercapRoute:
         if call is None:
             await self._app(scope, replayed(body, receive), send)
             return
-        token = CURRENT.set(call)
-        try:
-            await self._app(scope, replayed(body, receive), AnswerSender(call, send))
-        finally:
-            CURRENT.reset(token)
-            for forget in call.unsaid:
-                forget()
+        with ExitStack() as uses:
+            try:
+                call.sketches = uses.enter_context(self._sketches.joined(call.asked.sketches, call.owner))
+            except SteercapError as error:
+                status = 400 if isinstance(error, InvalidRequest) else 404
+                await refuse(send, status, str(error), type(error).__name__)
+                return
+            token = CURRENT.set(call)
+            try:
+                await self._app(scope, replayed(body, receive), AnswerSender(call, send))
+            finally:
+                CURRENT.reset(token)
+                for forget in call.unsaid:
+                    forget()
 
     def _read(self, body: bytes, owner: str) -> tuple[bytes, SteercapRequest | None]:
         """Split a body into the body for vLLM and the call of steercap, None for a request that does not use it.

@@ -14,13 +14,27 @@ from starlette.responses import Response
 
 from steercap.captures.handle import CaptureHandle
 from steercap.core.values import choices, index_of, shown
-from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSpec, SteercapError
+from steercap.errors import (
+    CaptureMemoryFull,
+    InvalidRequest,
+    InvalidSpec,
+    SketchClosed,
+    SketchMemoryFull,
+    SteercapError,
+)
 from steercap.server.folder import CaptureStore, owner_of
 from steercap.server.routes import NOT_WAITING, refused
 
 #: Maximum bytes of a body, and maximum entries per row.
 MOST_BODY: Final = 1 << 20
 MOST_TOP: Final = 50
+
+#: HTTP status of errors, by their classes.
+_STATUS: Final[Sequence[tuple[Any, int]]] = (
+    (InvalidRequest, 400),
+    (SketchClosed, 404),
+    ((CaptureMemoryFull, SketchMemoryFull), 429),
+)
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -37,17 +51,25 @@ def answering(handler: Handler) -> Handler:
             return await handler(request)
         except NotThereError:
             return refused(404, NOT_WAITING)
-        except InvalidRequest as error:
-            return refused(400, str(error))
-        except CaptureMemoryFull as error:
-            return refused(429, str(error))
         except SteercapError as error:
-            return refused(500, str(error))
+            return refused(_status_of(error), str(error), type(error).__name__)
 
     return answered
 
 
-async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
+def _status_of(error: SteercapError) -> int:
+    for kinds, status in _STATUS:
+        if isinstance(error, kinds):
+            return status
+    return 500
+
+
+def as_json(said: Mapping[str, Any]) -> Response:
+    """Return an answer of msgspec's JSON."""
+    return Response(msgspec.json.encode(said), media_type="application/json")
+
+
+async def asked(request: Request, known: Sequence[str], most: int = MOST_BODY) -> Mapping[str, Any]:
     """Read the body, which must be an object with known fields.
 
     Raises:
@@ -57,8 +79,8 @@ async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
     length = 0
     async for part in request.stream():
         length += len(part)
-        if length > MOST_BODY:
-            raise InvalidSpec(f"the body is longer than {MOST_BODY:,} bytes")
+        if length > most:
+            raise InvalidSpec(f"the body is longer than {most:,} bytes")
         parts.append(part)
     try:
         given = msgspec.json.decode(b"".join(parts) or b"{}")

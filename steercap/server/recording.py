@@ -23,7 +23,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Source
 from steercap.captures.recordings import RecordingFolder
 from steercap.concurrency.loops import end_within, on_thread
-from steercap.errors import CaptureMemoryFull, SteercapError
+from steercap.errors import CaptureMemoryFull, EmptySelection, SteercapError
 from steercap.server.call import OPTED_OUT
 from steercap.server.record_settings import RecordSettings
 
@@ -41,7 +41,7 @@ FETCH_BYTES: Final = 16 << 20
 TIDY_SECONDS, END_SECONDS = 60.0, 10.0
 #: Reasons: memory of the workers, full queue, spent quota, a disk that fails, wrong rows, server that ended, and so on.
 DROPPED: Final = ("memory", "queue", "quota", "disk", "rows", "cancelled", "unsupported", "own_capture", "ended")
-SKIPPED: Final = ("opted_out", "not_sampled")
+SKIPPED: Final = ("opted_out", "not_sampled", "no_rows")
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -138,6 +138,10 @@ class Recorder:
         if str(count).strip("0") == "1":  # 1, 10, 100, ...
             _LOG.warning("%d requests were not recorded so far; reason: %r", count, reason, exc_info=error)
         return False
+
+    def refused(self, error: Exception) -> None:
+        """Count a request whose capture is refused: for want of rows, as "generated" of one token has none, or else."""
+        _ = self._skip("no_rows") if isinstance(error, EmptySelection) else self.drop("unsupported", error)
 
     def _skip(self, reason: str) -> bool:
         self.skipped[reason] += 1

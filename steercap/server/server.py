@@ -23,7 +23,7 @@ from steercap.concurrency.heartbeat import watching
 from steercap.core.display import span
 from steercap.core.extras import extra
 from steercap.errors import EngineDied, InvalidFile, InvalidSetting, InvalidSpec
-from steercap.files.fingerprint import files_of, surroundings, weights_of
+from steercap.files.fingerprint import files_of, nearest_path, surroundings, weights_of
 from steercap.files.warm import WarmEngine, announced, code, identified, socket_of, write
 from steercap.model import SteerModel
 from steercap.server.asks import steering_of
@@ -36,6 +36,7 @@ from steercap.server.middleware import PATHS, Keyless, OptOut, SteercapRoute
 from steercap.server.passthrough_routes import Elsewhere
 from steercap.server.record_settings import RecordSettings
 from steercap.server.recording import Recorder
+from steercap.server.sketch_store import SketchStore
 from steercap.steering.edits.add import Add
 from steercap.steering.spec import SteeringSpec
 
@@ -55,7 +56,7 @@ class ServerSettings:
         vectors: files of vectors, directions or steering for all clients, by name.
         saes: folders of SAEs for analysing captured rows, by name.
         presets: steering by name, as requests give it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
-        captures_seconds: seconds until a capture expires.
+        captures_seconds: seconds until a capture expires, and a sketch that nothing uses.
         captures_bytes: maximum bytes of captures that wait to be fetched.
         captures_bytes_of_a_key: maximum bytes of one API key's.
         folder: folder for rows that requests ask to be written; None for none.
@@ -110,7 +111,7 @@ class Names:
                 library.add(name, OPERATOR, path.read_bytes())
             except (InvalidFile, OSError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
-                raise InvalidFile(f"vectors {name}={path}: {reason}") from error
+                raise InvalidFile(f"vectors {name}={path}: {reason}{nearest_path(path)}") from error
         for name in settings.presets:
             if not NAME.fullmatch(name):
                 raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
@@ -165,7 +166,9 @@ async def application(
         from steercap.server.features import FeaturesOfRows, require_fitting
         from steercap.server.inspect_routes import Looking
         from steercap.server.metrics import Metrics
+        from steercap.server.pooling_routes import ENCODE, PoolingRoutes
         from steercap.server.routes import Routes, explorer_routes
+        from steercap.server.sketch_routes import SketchRoutes
 
     names = names or Names.of(settings)
     require_fitting(names.library.saes, model)
@@ -178,20 +181,23 @@ async def application(
         most_bytes=settings.captures_bytes,
         most_of_a_key=settings.captures_bytes_of_a_key,
     )
+    sketches, pools = SketchStore(settings.captures_seconds), model.serving.here().vllm.pools
     engine = ServedEngine(model, captures, server.translated, folder, recorder)
     app = await server.application(
         engine,
         served,
-        PATHS,
-        lambda route: SteercapRoute(route, library, presets),
-        lambda route: Elsewhere(route, presets),
+        () if pools else PATHS,
+        lambda route: SteercapRoute(route, library, presets, sketches=sketches),
+        lambda route: Elsewhere(route, presets, (ENCODE,) if pools else PATHS),
     )
     identity = await asyncio.to_thread(model.identity)
     said = await asyncio.to_thread(said_of, model.serving.here())
     routes = Routes(model, captures, library, presets.aliases, folder, identity=identity, said=said)
     app.router.routes.extend(routes.routes)
     looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
-    app.router.routes.extend([*looking, *explorer_routes()])
+    pooling = PoolingRoutes(model, captures, library, presets, sketches)
+    app.router.routes.extend([*looking, *pooling.routes, *SketchRoutes(model, library, sketches).routes])
+    app.router.routes.extend(explorer_routes())
     app.router.middleware_stack = Metrics(app.router.middleware_stack, model, captures, engine.failures, recorder)
     if not server.tells_clients_apart(flags):
         app.router.middleware_stack = Keyless(app.router.middleware_stack)

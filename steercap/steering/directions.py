@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 
@@ -16,16 +15,8 @@ from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
 from steercap.files.native import FileKind
-from steercap.steering.edits.inputs import FrozenMapping
+from steercap.steering.edits.inputs import FrozenMapping, Mark, marks_of
 from steercap.steering.layers import LayerVectors
-
-#: Fingerprint of a direction at one layer.
-Mark: TypeAlias = tuple[float, ...]
-#: Squares of the waves' frequencies: primes, so that no wave is a multiple of another.
-WAVES: Final = (2.0, 3.0, 5.0, 7.0)
-#: Marks nearer than this are one direction's. Float32 moves a mark by less than 1e-6 at width 8,192; another direction,
-#: at an angle of x, moves its four marks by about 0.7 x each.
-MARKED: Final = 1e-4
 
 
 @dataclass(frozen=True)
@@ -265,25 +256,6 @@ class DirectionSet(Mapping[str, LayerVectors]):
     def __repr__(self) -> str:
         about = f"model={self.model!r}, site={self.site!r}, method={self.provenance.method!r}"
         return f"DirectionSet({list(self)}, layers={list(self.layers)}, width={self.width}, {about})"
-
-
-def marks_of(units: Float[torch.Tensor, "names hidden"]) -> tuple[Mark, ...]:
-    """Return fingerprints of directions: scalar products with fixed waves of growing frequency.
-
-    They are numbers and not a digest of the bytes: the unit vector of a unit vector, or one computed on another
-    machine, differs in its last bits and is the same direction.
-
-    Args:
-        units: directions of length 1, float32 [names, hidden].
-    """
-    places = np.arange(units.shape[1], dtype=np.float64)
-    waves = np.cos(np.outer(places**2, np.sqrt(WAVES)))
-    return tuple(tuple(mark) for mark in (units.double().numpy() @ waves).tolist())
-
-
-def alike(one: Mark, other: Mark) -> bool:
-    """Return True if two marks are of the same direction."""
-    return len(one) == len(other) and all(abs(mine - theirs) < MARKED for mine, theirs in zip(one, other, strict=True))
 
 
 def _parts(given: object, what: str) -> list[Any]:

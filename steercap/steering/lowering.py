@@ -25,8 +25,9 @@ from steercap.core.spec import CaptureSpec, Point, check_armed, existing, resolv
 from steercap.core.tokens import Range, TokenSelection, selected
 from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
 from steercap.kernels.bits import HOLE
-from steercap.steering.directions import DirectionSet, Mark, marks_of
+from steercap.steering.directions import DirectionSet
 from steercap.steering.edits import Edit, RankOne
+from steercap.steering.edits.inputs import Mark, marks_of
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import LogitBias, SteeringSpec
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, cast
 
 from steercap.captures.handle import CaptureHandle as Awaited
-from steercap.core.call_style import BLOCKING, Idiom
+from steercap.core.hints import Hinting
+from steercap.core.protocols import BLOCKING, Idiom
 from steercap.errors import InvalidRequest, ModelClosed
 from steercap.requests.context import steered
 from steercap.requests.sketching import RunningSketch
@@ -158,7 +159,7 @@ async def _after(chunks: AsyncGenerator[Value, None]) -> Value | None:
     return await anext(chunks, None)
 
 
-class Bridged(Generic[Model_co]):
+class Bridged(Hinting, Generic[Model_co]):
     """Blocking model, whose calls run on an event loop of its own. Use it as a context manager, or start and close it.
 
     Args:

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from steercap.core.protocols import ReadingModel, SketchingModel
     from steercap.core.spec import CaptureSpec, Layers, Reduction
     from steercap.core.tokens import Tokens, TokenSelection
-    from steercap.lab.datasets.collecting.collection import Collected, Progress
+    from steercap.lab.datasets.collecting.collection import Collected
     from steercap.lab.datasets.collecting.documents import Bos, Long
     from steercap.lab.datasets.collecting.many import RayActors
+    from steercap.lab.datasets.collecting.reading import Progress
     from steercap.lab.datasets.collecting.samples import TokenSample
     from steercap.lab.datasets.collecting.sources import Corpus
     from steercap.lab.datasets.reading import Join
@@ -49,10 +50,9 @@ if TYPE_CHECKING:
     from steercap.lab.personas.levels import PersonaKind
     from steercap.lab.personas.pipeline import PersonaResult
     from steercap.lab.personas.roles.axis import AssistantAxis
-    from steercap.lab.personas.roles.axis_capping import Capping
-    from steercap.lab.personas.roles.effects import CapRecord, Case
+    from steercap.lab.personas.roles.axis_capping import Capping, CapRecord
     from steercap.lab.personas.roles.pipeline import RoleRun
-    from steercap.lab.personas.roles.settings import RoleSettings
+    from steercap.lab.personas.roles.settings import Case, RoleSettings
     from steercap.lab.personas.settings import PersonaSettings
     from steercap.lab.studies.evaluation.definition import Evaluation
     from steercap.lab.studies.evaluation.results import EvaluationResults
@@ -846,7 +846,8 @@ def read_answers(
         responses: folder of `NAME.jsonl`, one answer a line: `conversation`, `label`, `prompt_index`, `question_index`.
         scores: folder of `NAME.json`: `LABEL_pP_qQ` to a number or "REFUSAL". Default files of roles need none.
         to: folder of the results: `response_activations/NAME.pt` (key to [layers, hidden]), `vectors/NAME.pt` (level
-            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`. A call that was killed is resumed.
+            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`, the mean of the answers of all default
+            files that have been read, by earlier calls too. A call that was killed is resumed.
             Where only scores or `minimum` differ, the levels alone are made again.
         kind: "trait" or "role": how answers are scored, and the levels.
         others: further open models, like the first and of its event loop: each answer goes to one that is free.

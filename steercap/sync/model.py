@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from steercap.adapters.types import AsyncLLM, SamplingParams
+    from steercap.adapters import AsyncLLM, SamplingParams
     from steercap.captures.lens import Lens
     from steercap.captures.pooled import Encoded
     from steercap.client.connection import RemoteServing
@@ -60,7 +60,8 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
     - Rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
     - `stream` gives texts and crossings of monitors as they come, and all rows with the last chunk.
-    - `run` gives as `output` OpenAI's `Completion`.
+    - `run` gives as `output` OpenAI's `Completion`; its log probabilities name tokens by id, "token_id:7", as several
+      tokens may have one text.
     - `steering=` may be the name of vectors or of steering on the server.
 
     Args:
@@ -586,6 +587,7 @@ class RemoteModel(NonCopyable, ServedTwin, instead="a connection has one owner; 
 
         Raises:
             InvalidSpec: neither text, token ids nor a conversation.
+            InvalidPrompt: a str that is no text.
             InvalidRequest: the server has no chat template, or it refuses the conversation.
         """
         return self.bridge.done(self.awaited.token_ids, text, add_special_tokens=add_special_tokens)

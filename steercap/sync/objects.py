@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from steercap.core.tokens import Tokens, TokenSelection
     from steercap.kernels.attention import AttentionSummary, RecordedAttention
     from steercap.lab.datasets.rows import Normalisation
-    from steercap.steering.directions import DirectionSet, Mark
+    from steercap.steering.directions import DirectionSet
+    from steercap.steering.edits.inputs import Mark
 
 
 class ActivationStream(

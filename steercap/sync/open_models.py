@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from steercap.client import RemoteModel
-from steercap.core.call_style import BLOCKING
 from steercap.core.extras import extra
+from steercap.core.protocols import BLOCKING
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.guard import require_main_guard
 from steercap.model import SteerModel
 from steercap.requests.context import joining
-from steercap.requests.sketching import begun
 from steercap.steering.spec import SteeringSpec
 from steercap.sync.bridge import Bridged
 from steercap.sync.objects import RunningSketch
@@ -23,29 +22,15 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 Value = TypeVar("Value")
+Model_co = TypeVar("Model_co", SteerModel, RemoteModel, covariant=True)
 
 
 async def _call(work: Callable[[], Value]) -> Value:
     return work()
 
 
-class LocalTwin(Bridged[SteerModel]):
-    """Blocking model whose engine runs beside this process."""
-
-    def __init__(self, awaited: SteerModel) -> None:
-        super().__init__(awaited, awaited.serving)
-
-    def __repr__(self) -> str:
-        return repr(self.awaited)
-
-    def start(self) -> Self:
-        """Start the engine and prove that its taps work; takes half a minute or more.
-
-        Raises:
-            The errors of `steercap.SteerModel.start`.
-        """
-        require_main_guard(BLOCKING)
-        return super().start()
+class SketchingTwin(Bridged[Model_co]):
+    """Blocking model that makes sketches."""
 
     @contextmanager
     def sketch(
@@ -74,13 +59,31 @@ class LocalTwin(Bridged[SteerModel]):
             The errors of `steercap.SteerModel.sketch`.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        serving = self.awaited.serving
-        running = self.bridge.run(serving.with_restart(lambda engine: begun(engine, kind, size, spec)))
+        running = self.bridge.run(self.awaited._backend.begun(kind, size, spec))  # noqa: SLF001 -- of its twin
         try:
             with joining(self.awaited, running):
                 yield RunningSketch(running, self.bridge.run)
         finally:
             self.bridge.freed(running)
+
+
+class LocalTwin(SketchingTwin[SteerModel]):
+    """Blocking model whose engine runs beside this process."""
+
+    def __init__(self, awaited: SteerModel) -> None:
+        super().__init__(awaited, awaited.serving)
+
+    def __repr__(self) -> str:
+        return repr(self.awaited)
+
+    def start(self) -> Self:
+        """Start the engine and prove that its taps work; takes half a minute or more.
+
+        Raises:
+            The errors of `steercap.SteerModel.start`.
+        """
+        require_main_guard(BLOCKING)
+        return super().start()
 
     def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
         """Check a capture spec against this model as a call would, before anything runs.
@@ -106,7 +109,7 @@ class LocalTwin(Bridged[SteerModel]):
         return self.awaited.factory
 
 
-class ServedTwin(Bridged[RemoteModel]):
+class ServedTwin(SketchingTwin[RemoteModel]):
     """Blocking model that a server has open."""
 
     def __init__(self, awaited: RemoteModel) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 from torch.utils.data import IterableDataset
 
 from steercap.captures.handle import CHUNK_ROWS, CaptureHandle
-from steercap.core.call_style import BLOCKING
+from steercap.core.protocols import BLOCKING
 from steercap.errors import ModelClosed
 
 if TYPE_CHECKING:

@@ -13,11 +13,8 @@ from jaxtyping import Float
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.steering.edits import Edit
-from steercap.steering.edits.add import Add, AddIf
-from steercap.steering.edits.low_rank import LowRank
-from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
-from steercap.steering.edits.replace import Replace
-from steercap.steering.edits.sae_feature import SAEFeature
+from steercap.steering.edits.add import Add, AddIf, LowRank, SAEFeature
+from steercap.steering.edits.replace import Ablate, Cap, Replace, SetProjection
 from steercap.steering.spec import SteeringSpec
 
 Rows = Float[torch.Tensor, "rows hidden"]

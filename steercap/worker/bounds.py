@@ -14,7 +14,7 @@ from steercap.core.spec import MOST_TARGETS
 from steercap.core.tokens import Range
 from steercap.errors import WorkerFailure
 from steercap.kernels.codecs import ENCODINGS
-from steercap.worker.taps.base import TapSizes
+from steercap.worker.taps import TapSizes
 
 _FLOAT_BYTES: Final = 4
 

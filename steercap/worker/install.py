@@ -16,7 +16,7 @@ from torch import nn
 
 from steercap.architectures.decoder import Decoder, rows_of
 from steercap.architectures.families.base import Family, located
-from steercap.architectures.families.code import name_of
+from steercap.architectures.families.proved import name_of
 from steercap.architectures.sites import SITES
 from steercap.architectures.sites.base import Sizes, Tap, part_of
 from steercap.architectures.sites.residual import norm_tap
@@ -25,7 +25,7 @@ from steercap.core.names import is_module
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.errors import InvalidRequest, UnsupportedModel
-from steercap.worker.taps.base import Installed
+from steercap.worker.taps import Installed
 
 #: Function of a layer index, a site and rows, [n, width], of all ranks; it returns the output of that layer's block,
 #: or None if the layer is on another pipeline stage.

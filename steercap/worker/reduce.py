@@ -93,7 +93,7 @@ def rows_of(records: torch.Tensor, layout: RecordLayout, schemas: Sequence[Point
 
 
 def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
-    """Write one float32 row per point at a line, in the layout of `kernels.codecs.raw`."""
+    """Write one float32 row per point at a line, in the layout of `kernels.codecs.floats`."""
     encoding = ENCODINGS["reduced"]
     offsets = encoding.record(schemas, REDUCED).offsets
     for schema, offset, row in zip(schemas, offsets, rows, strict=True):

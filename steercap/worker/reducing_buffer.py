@@ -15,12 +15,12 @@ from steercap.core.rows import Ints, rows_selected
 from steercap.core.schema import REDUCED
 from steercap.core.spec import Reduction
 from steercap.kernels.codecs import ENCODINGS
-from steercap.kernels.codecs.raw import accumulator_records
+from steercap.kernels.codecs.floats import accumulator_records
 from steercap.worker.accumulators import EMPTY
 from steercap.worker.arena import Arena, Layouts, RecordLayout
 from steercap.worker.capture_buffer import CaptureBuffer
 from steercap.worker.reduce import Accumulator, rows_of, write_reduced
-from steercap.worker.taps.base import Taps
+from steercap.worker.taps import Taps
 
 
 class ReducingBuffer(CaptureBuffer):

@@ -78,7 +78,7 @@ from steercap.worker.saes import SAEs
 from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
 from steercap.worker.step import COMPARED, BatchRows, Step, StepReport
-from steercap.worker.taps.base import Taps
+from steercap.worker.taps import Taps
 
 _LOG: Final = logging.getLogger(__name__)
 #: Maximum tokens of a sequence where no limit is given.

@@ -28,7 +28,7 @@ from steercap.core.rows import Ints, ends_of_runs
 from steercap.core.tokens import Range
 from steercap.errors import WorkerFailure
 from steercap.worker.bounds import check_configure
-from steercap.worker.taps.base import Taps
+from steercap.worker.taps import Taps
 
 #: Maximum failed identities to remember; from then on, nothing is trusted.
 TAINTS: Final = 65_536

@@ -12,7 +12,7 @@ from support.rows import random_prompt
 from support.streams import ARMED, Equations, agrees, apart, streams_checkpoint
 
 from steercap import Ablate, Add, CaptureSpec, SteeringSpec, SteerModel
-from steercap.architectures.families.code import fingerprint_of
+from steercap.architectures.families.proved import fingerprint_of
 from steercap.captures.handle import CaptureHandle
 from steercap.core.spec import Point
 from steercap.errors import InvalidSpec, InvalidVector

@@ -32,17 +32,19 @@ from steercap import (
     errors,
 )
 from steercap.adapters import server
+from steercap.captures.sketch import Sketch
 from steercap.cli.doctor import examine_server
 from steercap.client import RemoteModel
 from steercap.lab.datasets import ActivationDataset
 from steercap.lab.datasets.collecting import activations, collect
-from steercap.lab.directions import Exchange, extract
+from steercap.lab.directions import Exchange, calibrate, extract
 from steercap.lab.studies.sweeps import Sweep, run_sweep
 from steercap.server.metrics import IDLE, IdleClock
 from steercap.server.server import ServerSettings, application
 from steercap.steering.directions import DirectionSet
 from steercap.steering.layers import LayerVectors
 from steercap.sync import SteerModel as Blocking
+from steercap.sync import calibrate as blocking_calibrate
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -95,6 +97,66 @@ def same(here: CaptureHandle, there: CaptureHandle) -> None:
         other = there.captures[point]
         assert other.dtype == rows.dtype
         torch.testing.assert_close(other, rows, rtol=1e-4, atol=1e-4)  # what runs beside it moves last bits
+
+
+NO_PROMPTS: dict[str, Any] = {
+    "no token": "",
+    "no token id": {"prompt_token_ids": []},
+    "too long": {"prompt_token_ids": [5] * 300},
+    "as long as the context": {"prompt_token_ids": [5] * 256},
+    "a long text": "a b c d " * 256,
+    "a number": {"prompt": 5},
+    "nothing": {"prompt": None},
+    "no ids": {"prompt_token_ids": None},
+    "a text for ids": {"prompt_token_ids": "abc"},
+    "fractions": {"prompt_token_ids": [1.5]},
+    "truth values": {"prompt_token_ids": [True]},
+    "lists of ids": {"prompt_token_ids": [[5]]},
+    "two axes": {"prompt_token_ids": torch.zeros(2, 2, dtype=torch.long)},
+    "half of a pair": "a\ud800b",
+    "a salt": {"prompt": "a", "cache_salt": 5},
+    "another key": {"prompt": "a", "text": "b"},
+}
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS.values(), ids=NO_PROMPTS)
+async def test_a_wrong_prompt_is_one_error_by_every_way(remote: RemoteModel, tiny: SteerModel, prompt: Any) -> None:
+    """In process and over a connection, whole and streamed, with and without special tokens."""
+
+    async def streamed(model: Any) -> list[Any]:
+        return [chunk async for chunk in model.stream(prompt, GREEDY)]
+
+    for model in (tiny, remote):
+        for call in (
+            lambda model: model.generate(prompt, GREEDY),
+            lambda model: model.generate(["a", prompt], GREEDY, capture_layers=[1]),
+            lambda model: model.generate(prompt, GREEDY, add_special_tokens=False),
+            lambda model: model.run(prompt, GREEDY, steering=Add(vector(3), layer=1)),
+            lambda model: model.read(prompt, capture_layers=[1]),
+            streamed,
+        ):
+            with pytest.raises(errors.SteercapError) as raised:
+                await call(model)
+            assert type(raised.value) is errors.InvalidPrompt, (model, raised.value)
+
+
+async def test_a_conversation_that_does_not_fit_is_one_error(remote: RemoteModel, tiny: SteerModel) -> None:
+    long, half = ([{"role": "user", "content": text}] for text in ("a b " * 256, "a\ud800b"))
+    own = {"chat_template_kwargs": {"chat_template": TEMPLATE}}
+    for model, arguments in ((tiny, own), (remote, {})):
+        with pytest.raises(errors.InvalidPrompt):
+            await model.chat(long, GREEDY, **arguments)
+        with pytest.raises(errors.InvalidRequest):
+            await model.chat(half, GREEDY, **arguments)
+    for text in ({}, b"abc", {1, 2}, None, 5):
+        for model in (tiny, remote):
+            with pytest.raises(errors.InvalidSpec):
+                await model.token_ids(text)
+    for model in (tiny, remote):
+        with pytest.raises(errors.InvalidPrompt, match="half of a surrogate pair"):
+            await model.token_ids("a\ud800b")
+        with pytest.raises(errors.InvalidRequest):
+            await model.generate("a", {"temperature": float("nan")})
 
 
 CAPTURES: list[CaptureSpec] = [
@@ -200,6 +262,11 @@ async def test_texts_prompts_and_samples_come_as_they_do_locally(remote: RemoteM
     assert raw.output.choices[0].logprobs.token_logprobs == pytest.approx(
         [max(one.logprob for one in said.values()) for said in known.output.outputs[0].logprobs], abs=1e-4
     )
+    vocabulary = list(range(0, 512, 4))  # of bytes that are no character by themselves, whose texts are alike
+    asked = {"temperature": 0.0, "max_tokens": 1, "logprob_token_ids": vocabulary}
+    raw, known = await remote.run(prompt, asked), await tiny.run(prompt, asked)
+    (said,), (right,) = raw.output.choices[0].logprobs.top_logprobs, known.output.outputs[0].logprobs
+    assert said == pytest.approx({f"token_id:{token}": one.logprob for token, one in right.items()}, abs=1e-4)
 
 
 async def test_read_gives_rows_and_no_text(remote: RemoteModel, tiny: SteerModel) -> None:
@@ -720,6 +787,179 @@ async def test_without_await(tiny: SteerModel, url: str) -> None:
 
     await asyncio.to_thread(notebook)
     assert await settled(tiny) == (0, 0, 0)
+
+
+def same_sketch(here: Sketch, there: Sketch) -> None:
+    """Two sketches are of the same rows: all that names them alike, statistics as far as other batches let them."""
+    for name in (
+        "kind",
+        "size",
+        "points",
+        "rows",
+        "requests",
+        "model",
+        "dtype",
+        "tokens",
+        "before_edits",
+        "num_layers",
+    ):
+        assert getattr(there, name) == getattr(here, name), name
+    assert there.versions == here.versions
+    assert {state.rows for state in there.states.values()} == {here.rows}
+    for point in here.points:
+        if here.kind == "frequent_directions":  # which depends on the order in which requests ended
+            (mine, bound), (others, other_bound) = here.frequent_directions(*point), there.frequent_directions(*point)
+            apart = torch.linalg.matrix_norm(mine.T @ mine - others.T @ others, 2)
+            assert apart <= bound + other_bound + 1e-3
+        elif here.kind == "moments":
+            torch.testing.assert_close(there.covariance(*point), here.covariance(*point), rtol=1e-4, atol=1e-4)
+        else:
+            torch.testing.assert_close(there.variance(*point), here.variance(*point), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(there.mean(*point), here.mean(*point), rtol=1e-4, atol=1e-4)
+
+
+SKETCHED: list[dict[str, Any]] = [
+    {"kind": "moments", "layers": [1, -1], "sites": ["resid_post", "mlp_out"]},
+    {"kind": "variances", "tokens": slice(1, None), "layers": slice(None, None, 2)},
+    {"kind": "frequent_directions", "layers": 2, "size": 16, "before_edits": True, "tokens": "prompt"},
+]
+
+
+@pytest.mark.parametrize("number", range(len(SKETCHED)))
+async def test_a_sketch_is_that_of_a_local_model(remote: RemoteModel, tiny: SteerModel, number: int) -> None:
+    """Of every kind: whatever joins it, also requests that capture, are steered, are read, or come in a stream."""
+    asked, edit = SKETCHED[number], Add(vector(3), 2.0, layer=1)
+    found = []
+    for model in (tiny, remote):
+        async with model.sketch(**asked) as running:
+            await model.generate([random_prompt(12 + k, k) for k in range(5)], GREEDY, steering=edit)
+            await model.generate(random_prompt(9, 9), {**GREEDY, "n": 3, "temperature": 1.0, "seed": 5})
+            assert await model.read([random_prompt(30, 30), random_prompt(31, 31)]) == [None, None]
+            same_rows = {name: asked[name] for name in ("tokens", "before_edits") if name in asked}
+            spec = CaptureSpec(sites=["resid_post", "mlp_out"], **same_rows)
+            handle = await model.read(random_prompt(20, 20), capture=spec)
+            assert await handle.fetch() is handle
+            async for _ in model.stream(random_prompt(8, 8), GREEDY):
+                pass
+            found.append(await running.fetch())
+            assert (running.requests, running.rows) == (found[-1].requests, found[-1].rows)
+            assert running.requests == 5 + 3 + 2 + 1 + 1
+            first = running.points[0]
+            torch.testing.assert_close(await running.mean(*first), found[-1].mean(*first))
+        with pytest.raises(errors.SketchClosed, match="fetch"):
+            await running.fetch()
+        assert "closed" in repr(running)
+    same_sketch(*found)
+    assert (await tiny.stats()).sketches == 0
+
+
+async def test_a_calibration_is_that_of_a_local_model(remote: RemoteModel, tiny: SteerModel) -> None:
+    """Its points, its vectors, and all that it says of its texts."""
+    texts = ["Hello there", "My day was long", "And one of more tokens than the others have."]
+    seen: list[int] = []
+    there = await calibrate(remote, texts, layers=[0, 2], sites=["resid_post", "mlp_out"], progress=seen.append)
+    here = await calibrate(tiny, texts, layers=[0, 2], sites=["resid_post", "mlp_out"])
+    assert seen[-1] == len(texts)
+    for name in ("points", "model", "revision", "dtype", "tokens", "prompts", "texts", "rows"):
+        assert getattr(there, name) == getattr(here, name), name
+    for point in here.points:
+        torch.testing.assert_close(there.means[point], here.means[point], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(there.spreads[point], here.spreads[point], rtol=1e-4, atol=1e-4)
+
+
+async def test_a_sketch_says_what_a_local_model_says(remote: RemoteModel, tiny: SteerModel) -> None:
+    """The same errors, with the same words, whether they are found here or at the server."""
+
+    async def said(model: Any, work: Any) -> str:
+        with pytest.raises(errors.SteercapError) as raised:
+            await work(model)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    def opening(**arguments: Any) -> Any:
+        async def work(model: Any) -> None:
+            async with model.sketch(**arguments):
+                raise AssertionError
+
+        return work
+
+    async def other_tokens(model: Any) -> None:
+        async with model.sketch(layers=1), model.sketch(layers=1, tokens="prompt"):
+            raise AssertionError
+
+    async def other_rows(model: Any) -> None:
+        async with model.sketch(layers=1):
+            await model.generate(random_prompt(9, 1), GREEDY, capture=CaptureSpec(layers=2))
+
+    async def watched(model: Any) -> None:
+        async with model.sketch(layers=1):
+            await model.run(random_prompt(9, 1), GREEDY, monitors=[Monitor(vector(1), 1.0, 1)])
+
+    async def too_few(model: Any) -> None:
+        async with model.sketch(layers=1) as running:
+            await running.variance(1)
+
+    works = [
+        opening(kind="moment"),
+        opening(kind="moments", size=4),
+        opening(kind="frequent_directions", size=0),
+        opening(kind="frequent_directions", size=10_000_000),
+        opening(layers=99),
+        opening(sites="neuron"),
+        opening(tokens="genrated"),
+        other_tokens,
+        other_rows,
+        watched,
+        too_few,
+    ]
+    for work in works:
+        here, there = await said(tiny, work), await said(remote, work)
+        assert re.sub(r"[\d,]+ bytes", "bytes", there) == re.sub(r"[\d,]+ bytes", "bytes", here)
+    assert (await tiny.stats()).sketches == 0
+
+
+async def test_a_sketch_belongs_to_its_key_and_goes_with_its_connection(url: str, tiny: SteerModel) -> None:
+    """Nobody else joins, reads or closes it; a request that ran when it was closed fails; a lost client's is freed."""
+    async with SteerModel.connect(url, api_key="mine") as mine, SteerModel.connect(url, api_key="yours") as yours:
+        async with mine.sketch(layers=1) as running, yours.sketch(layers=1) as other:
+            name, other.book.name = other.book.name, running.book.name
+            with pytest.raises(errors.SketchClosed, match="it is not yours"):
+                await yours.generate("Hello", GREEDY)
+            for method in ("GET", "DELETE"):
+                with pytest.raises(errors.SketchClosed, match="it is not yours"):
+                    await yours.connection.ask(method, f"/v1/steercap/sketches/{running.book.name}")
+            other.book.name = name
+            late = asyncio.ensure_future(mine.generate("Hello", {**GREEDY, "max_tokens": 200}))
+            while not (await tiny.stats()).handles_held:
+                await asyncio.sleep(0.01)
+        with pytest.raises(errors.SketchClosed):
+            await late
+        await mine._backend.begun("moments", None, CaptureSpec(layers=1, codec="raw"))  # as if its block never ended
+        assert (await tiny.stats()).sketches == 1
+    assert (await tiny.stats()).sketches == 0
+
+
+async def test_a_sketch_without_await(tiny: SteerModel, url: str) -> None:
+    """The blocking twins of sketches and of `calibrate`, from a thread."""
+    async with tiny.sketch(layers=1) as running:
+        await tiny.generate(["Hello there", "My day"], GREEDY)
+        here = await running.fetch()
+    made = await calibrate(tiny, ["Hello there", "My day was long"])
+
+    def notebook() -> None:
+        with Blocking.connect(url, api_key="mine") as model:
+            with model.sketch(layers=1) as sketch:
+                model.generate(["Hello there", "My day"], GREEDY)
+                same_sketch(here, sketch.fetch())
+                assert sketch.requests == 2
+                torch.testing.assert_close(sketch.mean(1), here.mean(1), rtol=1e-4, atol=1e-4)
+            with pytest.raises(errors.SketchClosed):
+                sketch.fetch()
+            found = blocking_calibrate(model, ["Hello there", "My day was long"])
+            assert (found.points, found.prompts, found.rows) == (made.points, made.prompts, made.rows)
+
+    await asyncio.to_thread(notebook)
+    assert await settled(tiny) == (0, 0, 0)
+    assert (await tiny.stats()).sketches == 0
 
 
 async def test_a_running_server_is_checked_by_a_captured_chat(url: str, tiny: SteerModel) -> None:

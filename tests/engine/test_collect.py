@@ -37,7 +37,7 @@ from steercap.errors import (
 )
 from steercap.lab.datasets import ActivationDataset, DatasetFolder, verify
 from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, collect, open_source, pipeline
-from steercap.lab.datasets.collecting.collection import Progress
+from steercap.lab.datasets.collecting.reading import Progress
 from steercap.lab.datasets.collecting.samples import Selected, seed_of
 from steercap.lab.datasets.storage import LocalFolder
 from steercap.lab.directions import calibrate

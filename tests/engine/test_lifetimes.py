@@ -18,6 +18,8 @@ from conftest import Leftovers
 from support.kills import Kill, Report, end_one, kills
 from support.loops import loops
 from support.rows import GREEDY, TINY_ENGINE, random_prompt
+from vllm import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from steercap import SteerModel, errors
 from steercap.concurrency.heartbeat import watching
@@ -139,12 +141,22 @@ async def test_a_thread_closes_a_model_that_generates_and_one_that_starts() -> N
         await starting
     model = await SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE).start()
     running = asyncio.create_task(model.generate([PROMPT] * 8, LONG, capture_layers="all"))
+
+    async def served(name: str) -> None:
+        """Ask the engine as a server does, behind the model's back."""
+        async for _ in model.engine.generate({"prompt_token_ids": PROMPT}, SamplingParams(**LONG), name):
+            pass
+
+    asked = asyncio.create_task(served("early"))
     steps = (await model.stats()).steps
     while (await model.stats()).steps < steps + 3:
         assert not running.done()
+        assert not asked.done()
     await asyncio.to_thread(lambda: asyncio.run(model.aclose()))
     with pytest.raises(errors.ModelClosed):
         await running
+    with pytest.raises(EngineDeadError):
+        await asyncio.wait_for(asked, PATIENT)
     await asyncio.sleep(0)  # vLLM leaves its sockets to its loop
     assert not before.new()
 

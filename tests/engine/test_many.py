@@ -17,7 +17,7 @@ from support.folders import digests
 from steercap import errors
 from steercap.lab.datasets import RemoteFolder, verify
 from steercap.lab.datasets.collecting import RayActors, collect
-from steercap.lab.datasets.collecting.collection import Progress
+from steercap.lab.datasets.collecting.reading import Progress
 
 HERE = Path(__file__).parent.parent
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 from conftest import opened
-from support.agreement import sites_of
+from support.agreement import rows_agree, sites_of
 from support.images import picture
 from support.multimodal import (
     LONG,
@@ -24,6 +24,7 @@ from support.specs import vector
 
 from steercap import Add, CaptureHandle, CaptureSpec, SteeringSpec, SteerModel
 from steercap.errors import InvalidPrompt
+from steercap.testing import Reference
 
 #: Long prompts are read in chunks of 64 tokens.
 ENGINE = {**CRAMPED, "max_model_len": LONGEST, "kv_cache_memory_bytes": 16 << 20}
@@ -37,7 +38,7 @@ EIGHT = {"max_tokens": 8, **GREEDY}
             name,
             marks=pytest.mark.skipif(
                 name not in runnable(),
-                reason="vLLM's file of this model imports torchvision, which has no build for this torch on CPU",
+                reason="this model's processor of videos needs torchvision, which has no build for this torch on CPU",
             ),
         )
         for name in WRAPPERS
@@ -137,3 +138,15 @@ async def test_what_cannot_be_looked_at_is_refused(served) -> None:
         await model.chat([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}])
     async with await model.read(prompt_of(name, "a {} b", picture(1)), capture_layers=0) as handle:
         assert "image" in handle.token_types
+
+
+@pytest.mark.skipif("qwen3_vl" in runnable(), reason="torchvision is installed")
+async def test_text_alone_is_served_without_torchvision(record_property) -> None:
+    """A model whose pictures need torchvision reads text as transformers does, and refuses a picture with the reason."""
+    path = wrapper_checkpoint("qwen3_vl")
+    async with opened(path, sites="all", **ENGINE) as model:
+        for key, same in (await rows_agree(model, Reference(path))).items():
+            record_property(key, f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
+        with pytest.raises(InvalidPrompt, match="of kind 'image', which this model prepares with torchvision"):
+            await model.generate(prompt_of("qwen3_vl", "a {} b", picture(1)), EIGHT)
+        assert (await model.generate("a b", EIGHT))[0]

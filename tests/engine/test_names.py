@@ -12,8 +12,8 @@ import torch
 from support.rows import CRAMPED, GREEDY, TINY_ENGINE, by_part, inputs_of, random_prompt, within
 
 from steercap import Add, CaptureSpec, Point, SteeringSpec, SteerModel, errors
+from steercap.testing import tiny_checkpoint
 from steercap.testing.reference import Reference
-from steercap.testing.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from support.rows import ALL_SITES, GREEDY, random_prompt, settled
 from steercap import Ablate, CaptureHandle, CaptureSpec, SteeringSpec
 from steercap.errors import InvalidSpec
 from steercap.steering import DirectionSet, LayerVectors
-from steercap.steering.directions import alike
+from steercap.steering.edits.inputs import alike
 
 
 @pytest.mark.parametrize("site", ALL_SITES)

@@ -114,6 +114,26 @@ async def test_a_header_and_a_capture_of_ones_own_leave_a_request_out(tiny: Stee
     await settled(tiny)
 
 
+async def test_a_request_without_rows_to_record_is_not_dropped(tiny: SteerModel, tmp_path) -> None:
+    """A sampled token has a row only once a later pass reads it: one token, or an end at the first, has none."""
+    prompt = random_prompt(12, 4)
+    async with recording(tiny, folder=tmp_path, tokens="generated") as served:
+
+        async def asked(**more: Any) -> Any:
+            given = {"model": "tiny", "prompt": prompt, "temperature": 0.0, **more}
+            return (await served.openai.completions.create(**given)).choices[0]
+
+        first = await asked(max_tokens=1, extra_body={"return_token_ids": True})
+        assert (served.recorder.skipped, served.recorder.dropped) == ({"no_rows": 1}, {})
+        ends = {"stop_token_ids": first.token_ids, "ignore_eos": True}
+        assert (await asked(max_tokens=6, extra_body=ends)).finish_reason == "stop"
+        await asked(max_tokens=6, extra_body={"ignore_eos": True})
+        found = await served.written(2)
+        assert (served.recorder.skipped, served.recorder.dropped) == ({"no_rows": 1}, {})
+    assert [len(one.positions) for request in found for one in request.handles()] == [0, 5]
+    await settled(tiny)
+
+
 async def test_a_stalled_file_system_stops_no_request(tiny: SteerModel, tmp_path, monkeypatch) -> None:
     """The segment's manifest is a FIFO, at which the writer waits in the kernel. Requests are answered meanwhile; what
     no longer fits the queue is counted; and once the FIFO gives way, the next segment is written.

@@ -16,7 +16,7 @@ from steercap.core.spec import CaptureSpec, Point
 from steercap.errors import InvalidSpec
 from steercap.model import SteerModel
 from steercap.steering.directions import DirectionSet
-from steercap.steering.edits.projecting import Ablate
+from steercap.steering.edits.replace import Ablate
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.reference import PERFECT, Parity, Reference

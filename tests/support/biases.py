@@ -19,7 +19,7 @@ from support.specs import edit, vector
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Of the checkpoints of `testing.tiny`.
+#: Of the checkpoints of `steercap.testing`.
 VOCABULARY: Final = 512
 WIDTH: Final = 128
 #: Prompts repeat themselves, so that there is something to draft from.
@@ -72,7 +72,7 @@ async def biases_agree(model: SteerModel, reference: Reference) -> float:
     Tokens, log probabilities of the likeliest and of the sampled token, and receipts.
 
     Args:
-        model: it serves a checkpoint of `testing.tiny`, in float32.
+        model: it serves a checkpoint of `steercap.testing`, in float32.
         reference: of the same.
 
     Returns:

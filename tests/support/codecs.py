@@ -13,7 +13,7 @@ from steercap.core.schema import Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.kernels.codecs import ENCODINGS, Codec
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.kernels.codecs.full8 import CALIBRATED
+from steercap.kernels.codecs.uniform import CALIBRATED
 from steercap.lab.directions.extraction import calibrate
 from steercap.model import SteerModel
 from steercap.steering.spec import SteeringSpec

@@ -23,8 +23,8 @@ from steercap.adapters.tracing import derived
 from steercap.architectures.decoder import Decoder, decoder_of
 from steercap.architectures.families import FAMILIES, families_of
 from steercap.architectures.families.base import Family, located
-from steercap.architectures.families.code import is_transformers
 from steercap.architectures.families.derived import FIELDS, candidates
+from steercap.architectures.families.proved import is_transformers
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.stacking import flat
 from steercap.core.spec import CaptureSpec, Point
-from steercap.lab.demo.checkpoint import cached
+from steercap.lab.demo import cached
 from steercap.model import SteerModel
 from steercap.steering.spec import SteeringSpec
+from steercap.testing import SEED, tiny_checkpoint
 from steercap.testing.reference import Reference
-from steercap.testing.tiny import SEED, tiny_checkpoint
 from support.rows import GREEDY, inputs_of, random_prompt
 
 #: What the tiny checkpoints of families and of `ARCHITECTURES` have besides, so that routing does all that it can.

@@ -253,7 +253,7 @@ def _shown(pid: int) -> str:
 
 
 def _command() -> list[str]:
-    from steercap.testing.tiny import tiny_checkpoint
+    from steercap.testing import tiny_checkpoint
 
     model = ("-m", str(tiny_checkpoint("qwen3")), *_ENGINE, "kv_cache_memory_bytes=33554432")
     return [sys.executable, "-m", "steercap", "generate", "Once upon a time", "--max-tokens", "200", *model]
@@ -263,7 +263,7 @@ async def _live() -> None:
     """A client's life, said aloud."""
     from steercap.captures.saving import save_run
     from steercap.model import SteerModel
-    from steercap.testing.tiny import tiny_checkpoint
+    from steercap.testing import tiny_checkpoint
     from support.rows import TINY_ENGINE, random_prompt
 
     print("starts", flush=True)

@@ -1,7 +1,7 @@
 """Tiny random models that look at pictures, written by transformers, and what transformers computes of the same ones.
 
-Processors of pictures are transformers' with PIL, so that torchvision is needed only where vLLM's own file of a model,
-or a processor of videos, asks for it.
+Processors of pictures are transformers' with PIL, so that torchvision is needed only where a processor of videos asks
+for it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 from steercap.captures.handle import CaptureHandle
 from steercap.core.extras import extra
 from steercap.core.spec import CaptureSpec
-from steercap.lab.demo.checkpoint import cached
+from steercap.lab.demo import cached
 from steercap.steering.spec import SteeringSpec
+from steercap.testing import INIT_STD, SEED, SPECIAL, tokenizer, write_model
 from steercap.testing.architectures import FAMILY_CONFIGS, TINY
 from steercap.testing.reference import Parity, Reference
-from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer, write_model
 from support.images import picture
 from support.rows import GREEDY, flattened, inputs_of, parity, within, worst
 
@@ -59,7 +59,8 @@ class Wrapper:
         processor: makes transformers' processor, of a tokenizer.
         stands: what stands in a prompt for a picture.
         engine: engine arguments that it needs.
-        torchvision: whether vLLM's file of it imports torchvision.
+        torchvision: name of its processor where that has one of videos, which needs torchvision; without it the model
+            reads text alone.
         tall: width and height, in pixels, of the tallest picture that it is shown.
         left_out: what transformers' processor gives and its model must not get to compute what vLLM does on CPU.
     """
@@ -69,7 +70,7 @@ class Wrapper:
     processor: Callable[[Any], Any]
     stands: str = PLACEHOLDER
     engine: Mapping[str, Any] = field(default_factory=dict)
-    torchvision: bool = False
+    torchvision: str = ""
     tall: tuple[int, int] = (56, 90)
     left_out: tuple[str, ...] = ()
 
@@ -176,13 +177,12 @@ _GEMMA3: Final = Wrapper(
     tokens=_GEMMA,
     processor=_gemma3,
     stands="<boi>",
-    torchvision=True,
     left_out=("token_type_ids",),
 )
 #: By name.
 WRAPPERS: Final[Mapping[str, Wrapper]] = {
     "gemma3_mm": _GEMMA3,
-    "gemma3_mm_tf": replace(_GEMMA3, engine={"model_impl": "transformers"}, torchvision=False),
+    "gemma3_mm_tf": replace(_GEMMA3, engine={"model_impl": "transformers"}),
     "llava": Wrapper(
         config={
             "model_type": "llava",
@@ -193,7 +193,6 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
         },
         tokens={"image_token": PLACEHOLDER},
         processor=_llava,
-        torchvision=True,
     ),
     "idefics3": Wrapper(
         config={
@@ -235,7 +234,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
         tokens=_QWEN,
         processor=_qwen2_5,
         stands=f"<begin>{PLACEHOLDER}<end>",
-        torchvision=True,
+        torchvision="Qwen2_5_VLProcessor",
     ),
     "qwen3_vl": Wrapper(
         config={
@@ -252,7 +251,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
         tokens=_QWEN,
         processor=_qwen3,
         stands=f"<begin>{PLACEHOLDER}<end>",
-        torchvision=True,
+        torchvision="Qwen3VLProcessor",
     ),
 }
 
@@ -263,7 +262,7 @@ _ON_THE_HUB: Final = "vision_tower.vision_model."
 
 
 def runnable() -> list[str]:
-    """The wrappers whose processors and vLLM's files can be imported here."""
+    """The wrappers whose processors can be made here."""
     return [name for name, one in WRAPPERS.items() if not one.torchvision or find_spec("torchvision")]
 
 
@@ -274,7 +273,8 @@ def wrapper_checkpoint(name: str) -> Path:
         name: which of `WRAPPERS`.
     """
     wrapper = WRAPPERS[name]
-    known = json.dumps([wrapper.config, wrapper.tokens, _ON_THE_HUB, INIT_STD, SEED], sort_keys=True)
+    blind = [] if name in runnable() else ["text alone"]
+    known = json.dumps([wrapper.config, wrapper.tokens, _ON_THE_HUB, INIT_STD, SEED, *blind], sort_keys=True)
     kind = wrapper.config["model_type"]
     return cached(f"seeing-{kind}-{hashlib.sha256(known.encode()).hexdigest()[:8]}", partial(_write, wrapper))
 
@@ -287,7 +287,13 @@ def _write(wrapper: Wrapper, folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = {_TOWER.sub(_ON_THE_HUB, name): tensor for name, tensor in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
-    wrapper.processor(tokenizer(**wrapper.tokens)).save_pretrained(folder)
+    text = tokenizer(**wrapper.tokens)
+    if wrapper.torchvision and not find_spec("torchvision"):
+        text.save_pretrained(folder)
+        published = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": wrapper.torchvision}
+        (folder / "preprocessor_config.json").write_text(json.dumps(published))
+    else:
+        wrapper.processor(text).save_pretrained(folder)
 
 
 def prompt_of(name: str, text: str, *pictures: Any) -> dict[str, Any]:

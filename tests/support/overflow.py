@@ -14,10 +14,8 @@ from steercap.core.spec import CaptureSpec
 from steercap.errors import SteeringNotApplied
 from steercap.model import SteerModel
 from steercap.steering.edits import Edit
-from steercap.steering.edits.add import Add, AddIf
-from steercap.steering.edits.projecting import SetProjection
-from steercap.steering.edits.replace import Replace
-from steercap.steering.edits.sae_feature import SAEFeature
+from steercap.steering.edits.add import Add, AddIf, SAEFeature
+from steercap.steering.edits.replace import Replace, SetProjection
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.reference import compare_rows
 from support.rows import GREEDY, flattened, random_prompt

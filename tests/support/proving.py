@@ -10,9 +10,9 @@ import torch
 from steercap.adapters.releases import installed
 from steercap.errors import ModelNotLoaded, TapsNotInstalled, UnsupportedModel
 from steercap.model import SteerModel
+from steercap.testing import tiny_checkpoint
 from steercap.testing.architectures import ENGINES, ON_CUDA
 from steercap.testing.reference import Reference
-from steercap.testing.tiny import tiny_checkpoint
 from support.agreement import edits_agree, layers_agree, rows_agree
 from support.multimodal import LONGEST, WRAPPERS, Looking, pictures_agree, wrapper_checkpoint
 from support.rows import TINY_ENGINE

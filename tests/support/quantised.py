@@ -21,9 +21,9 @@ from torch import nn
 
 from steercap.adapters import hardware
 from steercap.core.extras import extra
-from steercap.lab.demo.checkpoint import cached
+from steercap.lab.demo import cached
+from steercap.testing import INIT_STD, tiny_checkpoint
 from steercap.testing.reference import Reference
-from steercap.testing.tiny import INIT_STD, tiny_checkpoint
 from support.rows import MIN_COSINE_16
 
 Weight: TypeAlias = Float[torch.Tensor, "outputs inputs"]

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 from steercap.steering.edits import Edit
-from steercap.steering.edits.add import Add, AddIf
-from steercap.steering.edits.low_rank import LowRank
-from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
-from steercap.steering.edits.replace import Replace
-from steercap.steering.edits.sae_feature import SAEFeature
+from steercap.steering.edits.add import Add, AddIf, LowRank, SAEFeature
+from steercap.steering.edits.replace import Ablate, Cap, Replace, SetProjection
 from steercap.steering.spec import SteeringSpec
 
 OPERATIONS = ("add", "add_if", "ablate", "cap", "set_projection", "sae_feature", "low_rank", "replace")

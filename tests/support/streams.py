@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 
 from steercap.core.extras import extra
 from steercap.core.spec import Point
-from steercap.lab.demo.checkpoint import cached
-from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer
+from steercap.lab.demo import cached
+from steercap.testing import INIT_STD, SEED, SPECIAL, tokenizer
 
 if TYPE_CHECKING:
     from steercap.captures.handle import CaptureHandle

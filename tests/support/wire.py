@@ -55,7 +55,7 @@ from steercap.errors import CaptureError, InvalidFrame, SteeringNotApplied
 from steercap.worker.memory import LineReader, Readable
 from steercap.worker.runtime import Runtime
 from steercap.worker.step import BatchRows
-from steercap.worker.taps.base import Installed, TapSizes
+from steercap.worker.taps import Installed, TapSizes
 from steercap.worker.taps.host import HostTaps
 from support.frames import mangled, random_of
 

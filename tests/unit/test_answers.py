@@ -8,6 +8,7 @@ import math
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -26,8 +27,7 @@ from steercap.files.folder import locked
 from steercap.lab.personas import read_answers, read_answers_by_dtype
 from steercap.lab.personas.answer_files import read_scores
 from steercap.lab.personas.answer_folder import RowsFile
-from steercap.testing import tiny_checkpoint
-from steercap.testing.tiny import tokenizer
+from steercap.testing import tiny_checkpoint, tokenizer
 
 LAYERS, HIDDEN, CONTEXT = 3, 5, 120
 TEMPLATE = "{% for one in messages %}{{ one.role[0] }}:{{ one.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -199,16 +199,17 @@ async def test_a_run_that_ends_at_any_moment_is_resumed_to_the_same_bytes(tmp_pa
     left = [0]
 
     def ending(work: Any) -> Any:
-        def done(*given: Any) -> Any:
+        def done(*given: Any, **named: Any) -> Any:
             left[0] -= 1
             if left[0] == 0:
                 raise Killed
-            return work(*given)
+            return work(*given, **named)
 
         return done
 
     monkeypatch.setattr(RowsFile, "put", ending(put))
     monkeypatch.setattr(Path, "replace", ending(replace))
+    monkeypatch.setattr(Path, "unlink", ending(Path.unlink))
     while True:
         by_file = rng.random() < 0.5
         left[0] = rng.randint(1, 30) if by_file else -1
@@ -358,6 +359,66 @@ async def test_other_scores_make_other_levels_of_what_was_read(tmp_path) -> None
     assert found.personas["calm"].left_out["pos_2"] == {"not scored": 10}
     await read_answers(Formula(), kind="role", **asked(tmp_path / "b", minimum=2))
     assert digests(tmp_path / "a/out") == digests(tmp_path / "b/out")
+
+
+async def test_scores_that_are_taken_back_have_their_own_levels(tmp_path, monkeypatch) -> None:
+    """A call with other scores ends before any of its operations on files; the former scores give the former levels."""
+    written(tmp_path, "role")
+    path, other = tmp_path / "extract_scores/calm.json", '{"pos_p0_q1": 2, "pos_p0_q2": 2}'
+    await read_answers(Formula(), kind="role", **asked(tmp_path))
+    right, scores, left = digests(tmp_path / "out"), path.read_text(), [0]
+
+    def ending(work: Any) -> Any:
+        def done(*given: Any, **named: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return work(*given, **named)
+
+        return done
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(Path, name, ending(getattr(Path, name)))
+    for former in (scores, "{}"):  # "{}" has the level of default answers alone
+        path.write_text(former)
+        left[0] = 0
+        await read_answers(Formula(), kind="role", **asked(tmp_path))
+        right = digests(tmp_path / "out")
+        for at in range(1, 9):
+            path.write_text(other)
+            left[0] = at
+            with suppress(Killed):
+                await read_answers(Formula(), kind="role", **asked(tmp_path))
+            left[0] = 0
+            path.write_text(former)
+            await read_answers(Formula(), kind="role", **asked(tmp_path))
+            assert digests(tmp_path / "out") == right, at
+
+
+async def test_default_answers_of_earlier_calls_count(tmp_path) -> None:
+    """A call that names one default file, or none, leaves the mean of all that were read."""
+    talks = written(tmp_path, "role")
+    file = tmp_path / "responses/default.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[:5]) + "\n")
+    (tmp_path / "responses/aside.jsonl").write_text("\n".join(lines[5:]) + "\n")
+    await read_answers(Formula(), kind="role", **asked(tmp_path))
+    right = digests(tmp_path / "out")
+    for names in (["default"], ["aside"], ["calm"], ["aside", "wry"]):
+        found = await read_answers(Formula(), kind="role", names=names, **asked(tmp_path))
+        assert (found.default, digests(tmp_path / "out")) == (12, right), names
+    new = {**asked(tmp_path), "to": tmp_path / "new"}
+    assert (await read_answers(Formula(), kind="role", names=["calm"], **new)).default == 0
+    assert (await read_answers(Formula(), kind="role", names=["default"], **new)).default == 5
+    assert (await read_answers(Formula(), kind="role", names=["aside"], **new)).default == 12
+    default = torch.load(tmp_path / "new/default_vectors.pt", weights_only=True)["activations"]["default_1"]
+    mean = np.mean([mean_of(talk) for talk in talks["default"].values()], axis=0)
+    np.testing.assert_allclose(default.numpy(), mean, rtol=2e-6, atol=1e-5)
+    file.write_text("\n".join(lines[:4]) + "\n")
+    with pytest.raises(RunDiffers, match=r"default\.jsonl has changed"):
+        await read_answers(Formula(), kind="role", names=["aside"], **new)
+    file.unlink()
+    assert (await read_answers(Formula(), kind="role", names=["aside"], **new)).default == 7
 
 
 class Sized(Formula):

@@ -193,7 +193,7 @@ def test_a_handle_without_what_it_takes_says_what() -> None:
     with pytest.raises(InvalidRequest, match="layer 0 cannot be computed: it adds ALiBi's slopes"):
         handle.attention_pattern(0)
     for top in (0, -1, True, "many"):
-        with pytest.raises(InvalidRequest, match="give a whole number above 0"):
+        with pytest.raises(InvalidRequest, match="give a whole number, 1 or more"):
             handle.attention(0, top=top)
     for most in ("x", 1.5, None, True):
         with pytest.raises(InvalidRequest, match="give a whole number of bytes"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import docs_speed
 import pytest
 from gpu_phases import PHASES, Watch, medians, phases, phases_table
 from gpu_rounds import BASE, CONTROL, MODES, NEURONS, Workload, modes_for, ratios, sequence, sites_for, summary
@@ -198,3 +200,38 @@ async def test_an_engine_is_watched_from_outside() -> None:
     found = watch.phases(2)
     assert found["passes"] == 1
     assert 0 < found["first_sent_ms"] <= found["first_output_ms"] <= found["whole_ms"]
+
+
+def test_requests_that_arrive_as_others_end_have_lengths_around_those_written() -> None:
+    load = Workload.parse("64~128+200")
+    assert (str(load), load.requests, load.under_way) == ("64~128+200", 192, 64)
+    prompts, generated = (sorted(lengths) for lengths in zip(*load.lengths, strict=True))
+    assert 64 <= prompts[0] < 80
+    assert 176 < prompts[-1] <= 192
+    assert 100 <= generated[0] < 115
+    assert 285 < generated[-1] <= 300
+    assert load.tokens == sum(load.rows) + 192
+    assert Workload.parse("64x128+200").lengths == ((128, 200),) * 64
+
+
+def test_the_page_has_the_table_of_what_was_measured() -> None:
+    table = docs_speed.markdown(json.loads(docs_speed.KEPT.read_text()))
+    assert f"{docs_speed.START}{table}{docs_speed.END}" in docs_speed.PAGE.read_text()
+
+
+def test_a_table_has_the_limit_of_each_mode(tmp_path: Path) -> None:
+    ratio = {"median": 1.02, "low": 1.01, "high": 1.04}
+    modes = {name: {"ratio": ratio} for name in ("control", "idle", "steer-1", "steer-64")} | {"base": {"ratio": None}}
+    data = {
+        "argv": ["bench_gpu.py", "--shape", "qwen3-8b"],
+        "machine": {"gpus": "name, memory\nA card, 1 GiB", "commit": "0123456789"},
+        "workloads": {"64x128+200": {"rounds": [[], []], "summary": modes}, "1x32+200": {"rounds": []}},
+    }
+    (tmp_path / "bench.json").write_text(json.dumps(data))
+    found = docs_speed.kept(tmp_path / "bench.json", "A note.")
+    assert found.keys() == {"qwen3-8b 64x128+200"}
+    row, said = docs_speed.markdown(found).splitlines()[2::2]
+    cell = "**+2.0** (+1.0 to +4.0"
+    assert row == f"| qwen3-8b 64x128+200 | {cell}) | {cell}, aim 0.5) |  | {cell}, aim 1.5) | {cell}, aim 2) |"
+    assert said.startswith("- qwen3-8b 64x128+200: A card, 20")
+    assert said.endswith(", 01234567, 2 rounds. A note.")

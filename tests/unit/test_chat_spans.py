@@ -15,11 +15,11 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.rows import Captures, Found
 from steercap.client.chats import templated as served
-from steercap.core.chat import LEFT_OUT, UNCLEAR
+from steercap.core.chat import LEFT_OUT, UNCLEAR, said_in
 from steercap.core.prompts import templated
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
-from steercap.errors import InvalidSpec
+from steercap.errors import InvalidPrompt, InvalidSpec
 
 #: Each template with its oracle: pieces (index of the message or None, text), written from the template by hand.
 TEMPLATES: dict[str, tuple[str, object]] = {}
@@ -277,6 +277,9 @@ class Characters:
     def apply_chat_template(self, conversation, *, tokenize, **given):
         return real().apply_chat_template(conversation, tokenize=tokenize, chat_template=self.source, **given)
 
+    def encode(self, text, **_):
+        return [*map(ord, text)]
+
     def __call__(self, text, **_):
         return {"input_ids": [*map(ord, text)], "offset_mapping": [(at, at + 1) for at in range(len(text))]}
 
@@ -369,6 +372,58 @@ def test_parts_of_a_content_are_one_message() -> None:
     talk = [{"role": "user", "content": parts}, {"role": "user", "content": parts[:1]}]
     _, spans = templated(Characters(source), talk, {}, spans=True)
     assert [(span.index, span.start, span.stop) for span in spans] == [(0, 6, 16), (1, 23, 27)]
+
+
+TEXTS_ALONE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+ADDS_TEXTS = "{% for m in messages %}{{ '[' + m.role + ']' + m.content | trim | upper }}{% endfor %}"
+PARTS_ALONE = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content | selectattr('type', 'equalto', 'text') %}"
+    "{{ part.text }}|{% endfor %}{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}|{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        (TEXTS_ALONE, "[system]Be brief.[user]Why\ndo so?[tool][assistant]No."),
+        (ADDS_TEXTS, "[system]BE BRIEF.[user]WHY\nDO SO?[tool][assistant]NO."),
+        (PARTS_ALONE, "[system]Be brief.|[user]Why|do so?|[tool]|[assistant]No.|"),
+        (EITHER, "[system]Be brief.[user]Why|do so?|[tool][assistant]No.|"),
+    ],
+)
+def test_contents_are_given_as_the_template_reads_them(source, written) -> None:
+    """Parts where it reads parts, else their texts, as vLLM's server does: no list as Python writes it, no None."""
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Why"}, "do so?"]},
+        {"role": "tool", "content": None},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    ids, spans = templated(Characters(source), talk, {}, spans=True)
+    text = "".join(map(chr, ids))
+    assert text == written
+    mine = [[text[span.start : span.stop].lower() for span in spans if span.index == index] for index in range(2)]
+    assert "".join(mine[0]) == "be brief."
+    assert "".join(mine[1]).replace("\n", "").replace("|", "") == "whydo so?"
+
+
+def test_texts_are_parts_where_a_template_reads_nothing_else() -> None:
+    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": ""}]
+    ids, _ = templated(Characters(PARTS_ALONE), talk, {}, spans=False)
+    assert "".join(map(chr, ids)) == "[user]Why?|[assistant]|"
+
+
+def test_a_part_that_is_no_text_is_refused_where_texts_are_read() -> None:
+    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "tool_reference", "name": "b"}]}]
+    with pytest.raises(InvalidPrompt, match=r"tool_reference.* is no text; give \{'type': 'text', 'text': \.\.\.\}"):
+        templated(Characters(TEXTS_ALONE), talk, {}, spans=False)
+    for wrong in (3, {"text": "a"}):
+        with pytest.raises(InvalidPrompt, match=r"content=.* of a message; give text, or a list of parts"):
+            said_in({"role": "user", "content": wrong})
 
 
 def handle_of(name: str, talk) -> CaptureHandle:

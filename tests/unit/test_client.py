@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 import torch
 from handles import a_handle
@@ -174,6 +176,18 @@ def test_steering_is_read_as_what_was_said(given_, keeps) -> None:
     alike(spec, steering_of(told(steering_asked(spec)), Library(), ME))
 
 
+@pytest.mark.parametrize("far", [10**9, 2**31, sys.maxsize, 10**30])
+def test_slices_reach_as_far_as_they_do_here(far) -> None:
+    """Bounds beyond every sequence and model, as `slice(0, sys.maxsize)`, are those of an ordinary slice."""
+    for part in (slice(0, far), slice(-far, None), slice(None, None, far)):
+        for spec in (CaptureSpec(layers=part), CaptureSpec(layers=[1], tokens=[part, 3])):
+            assert capture_of(told(capture_asked(spec, None)), Library(), ME) == spec
+        spec = SteeringSpec([Add(torch.ones(4), layers=part, tokens=part), LogitBias({3: 1.0}, part)])
+        alike(spec, steering_of(told(steering_asked(spec)), Library(), ME))
+        rows = SteeringSpec([Replace(torch.ones(2, 4), [3, 1], elements=part, layer=1)])
+        alike(rows, steering_of(told(steering_asked(rows)), Library(), ME))
+
+
 def test_what_json_does_not_hold_is_a_file() -> None:
     """Long vectors, norms kept by a part of a spec, bounds of infinity: the server reads the same from it."""
     nested = SteeringSpec(
@@ -248,6 +262,18 @@ def test_parameters_left_out_are_vllms_own() -> None:
             sampling_asked(wrong)
 
 
+def test_a_bias_that_a_server_would_bound_is_refused() -> None:
+    """vLLM's server makes 500 and -inf of `logit_bias` 100 and -100; the engine itself takes them as they are."""
+    from vllm import SamplingParams
+
+    assert SamplingParams.from_optional(logit_bias={3: 500.0, 4: -math.inf}).logit_bias == {3: 100.0, 4: -100.0}
+    assert sampling_asked({"logit_bias": {3: 100, 4: -100.0}})["logit_bias"] == {3: 100, 4: -100.0}
+    for wrong in (100.5, -500, math.inf, -math.inf, math.nan, np.float32(1e6)):
+        for given_ in ({"logit_bias": {3: 1.0, 7: wrong}}, SamplingParams(logit_bias={3: 1.0, 7: wrong})):
+            with pytest.raises(InvalidRequest, match=r"logit_bias\[7\]=.*steering=LogitBias"):
+                sampling_asked(given_)
+
+
 # Answers
 
 
@@ -302,7 +328,9 @@ async def test_a_connection_says_what_the_server_has() -> None:
             r"RemoteModel\(http://there, 'm\+calm', open: \d+ layers × \d+, \w*; taps at resid_post: 1\)", repr(model)
         )
         for name in LACKING:
-            with pytest.raises(AttributeError, match=f"a RemoteModel has no '{name}': "):
+            with pytest.raises(
+                AttributeError, match=f"'RemoteModel' object has no attribute '{name}'; {re.escape(LACKING[name])}"
+            ):
                 getattr(model, name)
         with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
             _ = model.nothing
@@ -359,12 +387,16 @@ async def test_what_is_no_server_of_ours_is_refused() -> None:
         (JSONResponse({"error": {"message": "full"}}, 429), CaptureMemoryFull, "full"),
         (JSONResponse({"error": "Unauthorized"}, 401), ServerFailure, "refuses the API key"),
         (JSONResponse("what?", 503), ServerFailure, "answered 503: what"),
-        (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "does not report the edits"),
-        (JSONResponse({"choices": [choice()], "steercap": {"results": []}}), SteeringNotApplied, "report the edits"),
+        (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "does not confirm that the edits"),
+        (
+            JSONResponse({"choices": [choice()], "steercap": {"results": []}}),
+            SteeringNotApplied,
+            "confirm that the edits",
+        ),
         (
             JSONResponse({"choices": [choice()], "steercap": {"results": [{"choice": 1, "steering": {}}]}}),
             SteeringNotApplied,
-            "does not report the edits",
+            "does not confirm that the edits",
         ),
         (JSONResponse({"nothing": 1}), ServerFailure, "does not answer as this version of steercap expects"),
         (JSONResponse([]), ServerFailure, "does not answer as this version"),
@@ -396,7 +428,7 @@ async def test_a_text_that_no_monitor_watched_is_withheld() -> None:
 
 async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> None:
     async with model_of(JSONResponse({"choices": [choice()]})) as model:
-        with pytest.raises(InvalidRequest, match="does not work through a server, which captures only"):
+        with pytest.raises(ServerFailure, match="does not say how it reads specs"):
             await model.encode("a")
         with pytest.raises(InvalidRequest, match="lora_request= cannot be sent"):
             await model.generate("a", lora_request=object())
@@ -434,6 +466,19 @@ async def test_a_stream_that_breaks_off_is_an_error() -> None:
         await streamed([0, 1, 3])
     with pytest.raises(LayerOutOfRange, match="layer 9"):
         await streamed([0, 1, 2, 3])
+
+
+#: Characters at which Python's `str.splitlines` ends a line, and JSON does not.
+BREAKS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+async def test_a_stream_may_hold_any_text() -> None:
+    """Separators of lines and paragraphs stand in JSON as they are; parts of the answer end anywhere."""
+    event = {"choices": [{"index": 0, "text": f"a{BREAKS}\nb", "token_ids": [1], "prompt_token_ids": [3]}]}
+    whole = f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\ndata: [DONE]\n\n".encode()
+    answer = StreamingResponse((whole[at : at + 1] for at in range(len(whole))), media_type="text/event-stream")
+    async with model_of(answer) as model:
+        assert [chunk.text async for chunk in model.stream("a", steering=None)] == [f"a{BREAKS}\nb", ""]
 
 
 def test_it_belongs_to_its_event_loop() -> None:

@@ -34,11 +34,11 @@ from steercap.lab.datasets import DatasetFolder
 from steercap.lab.datasets.collecting import ByPredicate, ByProbe, OneIn, open_source
 from steercap.lab.datasets.collecting.documents import CorpusDocument, Cutting, NotDocument, Window, content_of
 from steercap.lab.datasets.collecting.feeding import feed
-from steercap.lab.datasets.collecting.pipeline import Block, Ended
+from steercap.lab.datasets.collecting.reading import Block, Ended
 from steercap.lab.datasets.collecting.samples import Selected, sample_of, seed_of
 from steercap.lab.datasets.collecting.shards import Sharder, stopping
 from steercap.steering.layers import LayerVectors
-from steercap.testing.tiny import tokenizer
+from steercap.testing import tokenizer
 
 TEXTS = ["one\u2028two", "", "drei — três", "four " * 50]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]

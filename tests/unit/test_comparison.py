@@ -261,7 +261,7 @@ def test_strongest_partners_and_components_come_from_the_deltas(found) -> None:
         assert [row["partner"] for row in own] == best
         near([row["delta"] for row in own], [np.mean(moved[name]) for name in best], 1e-6)
     for top in (0, -1, 1.5):
-        with pytest.raises(errors.InvalidSpec, match=f"top={top}; give 1 or more"):
+        with pytest.raises(errors.InvalidSpec, match=f"top={top}; give a whole number, 1 or more"):
             partners(found.tables["attention"], top=top)
 
 
@@ -498,7 +498,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
             compare(base, instruct, groups, LAYER, settings=SETTINGS)
     with pytest.raises(errors.InvalidSpec, match="give CompareSettings"):
         compare(base, base, GROUPS, LAYER, settings={})
-    with pytest.raises(errors.InvalidSpec, match="nulls=19; give a whole number, 20 at least"):
+    with pytest.raises(errors.InvalidSpec, match="nulls=19; give a whole number, 20 or more"):
         CompareSettings(nulls=19)
     with pytest.raises(errors.LayerOutOfRange):
         compare(base, base, GROUPS, 3)

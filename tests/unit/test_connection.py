@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 import time
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -19,6 +20,7 @@ from steercap.client import RemoteModel
 from steercap.client.rows import RemoteRows
 from steercap.concurrency.loops import each_of, scoped, scoped_steps
 from steercap.errors import CaptureIncomplete, InvalidRequest, ModelClosed
+from steercap.sync import RemoteModel as Blocking
 
 #: Connections that wait unused while a request is cancelled: httpx closes them one after the other, each in a step.
 IDLE = 6
@@ -305,3 +307,56 @@ async def test_a_connection_that_its_server_may_close_is_not_used_again(monkeypa
                 await ask(model)
     finally:
         listening.close()
+
+
+async def test_a_stream_ends_in_an_error_when_its_connection_is_closed(caplog) -> None:
+    """While it waits for the server, and between two chunks, with further ones here; no loop has to clean up."""
+    caplog.set_level("ERROR", "asyncio")
+    server = Server()
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+    async def ways(prompt: str) -> list[Exception]:
+        model, going = RemoteModel(url, transport=httpx.AsyncHTTPTransport(verify=False)), asyncio.Event()
+
+        async def read(*, pausing: bool) -> None:
+            async for _ in model.stream(prompt, steering=None):
+                if pausing:
+                    await going.wait()
+
+        async with model:
+            reading = [asyncio.ensure_future(read(pausing=pausing)) for pausing in (True, False)]
+            await until(lambda: len(server.open) >= len(reading))
+            await asyncio.sleep(0.1)
+        going.set()
+        return await asyncio.gather(*reading, return_exceptions=True)
+
+    def blocking() -> Exception | None:
+        model, going = Blocking(url), threading.Event()
+        found: list[BaseException | None] = []
+
+        def read() -> None:
+            try:
+                for _ in model.stream("for ever", steering=None):
+                    going.wait(SOON)
+                found.append(None)
+            except ModelClosed as error:
+                found.append(error)
+
+        with model:
+            reader = threading.Thread(target=read)
+            reader.start()
+            time.sleep(0.3)
+        going.set()
+        reader.join(SOON)
+        return found[0]
+
+    paused, waiting = await ways("for ever")
+    assert type(paused) is type(waiting) is ModelClosed
+    paused, _ = await ways("soon over")
+    assert type(paused) is ModelClosed
+    assert type(await asyncio.to_thread(blocking)) is ModelClosed
+    await until(lambda: not server.open)
+    gc.collect()
+    assert not caplog.records
+    listening.close()

@@ -35,7 +35,8 @@ from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiff
 from steercap.files.tensors import encoded
 from steercap.kernels.codecs.coded import CodedRows, end_of, parts_of
 from steercap.lab.datasets import ActivationDataset, DatasetFolder, Index, Shard, define, storage_of, verify
-from steercap.lab.datasets.collecting.collection import CollectArguments, sound_shards
+from steercap.lab.datasets.collecting.collection import sound_shards
+from steercap.lab.datasets.collecting.reading import CollectArguments
 from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.shards import name_of
 from steercap.lab.datasets.statistics import SMALL, drawn, no_rows, statistics_of

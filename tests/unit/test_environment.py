@@ -26,8 +26,8 @@ from steercap.config.environment import (
     variable_of,
 )
 from steercap.errors import InvalidSetting, InvalidSpec
-from steercap.lab.demo.checkpoint import CACHE as CHECKPOINTS
-from steercap.lab.demo.checkpoint import cache_root
+from steercap.lab.demo import CACHE as CHECKPOINTS
+from steercap.lab.demo import cache_root
 
 ROOT = Path(steercap.__file__).parent.parent
 #: Of each setting a value that is not its default, as the environment and as code have it.

@@ -34,11 +34,11 @@ from steercap.lab.studies.evaluation import (
 )
 from steercap.lab.studies.evaluation.columns import Place, path, place_of
 from steercap.lab.studies.evaluation.definition import FOLDER
-from steercap.lab.studies.evaluation.dosing import dosed, over_read, random_spec
 from steercap.lab.studies.evaluation.plots import _figure
 from steercap.lab.studies.evaluation.running import tasks_of
 from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
+from steercap.lab.studies.sweeps.operations import dosed, over_read, random_spec
 from steercap.steering import LayerVectors
 from steercap.testing.edits import edited
 

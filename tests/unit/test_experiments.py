@@ -24,15 +24,14 @@ from steercap.lab.measures import Measure
 from steercap.lab.measures.texts import Length, Perplexity, Repetition, _perplexity, prompt_logprobs_of
 from steercap.lab.mechanism.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.lab.mechanism.views.heatmap import colour, contrast, ink
+from steercap.lab.studies import Value
 from steercap.lab.studies.running import measures_of
-from steercap.lab.studies.store import Value
 from steercap.lab.studies.sweeps import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.lab.studies.sweeps.operations import random_like
-from steercap.lab.studies.sweeps.plots import _figure
 from steercap.lab.studies.sweeps.running import mean_of, open_folder
-from steercap.lab.studies.sweeps.summaries import Record
+from steercap.lab.studies.sweeps.summaries import Record, _figure
 from steercap.steering import DirectionSet, LayerVectors
-from steercap.steering.directions import alike, marks_of
+from steercap.steering.edits.inputs import alike, marks_of
 
 WIDTH = 16
 COLUMNS = Record.__struct_fields__

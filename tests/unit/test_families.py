@@ -19,7 +19,7 @@ import steercap
 from steercap.architectures.decoder import decoder_of
 from steercap.architectures.families import FAMILIES, base, families_of, family_of, over_transformers, proved
 from steercap.architectures.families.base import Family, located
-from steercap.architectures.families.code import fingerprint_of, is_transformers, name_of, same_code
+from steercap.architectures.families.proved import fingerprint_of, is_transformers, name_of, same_code
 from steercap.architectures.sites import SITES
 from steercap.core.messages import Attached, Loaded
 from steercap.engine.ranks import Rank, loaded_of

@@ -42,8 +42,7 @@ from steercap.saes.sae import SAE
 from steercap.steering import DirectionSet, LayerVectors
 from steercap.steering.edits import EDITS, Edit
 from steercap.steering.edits.add import Add
-from steercap.steering.edits.projecting import Cap
-from steercap.steering.edits.replace import Replace
+from steercap.steering.edits.replace import Cap, Replace
 from steercap.steering.formats import (
     load_capping,
     load_control_vector,
@@ -51,7 +50,6 @@ from steercap.steering.formats import (
     read_header,
     save_control_vector,
     save_layers_pt,
-    save_steering,
 )
 from steercap.steering.lowering import lower
 from steercap.steering.spec import SteeringSpec
@@ -277,7 +275,7 @@ def test_what_cannot_be_loaded_is_an_error_that_says_what_is_there(name, tmp_pat
     if name not in FOLDERS:
         assert "it is a folder; give one of the files in it: here.safetensors" in said["folder"]
         assert "there is no such file" in said["normal.safetensors"]
-        assert "did you mean 'formal.safetensors'?" in said["normal.safetensors"]
+        assert "formal.safetensors'?)" in said["normal.safetensors"]
         assert "nor a folder" in said["there.gguf"]
         assert "formal.safetensors cannot be read: it is empty" in said["formal.safetensors"]
     if name in {"captures", "vectors", "directions", "calibration", "sketch", "codes", "quantiser", "axis"}:
@@ -618,7 +616,7 @@ def test_a_gguf_file_of_something_else_is_refused(directions, arch, says, tmp_pa
         ),
         (lambda _, path: torch.save(experiments(), path), load_capping, "whole.pt"),
         (
-            lambda _, path: save_steering(SteeringSpec([an_edit("low_rank", layer=0)]), path),
+            lambda _, path: SteeringSpec([an_edit("low_rank", layer=0)]).save(path),
             SteeringSpec.load,
             "whole.safetensors",
         ),

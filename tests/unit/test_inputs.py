@@ -63,8 +63,8 @@ from steercap.lab.personas import PersonaSettings
 from steercap.lab.studies.running import measures_of
 from steercap.lab.studies.sweeps import Sweep
 from steercap.steering import DirectionSet, LayerVectors
-from steercap.steering.edits.low_rank import LowRank
-from steercap.steering.edits.projecting import Cap
+from steercap.steering.edits.add import LowRank
+from steercap.steering.edits.replace import Cap
 from steercap.steering.lowering import compile_projection, lower, scopes_of
 
 WIDTH, LAYERS, PROMPT, LIMIT = 4, 3, 5, 9

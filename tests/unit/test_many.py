@@ -18,10 +18,10 @@ from steercap.adapters.process_exit import FOLDER, left_behind, refusal
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidSetting, MemoryNotShared, RunDiffers, UnsupportedModel
 from steercap.lab.datasets.collecting import RayActors
-from steercap.lab.datasets.collecting.collection import CollectArguments
 from steercap.lab.datasets.collecting.documents import digests
 from steercap.lab.datasets.collecting.feeding import feed
 from steercap.lab.datasets.collecting.many import _Spread
+from steercap.lab.datasets.collecting.reading import CollectArguments
 from steercap.lab.datasets.collecting.sources import DocumentSource, open_source
 from steercap.model import SteerModel
 from steercap.worker.memory import NONCE_BYTES, SharedSegment

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from steercap.adapters.releases import registered
 from steercap.cli.models import ModelFacts, facts_of, standing_of
 from steercap.errors import ModelNotLoaded
-from steercap.testing.tiny import tiny_config
+from steercap.testing import tiny_config
 
 
 def folder_of(path: Path, name: str, **changes: Any) -> str:

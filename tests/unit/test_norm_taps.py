@@ -38,7 +38,7 @@ from steercap.kernels.reference import add_norm
 from steercap.kernels.tap import bind
 from steercap.steering.lowering import lower, scopes_of
 from steercap.worker.install import install_taps
-from steercap.worker.taps.base import Installed, TapSizes
+from steercap.worker.taps import Installed, TapSizes
 from steercap.worker.taps.host import HostTaps
 
 ARMED = {Point(0, "resid_post"): 0, Point(1, "resid_post"): 1}

@@ -227,6 +227,15 @@ def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
     assert (found.reply, found.refused) == (text, text.startswith("REFUSAL"))
 
 
+def test_a_judge_may_answer_in_parts() -> None:
+    """A content of several parts is its texts, not a list as Python writes it."""
+    parts = [{"type": "text", "text": "REFUSAL"}, {"type": "text", "text": "It was declined."}]
+    found = judgement({"message": {"role": "assistant", "content": parts}})
+    assert (found.refused, found.reply) == (True, "REFUSAL\nIt was declined.")
+    found = judgement({"message": {"role": "assistant", "content": [{"type": "text", "text": "7.5"}]}})
+    assert (found.score, found.refused, found.reply) == (7.5, False, "7.5")
+
+
 def test_braces_in_an_answer_mean_nothing() -> None:
     """What is judged is put into the rubric as it stands."""
     prompt = asked(traits()["formal"].rubric, Scored("{answer}", "{question} {0}"))
@@ -281,6 +290,7 @@ async def test_a_judge_is_asked_again_when_it_is_busy(monkeypatch) -> None:
         ((500, {}), "2 attempts", 2),
         ((401, {"error": "no key"}), "refuses.*no key", 1),
         ((200, {"choices": []}), "did not answer with a chat completion", 1),
+        ((200, {"choices": [{"message": {"content": [{"type": "image_url"}]}}]}), "not answer with a chat", 1),
     ],
 )
 async def test_a_judge_that_fails_is_an_error(answer, says, calls) -> None:

@@ -36,7 +36,7 @@ from steercap.engine.configurations import Configurations
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.kernels.triton_rp import LARGE, launch_project
 from steercap.steering import DirectionSet, LayerVectors
-from steercap.steering.directions import alike
+from steercap.steering.edits.inputs import alike
 from steercap.steering.lowering import Lowered, compile_projection, lower, points_of, scopes_of
 
 POINTS, LIMIT = 3, 40

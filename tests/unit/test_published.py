@@ -17,11 +17,11 @@ from steercap import CaptureHandle, Point
 from steercap.captures import npz
 from steercap.captures.lifecycle import Lifecycle
 from steercap.captures.published import PublishedRows, published_files, save_published
-from steercap.captures.rows import Captures, Found, encoded
+from steercap.captures.rows import Captures, Found
 from steercap.core.receipt import Receipt
 from steercap.core.schema import Coding, PointSchema
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.kernels.codecs.coded import CodedRows
+from steercap.kernels.codecs.coded import CodedRows, encoded
 
 
 def write(path, rows, *, clamped=False, axis=1, meta=None):
@@ -262,6 +262,6 @@ def test_rows_that_have_no_such_form_are_refused(tmp_path) -> None:
     ):
         save_published(handle, tmp_path)
     handle = a_handle()
-    with pytest.raises(InvalidSpec, match="seq=-1; give a whole number from 0"):
+    with pytest.raises(InvalidSpec, match="seq=-1; give a whole number, 0 or more"):
         save_published(handle, tmp_path, seq=-1)
     assert not list(tmp_path.iterdir())

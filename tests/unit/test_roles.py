@@ -166,6 +166,16 @@ def test_lists_of_prompts_and_questions_in_lines(tmp_path) -> None:
     )
 
 
+def test_only_line_feeds_end_lines(tmp_path) -> None:
+    """U+2028 and the like, which `str.splitlines` takes for ends of lines, are part of prompts and questions."""
+    text = "Be\u2028a\u0085b\x0b\x1c."
+    (tmp_path / "q.txt").write_text(f"{text}\r\nWhy?\n")
+    rows = [{"role": "a", "prompt": text}, {"role": "b", "prompt": "Be b."}]
+    (tmp_path / "r.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    found = load_roles(tmp_path / "r.jsonl", questions=tmp_path / "q.txt", assistant=["Help."])
+    assert (found.prompts_of("a"), found.questions) == ((text,), (text, "Why?"))
+
+
 def test_a_folder_holds_yaml_or_what_is_published(tmp_path) -> None:
     """Files by name, what they share beside them; `default.json` is the assistant."""
     (tmp_path / "_shared.yaml").write_text('questions: [Who?, Why?]\nplain: ["It is so."]\n')

@@ -33,7 +33,7 @@ from steercap.core.schema import Coding, PointSchema
 from steercap.core.tokens import Range
 from steercap.errors import InvalidFile, InvalidSpec, PointSplit
 from steercap.kernels.codecs.coded import CodedRows
-from steercap.kernels.codecs.features import HEAD
+from steercap.kernels.codecs.topk import HEAD
 from steercap.saes import formats
 from steercap.saes.compiling import compile_readers
 from steercap.saes.encoder import Encoder, Features, image_bytes
@@ -284,7 +284,7 @@ def test_the_hub_is_read_out_of_its_cache(tmp_path, monkeypatch) -> None:
         with pytest.raises(InvalidFile, match="as far as the hub, or its cache here, can be read"):
             SAE.load(source, folder)
     for source in ("./nowhere", "nowhere", str(tmp_path / "nowhere"), "a/b/c"):
-        with pytest.raises(InvalidFile, match="is not a folder; give one, or the name of a repository"):
+        with pytest.raises(InvalidFile, match=r"is not a folder.*; give one, or a name on the hub"):
             SAE.load(source)
 
 
@@ -398,10 +398,10 @@ def test_a_point_that_is_split_is_refused(tmp_path) -> None:
 def test_features_stay_what_they_are_through_bytes() -> None:
     """Fewer active ones than there is room for, all of them, none, and a row that is not finite."""
     acts = torch.tensor([[0.0, 3, 0, 1], [0, 0, 0, 0], [4, 3, 2, 1], [0, torch.nan, 1, 2]])
-    from steercap.kernels.codecs.features import MEMBER, strongest
+    from steercap.kernels.codecs.topk import STRONGEST, strongest
 
     schema, coding = PointSchema((4,), "float32"), Coding("features", 3)
-    found = Features.of(CodedRows(coding, schema, MEMBER.parts(strongest(acts, 3), schema, coding)))
+    found = Features.of(CodedRows(coding, schema, STRONGEST.parts(strongest(acts, 3), schema, coding)))
     assert found.ids.tolist() == [[1, 3, -1], [-1, -1, -1], [0, 1, 2], [-1, -1, -1]]
     assert found.active.tolist() == [2, 0, 4, -1]
     assert found.rest[:3].tolist() == [0, 0, 1]
@@ -411,7 +411,7 @@ def test_features_stay_what_they_are_through_bytes() -> None:
     assert found.dense()[3].isnan().all()
     assert found.of_feature(1)[:3].tolist() == [3, 0, 3]
     assert found[1:3].ids.shape == (2, 3)
-    assert MEMBER.row_bytes(schema, coding) == HEAD + 24
+    assert STRONGEST.row_bytes(schema, coding) == HEAD + 24
     for wrong in (4, -1, True, 1.0):
         with pytest.raises(InvalidSpec, match="features 0 to 3"):
             found.of_feature(wrong)

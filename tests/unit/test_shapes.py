@@ -19,7 +19,6 @@ ROOT = Path(steercap.__file__).parent
 #: Where shapes are stated and not checked: on CUDA alone, within Triton, in what vLLM compiles, and in tests of tests.
 UNCHECKED = {
     "kernels/tap.py",
-    "worker/taps/cuda.py",
     "testing/edits.py",
     "testing/reference.py",
     # They read what users pass, tensors of any kind among it, and refuse it in words of their own.

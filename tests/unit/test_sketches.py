@@ -56,8 +56,7 @@ from steercap.kernels.bits import exact_products
 from steercap.kernels.codecs import dtype_of
 from steercap.requests.context import joining, sketches_in_force
 from steercap.worker.sketches import BLOCK, SKETCHES, SketchState
-from steercap.worker.sketches.frequent_directions import shrink
-from steercap.worker.sketches.moments import add_compensated
+from steercap.worker.sketches.moments import add_compensated, shrink
 
 WIDTH = 12
 SPLITS = st.lists(st.integers(0, BLOCK + 3), min_size=1, max_size=6)

@@ -103,11 +103,11 @@ from steercap.lab.personas.roles import axis as roles_axis
 from steercap.lab.personas.roles import folder as roles_folder
 from steercap.lab.personas.roles import rows as roles_rows
 from steercap.lab.personas.roles import settings as roles_settings
+from steercap.lab.studies import Value, folder_of
 from steercap.lab.studies.evaluation import TASKS as KNOWN_TASKS
 from steercap.lab.studies.evaluation import Choices, Passages, read_results
 from steercap.lab.studies.evaluation.definition import FOLDER as EVALUATION
 from steercap.lab.studies.evaluation.store import Answer as EvaluationAnswer
-from steercap.lab.studies.store import Value, folder_of
 from steercap.lab.studies.sweeps import MEASURES as KNOWN_MEASURES
 from steercap.lab.studies.sweeps import OPERATIONS, Measure
 from steercap.lab.studies.sweeps.grid import SWEEP

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from steercap.lab.directions import Suggestion, chance_band, suggested_layer
-from steercap.lab.directions.suggestion import middle_of_best, runs_of
+from steercap.lab.directions.methods import middle_of_best, runs_of
 from steercap.steering import DirectionSet, LayerVectors, Provenance
 
 

@@ -23,7 +23,7 @@ import steercap.sync
 from steercap import SteerModel, errors
 from steercap.captures.handle import CaptureHandle
 from steercap.captures.lifecycle import Lifecycle
-from steercap.core.call_style import BLOCKING
+from steercap.core.protocols import BLOCKING
 from steercap.sync.bridge import Bridge
 
 ROOT = Path(steercap.__file__).parent
@@ -222,7 +222,7 @@ def test_a_call_that_ends_while_the_model_is_closed_has_its_result() -> None:
 
 
 def test_no_message_of_the_library_says_await_itself() -> None:
-    """`await` and `async with` come into messages from `steercap.core.call_style` alone, which the facade sets."""
+    """`await` and `async with` come into messages from `steercap.core.protocols` alone, which the facade sets."""
     guilty = []
     for path in ROOT.rglob("*.py"):
         if path.relative_to(ROOT).parts[0] in {"cli", "testing", "idiom.py"}:

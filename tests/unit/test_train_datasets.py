@@ -385,7 +385,7 @@ def test_wrong_calls_are_refused(model, tmp_path, changes, error, says) -> None:
     given = {"datasets": {"x": prompted(60)}, **SMALL, **changes}
     with pytest.raises(error, match=re.escape(says)):
         train_datasets(model, given.pop("datasets"), out=tmp_path / "x", **given)
-    with pytest.raises(InvalidSetting, match="training=0 tokens"):
+    with pytest.raises(InvalidSetting, match="training=0; give a whole number"):
         TokenBudget(0)
 
 

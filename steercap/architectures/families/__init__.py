@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.architectures.families.base import Family
-from steercap.architectures.families.code import is_transformers, name_of
 from steercap.architectures.families.derived import candidates
+from steercap.architectures.families.proved import is_transformers, name_of
 from steercap.core.registry import Registry
 from steercap.errors import UnsupportedModel
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from steercap.architectures.families.base import Family, unknown
-from steercap.architectures.families.scaled import divisor, logit_scale, multiplier
+from steercap.architectures.families.hybrids import divisor, logit_scale, multiplier
 
 
 def _sparse_qwen3(config: Any, layer: int) -> bool:

@@ -172,38 +172,6 @@ def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | N
     return module.register_forward_hook(hook)
 
 
-def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms) -> RemovableHandle:
-    """Tap the residual stream where a module takes it.
-
-    Args:
-        module: module to tap.
-        name: name of the site, which names the buffer.
-        tap: parameters of the tap.
-        terms: function from the module's arguments to the stream and the residual still to be added to it, or None.
-    """
-    from steercap.kernels.tap import tap as operator
-
-    buffer = f"steercap_{name}"
-    module.register_buffer(buffer, tap.point, persistent=False)
-    kind = tap.kind
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden, residual = terms(args, kwargs)
-        operator(rows_of(hidden), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def read_tap(layer: nn.Module, path: str, name: str, tap: Tap) -> RemovableHandle:
-    """Tap the input of the submodule `path` of `layer`; edits are made to a copy that no other module reads.
-
-    The input of a block may also be that of the other block beside it, or the stream itself. Arguments as for
-    `output_tap`.
-    """
-    module = layer.get_submodule(located(layer, path))
-    return module.register_forward_pre_hook(of_input(module, tapping(module, name, tap)), with_kwargs=True)
-
-
 def tapping(module: nn.Module, name: str, tap: Tap) -> Act:
     """Give a module a tap, and return the function that taps a tensor it is called with, [n, *row]."""
     from steercap.kernels.tap import tap as operator
@@ -257,19 +225,6 @@ def read_by(module: nn.Module) -> tuple[int, str]:
     return (names.index(name) if name else 0), name
 
 
-def first_terms(module: nn.Module) -> Terms:
-    """Return a function from the arguments of a norm or a block to the stream and the residual to add, or None."""
-    names = _arguments(module)
-    at, name = read_by(module)
-    beside = names.index("residual") if "residual" in names else 0 if names else 1
-
-    def terms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        residual = args[beside] if 0 < beside < len(args) else kwargs.get("residual")
-        return args[at] if at < len(args) else kwargs[name], residual
-
-    return terms
-
-
 def _arguments(module: Any) -> list[str]:
     """Return the names of a module's arguments; for an operator of vLLM's, those of its implementation in PyTorch."""
     for forward in (module.forward, getattr(module, "forward_native", None)):
@@ -301,15 +256,6 @@ def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if its rows are adjacent in memory, else a contiguous copy, as of `q`, a view of a fused qkv.
-
-    Inductor of PyTorch 2.13 compiles an in-place change of such a view to a copy of more than the view, and with
-    several views of one tensor this copy reads beyond the buffer's end.
-    """
-    return tensor if tensor.stride(-2) == tensor.shape[-1] else tensor.contiguous()
-
-
 def visit_output(module: nn.Module, visit: Visit) -> RemovableHandle:
     """Visit the (first) output of a module of transformers."""
 
@@ -319,20 +265,6 @@ def visit_output(module: nn.Module, visit: Visit) -> RemovableHandle:
     return module.register_forward_hook(hook)
 
 
-def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
-    """Visit the first argument of a module of transformers."""
-
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        visit(args[0] if args else kwargs["hidden_states"])
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def visit_read(module: nn.Module, visit: Visit) -> RemovableHandle:
-    """Visit a copy of the input of a module of transformers, which then reads the copy."""
-    return module.register_forward_pre_hook(of_input(module, lambda _, rows: visit(rows)), with_kwargs=True)
-
-
 def part_of(module: nn.Module) -> tuple[int, int]:
     """Return the size of a linear module's input on all ranks together, and the number of ranks it is split over."""
     # vLLM's wrapper for LoRA adapters has another `input_size`: that of one rank's part.
@@ -340,3 +272,12 @@ def part_of(module: nn.Module) -> tuple[int, int]:
     whole = int(linear.input_size)
     part = int(getattr(linear, "input_size_per_partition", whole))
     return whole, whole // part
+
+
+def by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if its rows are adjacent in memory, else a contiguous copy, as of `q`, a view of a fused qkv.
+
+    Inductor of PyTorch 2.13 compiles an in-place change of such a view to a copy of more than the view, and with
+    several views of one tensor this copy reads beyond the buffer's end.
+    """
+    return tensor if tensor.stride(-2) == tensor.shape[-1] else tensor.contiguous()

@@ -18,11 +18,11 @@ from steercap.architectures.sites.base import (
     Tap,
     Visit,
     input_tap,
+    of_input,
     output_tap,
     part_of,
-    read_tap,
+    tapping,
     visit_output,
-    visit_read,
 )
 
 if TYPE_CHECKING:
@@ -194,3 +194,18 @@ MEMBERS: Final[Mapping[str, Site]] = {
     "z": Z(),
     "router": Router(),
 }
+
+
+def read_tap(layer: nn.Module, path: str, name: str, tap: Tap) -> RemovableHandle:
+    """Tap the input of the submodule `path` of `layer`; edits are made to a copy that no other module reads.
+
+    The input of a block may also be that of the other block beside it, or the stream itself. Arguments as for
+    `output_tap`.
+    """
+    module = layer.get_submodule(located(layer, path))
+    return module.register_forward_pre_hook(of_input(module, tapping(module, name, tap)), with_kwargs=True)
+
+
+def visit_read(module: nn.Module, visit: Visit) -> RemovableHandle:
+    """Visit a copy of the input of a module of transformers, which then reads the copy."""
+    return module.register_forward_pre_hook(of_input(module, lambda _, rows: visit(rows)), with_kwargs=True)

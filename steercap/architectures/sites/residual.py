@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from steercap.architectures.families.base import located
+from steercap.architectures.families.base import located, rows_of
 from steercap.architectures.sites.base import (
     RowShape,
     Site,
@@ -20,11 +20,10 @@ from steercap.architectures.sites.base import (
     Tap,
     Terms,
     Visit,
+    _arguments,
     by_itself,
-    first_terms,
     output_tap,
-    stream_tap,
-    visit_input,
+    read_by,
     visit_output,
 )
 from steercap.architectures.sites.streams import HEAD, Coefficients, Streams, operators, tapped
@@ -225,3 +224,47 @@ MEMBERS: Final[Mapping[str, Site]] = {
     "mhc_ffn_res_mix": Coefficients("mhc_ffn_res_mix", "ffn", output=1, axes=2),
     "mhc_streams_final": FinalStreams(),
 }
+
+
+def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms) -> RemovableHandle:
+    """Tap the residual stream where a module takes it.
+
+    Args:
+        module: module to tap.
+        name: name of the site, which names the buffer.
+        tap: parameters of the tap.
+        terms: function from the module's arguments to the stream and the residual still to be added to it, or None.
+    """
+    from steercap.kernels.tap import tap as operator
+
+    buffer = f"steercap_{name}"
+    module.register_buffer(buffer, tap.point, persistent=False)
+    kind = tap.kind
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden, residual = terms(args, kwargs)
+        operator(rows_of(hidden), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def first_terms(module: nn.Module) -> Terms:
+    """Return a function from the arguments of a norm or a block to the stream and the residual to add, or None."""
+    names = _arguments(module)
+    at, name = read_by(module)
+    beside = names.index("residual") if "residual" in names else 0 if names else 1
+
+    def terms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        residual = args[beside] if 0 < beside < len(args) else kwargs.get("residual")
+        return args[at] if at < len(args) else kwargs[name], residual
+
+    return terms
+
+
+def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
+    """Visit the first argument of a module of transformers."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        visit(args[0] if args else kwargs["hidden_states"])
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)

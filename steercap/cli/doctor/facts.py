@@ -256,7 +256,7 @@ def _free(folder: Path) -> int:
 
 
 def _caches() -> tuple[Path, ...]:
-    from steercap.lab.demo.checkpoint import cache_root
+    from steercap.lab.demo import cache_root
 
     home = Path.home() / ".cache"
     hub = Path(os.environ.get("HF_HOME", home / "huggingface"))

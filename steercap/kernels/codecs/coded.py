@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from steercap.core.schema import ATTENTION
+from steercap.core.schema import ATTENTION, RAW, Coding, PointSchema
+from steercap.core.spec import Point
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
-from steercap.kernels.codecs import ENCODINGS, Codec
+from steercap.kernels.codecs import ENCODINGS, MOST_INDEXED, Codec
 
 if TYPE_CHECKING:
     import torch
-
-    from steercap.core.schema import Coding, PointSchema
-    from steercap.core.spec import Point
 
 #: Whole rows of one point: a tensor, or codes.
 Whole: TypeAlias = "torch.Tensor | CodedRows"
@@ -246,3 +244,20 @@ def named_parameters(coding: Coding) -> tuple[str, Mapping[str, int]]:
 def end_of(point: Point, shard: int | None = None) -> str:
     """Return the suffix of a point's tensor names in files, which follows the name of the part."""
     return f".{point.site}.{point.layer}" + ("" if shard is None else f".shard{shard}")
+
+
+def encoded(rows: torch.Tensor, coding: Coding) -> torch.Tensor | CodedRows:
+    """Encode whole rows, [rows, *shape of the point], on the host, as workers of one rank do; raw rows stay.
+
+    Raises:
+        InvalidSpec: more elements than the codec's indices can name.
+    """
+    if coding == RAW:
+        return rows
+    codec = ENCODINGS[coding.encoding]
+    assert isinstance(codec, Codec)
+    schema = PointSchema(tuple(rows.shape[1:]), str(rows.dtype).removeprefix("torch."))
+    if codec.indexed and schema.width > MOST_INDEXED:
+        raise InvalidSpec(f"{coding} takes rows of at most {MOST_INDEXED:,} elements, and these are {schema}")
+    stored = codec.encode(rows.flatten(1), schema, coding, codec.matrix(schema.width, coding))
+    return CodedRows(coding, schema, codec.parts(stored, schema, coding))

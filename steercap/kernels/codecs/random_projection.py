@@ -15,13 +15,13 @@ from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
+import torch
 
 from steercap.kernels.bits import GROUP
 from steercap.kernels.codecs import Alike, Codec, added, dtype_of, packed
+from steercap.kernels.codecs.uniform import about_zero, floats, groups_of, heads, of_members, restored
 
 if TYPE_CHECKING:
-    import torch
-
     from steercap.core.schema import Coding, PointSchema
 
 #: Maximum bytes of one `Matrices` cache.
@@ -80,10 +80,6 @@ class RandomProjection(Codec):
     def encode(
         self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
     ) -> torch.Tensor:
-        import torch
-
-        from steercap.kernels.codecs.uniform import about_zero, groups_of, heads
-
         assert vectors is not None, "rows are projected with a matrix"
         numbers = rows.float() @ vectors.T * coding.k**-0.5
         scale, codes = about_zero(groups_of(numbers, GROUP), self._steps)
@@ -91,15 +87,11 @@ class RandomProjection(Codec):
         return torch.cat([heads(scale), whole.view(torch.uint8)], dim=1)
 
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
-        from steercap.kernels.codecs.uniform import floats
-
         groups = _groups(coding)
         codes = packed(stored[:, 4 * groups :]).view(self._dtype)
         return {"q": codes, "scale": floats(stored, 0, groups)}
 
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        from steercap.kernels.codecs.uniform import restored
-
         return restored(parts["q"], _of_numbers(parts["scale"], coding))
 
     def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
@@ -117,8 +109,6 @@ class RandomProjection(Codec):
 
     @property
     def _dtype(self) -> torch.dtype:
-        import torch
-
         return torch.int8 if self._bytes == 1 else torch.int16
 
 
@@ -137,8 +127,6 @@ def signs(k: int, width: int, seed: int) -> torch.Tensor:
 
 
 def _drawn(k: int, width: int, seed: int) -> torch.Tensor:
-    import torch
-
     row = -(-width // 64)
     words = np.random.Philox(key=seed).random_raw(k * row).astype("<u8").reshape(k, row)
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=width, bitorder="little")
@@ -150,6 +138,4 @@ def _groups(coding: Coding) -> int:
 
 
 def _of_numbers(scales: torch.Tensor, coding: Coding) -> torch.Tensor:
-    from steercap.kernels.codecs.uniform import of_members
-
     return of_members(scales, GROUP, coding.k)

@@ -1,12 +1,18 @@
-"""Uniform quantisation: numbers as integer codes with equal steps. The arithmetic of the codecs, on the host."""
+"""Uniform quantisation, numbers as integer codes with equal steps: its arithmetic, codecs of eight and four bits."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
-from steercap.kernels.codecs import packed
+from steercap.core.schema import LINE_BYTES
+from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS, GROUP, INT4_STEPS
+from steercap.kernels.codecs import Alike, Codec, dtype_of, packed
+
+if TYPE_CHECKING:
+    from steercap.core.schema import Coding, PointSchema
 
 #: Elements decoded at a time, in float64, so that each is rounded only once.
 PART_ELEMENTS: Final = 1 << 20
@@ -121,3 +127,141 @@ def step_of(spread: torch.Tensor, steps: int) -> torch.Tensor:
 def _whole(codes: torch.Tensor, scale: torch.Tensor, least: int, most: int) -> torch.Tensor:
     """Round codes to whole numbers, 0 where the step is 0."""
     return torch.where((scale > 0)[..., None], codes, 0.0).round_().clamp_(least, most)
+
+
+class Int4(Codec):
+    """Codec of 4-bit codes behind the scales and zero points of their groups of 128; decoded to float32.
+
+    `value = zero + scale × q`. Two codes share a byte, the earlier element in the lower half. The error of an element
+    is at most half a step of its group, `scale / 2 = (max - min) / 30` of its 128 elements. A group that is not finite
+    becomes NaN throughout.
+    """
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return 8 * _groups(schema) + -(-schema.shard_width // 2)
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        scale, zero, codes = from_least(groups_of(rows, GROUP), INT4_STEPS)
+        width = rows.shape[1]
+        flat = codes.to(torch.uint8).flatten(1)[:, : width + width % 2]
+        flat[:, width:] = 0
+        return torch.cat([heads(scale, zero), flat[:, ::2] + 16 * flat[:, 1::2]], dim=1)
+
+    def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
+        groups = _groups(schema)
+        scale, zero = columns_of(floats(stored, 0, 2 * groups).view(-1, groups, 2))
+        return {"q": packed(stored[:, 8 * groups :]), "scale": scale, "zero": zero}
+
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        packed = parts["q"]
+        codes = torch.stack([packed % 16, packed // 16], dim=2).flatten(1)[:, : schema.shard_width]
+        rows = restored(codes, _of_elements(parts["scale"], schema), _of_elements(parts["zero"], schema))
+        return rows.view(-1, *schema.shard_shape)
+
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        return _of_elements(parts["scale"], schema).double().view(-1, *schema.shard_shape) / 2
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        from steercap.kernels.triton_uniform import launch_int4
+
+        launch_int4(ring.view(dtype_of(alike.schema)), ring, records, alike.points, alike.schema.shard_width)
+
+
+def _groups(schema: PointSchema) -> int:
+    return -(-schema.shard_width // GROUP)
+
+
+def _of_elements(numbers: torch.Tensor, schema: PointSchema) -> torch.Tensor:
+    return of_members(numbers, GROUP, schema.shard_width)
+
+
+class Full8(Codec):
+    """Codec of uint8 codes behind their row's scale and zero point, `value = zero + scale × q`; decoded to float32.
+
+    A row's codes span its own least and greatest element, so the error of an element is at most half a step,
+    `scale / 2 = (max - min) / 510`, plus the rounding of a float32. A row that is not finite becomes NaN throughout.
+    """
+
+    align: ClassVar[int] = LINE_BYTES
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return FULL8_HEAD + schema.shard_width
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        scale, zero, codes = from_least(rows, FULL8_STEPS)
+        return torch.cat([heads(scale, zero), codes.to(torch.uint8)], dim=1)
+
+    def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
+        scale, zero = columns_of(floats(stored, 0, 2))
+        return {"q": packed(stored[:, FULL8_HEAD:]), "scale": scale, "zero": zero}
+
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        rows = restored(parts["q"], parts["scale"][:, None], parts["zero"][:, None])
+        return rows.view(-1, *schema.shard_shape)
+
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        half = parts["scale"].double()[:, None] / 2
+        return half.expand(-1, schema.shard_width).reshape(-1, *schema.shard_shape)
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        from steercap.kernels.triton_uniform import launch_full8
+
+        rows = ring.view(dtype_of(alike.schema))
+        launch_full8(rows, ring, records, alike.points, alike.schema.shard_width)
+
+
+#: Name of the encoding, which `codec=` does not accept.
+CALIBRATED: Final = "calibrated8"
+#: Error of two roundings to float32 and that of a zero point, as a share of the greatest coded number.
+ROUNDED: Final = 2.0**-22
+
+
+class Calibrated8(Full8):
+    """Codec of calibrated rows: `full8` of rows minus their centre, divided by their reach.
+
+    Both are per element, from a `Calibration`; scale and zero point are per row, as in `full8`, so that nothing is
+    clipped whatever the calibration data. The error of an element is at most half of `reach × scale`, plus the
+    rounding of the coded numbers, which are float32. A row that is not finite, before or after scaling, becomes NaN
+    throughout.
+    """
+
+    is_codec: ClassVar[bool] = False
+    constants: ClassVar[tuple[str, ...]] = ("centre", "reach")
+
+    def vectors(self, coding: Coding) -> int:
+        return len(self.constants)
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert vectors is not None, "rows are calibrated"
+        return super().encode((rows.float() - vectors[0]) / vectors[1], schema, coding, None)
+
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        rows = restored(
+            parts["q"], parts["scale"][:, None], parts["zero"][:, None], centre=parts["centre"], reach=parts["reach"]
+        )
+        return rows.view(-1, *schema.shard_shape)
+
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        scale, zero = parts["scale"].double(), parts["zero"].double()
+        within = scale / 2 + ROUNDED * (zero.abs() + FULL8_STEPS * scale)
+        return (within[:, None] * parts["reach"].double()).view(-1, *schema.shard_shape)
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        from steercap.kernels.triton_uniform import launch_full8
+
+        assert alike.directions is not None, "rows are calibrated"
+        rows = ring.view(dtype_of(alike.schema))
+        launch_full8(rows, ring, records, alike.points, alike.schema.shard_width, vectors, alike.directions)
+
+
+MEMBERS = {
+    "full8": Full8(),
+    "calibrated8": Calibrated8(),
+    "int4": Int4(),
+}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, Protocol
 
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSetting
 from steercap.lab.datasets.rows import Labelled, Rows
 
@@ -48,7 +49,7 @@ class Order:
         """
         said: dict[str, Any] = dict(zip((field.name for field in fields(Order)), values, strict=True))
         for name in ("batch_size", "buffer", "seed", "epochs", "world_size", "rank"):
-            said[name] = _whole(name, said[name], 0 if name in {"seed", "rank"} else 1)  # JSON can hold a state then
+            said[name] = _whole(said[name], name, 0 if name in {"seed", "rank"} else 1)  # JSON can hold a state then
         order = Order(**said)
         if order.rank >= order.world_size:
             raise InvalidSetting(f"rank={order.rank} of world_size={order.world_size}; ranks count from 0")
@@ -209,7 +210,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         Raises:
             InvalidSetting: `batches` is not a whole number of at least 0.
         """
-        self._skipped, self._begin, self._given = _whole("batches", batches, 0), 0, 0
+        self._skipped, self._begin, self._given = _whole(batches, "batches", 0), 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iteration state of this process, as torchdata's StatefulDataLoader stores it for each worker."""
@@ -237,8 +238,8 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
                 f"this is the state of other batches: {state['order']} of {state['rows']} rows, in blocks "
                 f"{shown(state['blocks'])}; rows behind a URL are read in other blocks than those of a folder"
             )
-        self._skipped, self._workers = _whole("skipped", state["skipped"], 0), _whole("workers", state["workers"], 1)
-        self._begin = self._given = _whole("given", state["given"], 0)
+        self._skipped, self._workers = _whole(state["skipped"], "skipped", 0), _whole(state["workers"], "workers")
+        self._begin = self._given = _whole(state["given"], "given", 0)
 
     @property
     def _each(self) -> int:
@@ -253,15 +254,7 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
         return max(foreseen, window + 1)
 
 
-def _whole(name: str, value: Any, least: int) -> int:
-    """Return a value as a whole number of at least `least`.
-
-    Raises:
-        InvalidSetting: the value is not a whole number, or smaller.
-    """
-    if (found := index_of(value)) is None or found < least:
-        raise InvalidSetting(f"{name}={shown(value)}; give a whole number of at least {least}")
-    return found
+_whole: Final = partial(count_of, wrong=InvalidSetting)
 
 
 def _worker() -> tuple[int, int]:

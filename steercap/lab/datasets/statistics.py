@@ -18,7 +18,7 @@ from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
 from steercap.core.display import brief
-from steercap.core.hashing import mixed, mixed_all
+from steercap.core.values import mixed, mixed_all
 from steercap.files.tensors import as_numpy
 from steercap.kernels.codecs.coded import CodedRows, Whole, parts_of
 

@@ -62,7 +62,7 @@ async def run(out: Path, console: Console | None = None) -> Path:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from steercap.concurrency.heartbeat import heartbeat
-    from steercap.lab.demo.checkpoint import smollm2
+    from steercap.lab.demo import smollm2
     from steercap.model import SteerModel
 
     mpl.use("Agg")

@@ -2,8 +2,7 @@
 
 from steercap.lab.directions.contrast import Contrast, directions_of, separability
 from steercap.lab.directions.extraction import Exchange, Rows, calibrate, extract, mean_rows
-from steercap.lab.directions.methods import METHODS
-from steercap.lab.directions.suggestion import Suggestion, chance_band, suggested_layer
+from steercap.lab.directions.methods import METHODS, Suggestion, chance_band, suggested_layer
 
 __all__ = [
     "METHODS",

@@ -1,11 +1,19 @@
-"""Methods that compute a direction from rows without a property to rows with it.
+"""Methods that compute a direction from rows without a property to rows with it, and the suggestion of a layer.
 
 Shape legend: p, n = rows with the property, and without; hidden = elements of a row. All arithmetic is in float64.
+
+The rule of a suggestion: of the layers, in their order, that tie at the highest AUC held out, take the longest run of
+neighbours, and of it the middle one; among runs of equal length, the one nearest the middle of all layers. A single
+best layer may be chance; one whose neighbours do as well is less likely to be. If even the highest AUC lies inside the
+chance band, the texts do not distinguish layers, and the suggestion is only a place to begin.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -13,6 +21,7 @@ from jaxtyping import Float
 
 from steercap.core.extras import extra
 from steercap.core.registry import Registry
+from steercap.steering.directions import DirectionSet
 
 #: Inverse strength of the penalty on standardised rows: with fewer rows than elements the classes can always be
 #: separated, and a weak penalty lets the probe follow noise.
@@ -104,3 +113,132 @@ METHODS: Final[Registry[Method]] = Registry(
         "probe": Probe(),
     },
 )
+
+
+#: AUCs nearer than this are equal: they are ratios of whole numbers, with rounding.
+EQUAL: Final = 1e-9
+#: Pairs of texts up to which the distribution of U is counted: beyond, the normal one is as good in two digits.
+COUNTED: Final = 2500
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Suggested layer, with the reason.
+
+    Args:
+        layer: layer to begin with.
+        auc: AUC at that layer on held-out texts; 0.5 is chance. It is optimistic, as the layer was chosen on the same
+            texts.
+        chance: 95 % chance range of the AUC, see `chance_band`.
+        tied: layers with this AUC.
+        layers: number of layers.
+    """
+
+    layer: int
+    auc: float
+    chance: tuple[float, float]
+    tied: tuple[int, ...]
+    layers: int
+
+    @property
+    def is_chance(self) -> bool:
+        """True if the AUC is within the chance range."""
+        return self.chance[0] <= self.auc <= self.chance[1]
+
+    @property
+    def reason(self) -> str:
+        """Reason for the layer, in a sentence."""
+        if len(self.tied) == 1:
+            why = f"its AUC, {self.auc:.3f}, is the highest"
+        else:
+            why = (
+                f"{len(self.tied)} of {self.layers} layers tie at AUC {self.auc:.3f}, and it is in the middle of the "
+                "longest run of them"
+            )
+        if self.is_chance:
+            return (
+                f"{why}; but directions without meaning reach that by chance too; hold more texts out, or try several "
+                "layers"
+            )
+        return why
+
+
+def suggested_layer(directions: DirectionSet, name: str) -> Suggestion | None:
+    """Suggest the layer to begin with: the middle of the longest run of layers with the highest held-out AUC.
+
+    Args:
+        directions: directions with their provenance.
+        name: name of the direction.
+
+    Returns:
+        The suggestion, with its AUC, the range of chance and the layers that tie; None if texts of either kind were not
+        held out, or there is no such name.
+    """
+    known = directions.provenance
+    auc, held_out = known.auc.get(name), known.held_out.get(name, (0, 0))
+    if not auc or not all(held_out):
+        return None
+    layer = middle_of_best(auc)
+    tied = tuple(at for at, value in auc.items() if value > auc[layer] - EQUAL)
+    return Suggestion(layer, auc[layer], chance_band(*held_out), tied, len(auc))
+
+
+def middle_of_best(values: Mapping[int, float]) -> int:
+    """Return the middle of the longest run of neighbours among the layers with the highest value, by the rule above."""
+    layers = sorted(values)
+    highest = max(values.values())
+    runs: list[list[int]] = [[]]
+    for place, layer in enumerate(layers):
+        if values[layer] > highest - EQUAL:
+            runs[-1].append(place)
+        elif runs[-1]:
+            runs.append([])
+    middles = {run[len(run) // 2]: len(run) for run in runs if run}
+    centre = (len(layers) - 1) / 2
+    return layers[min(middles, key=lambda place: (-middles[place], abs(place - centre)))]
+
+
+def chance_band(positive: int, negative: int) -> tuple[float, float]:
+    """Return the 95 % chance range of an AUC of meaningless scores, both ends included.
+
+    The AUC is Mann and Whitney's U / (p n). Its distribution is counted where there are few texts, and beyond `COUNTED`
+    pairs it is normal, with standard deviation sqrt((p + n + 1) / (12 p n)). Answers to one question are dependent, so
+    the true band is somewhat wider.
+
+    Args:
+        positive, negative: number of scored texts of each kind, 1 or more.
+    """
+    pairs = positive * negative
+    if pairs > COUNTED:
+        half = 1.96 * math.sqrt((positive + negative + 1) / (12 * pairs))
+        return 0.5 - half, 0.5 + half
+    ways = _ways(positive, negative)
+    below, total, low = 0, sum(ways), 0
+    while 40 * (below + ways[low]) <= total:  # less than 2.5 % lie at or below
+        below += ways[low]
+        low += 1
+    return low / pairs, 1 - low / pairs
+
+
+def _ways(positive: int, negative: int) -> list[int]:
+    """Return the number of orders of p + n texts by their U, 0 to p n: the coefficients of the Gaussian binomial."""
+    ways = [1] + [0] * (positive * negative)
+    for part in range(1, positive + 1):
+        step = negative + part
+        for place in range(len(ways) - 1, step - 1, -1):  # times 1 - q^step
+            ways[place] -= ways[place - step]
+        for place in range(part, len(ways)):  # by 1 - q^part
+            ways[place] += ways[place - part]
+    return ways
+
+
+def runs_of(layers: Sequence[int]) -> str:
+    """Format layers compactly, runs of neighbours as their ends: "0 to 11, 14, 20 to 29"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(parts)

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.captures.rows import encoded
 from steercap.core.schema import Coding
 from steercap.core.spec import Point
+from steercap.kernels.codecs.coded import encoded
 from steercap.lab.datasets.rows import Normalisation
 from steercap.lab.training.sae import SAETraining
 from steercap.saes.sae import SAE

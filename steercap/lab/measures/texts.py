@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap.core.values import flag_of, index_of, shown
+from steercap.core.values import count_of, flag_of, shown
 from steercap.errors import InvalidSpec, WorkerFailure
 from steercap.lab.measures import Answered, Measure
 
@@ -85,9 +85,7 @@ class Repetition(Measure):
     n: int = 3
 
     def __post_init__(self) -> None:
-        n = index_of(self.n)
-        if n is None or n < 1:
-            raise InvalidSpec(f"Repetition: n={shown(self.n)}; give a whole number, 1 or more")
+        n = count_of(self.n, "Repetition: n")
         object.__setattr__(self, "n", n)
 
     @property

@@ -12,14 +12,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from steercap.core.prompts import templated
 from steercap.core.values import choices, shown
-from steercap.errors import InvalidFile, InvalidSpec, UnknownName
+from steercap.errors import InvalidFile, InvalidPrompt, InvalidSpec, UnknownName
 from steercap.files.base import require_file
 from steercap.lab.personas.levels import LEVELS, REFUSAL, PersonaKind, plan_levels
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
 
 #: Number of keys that an error lists.
 _SHOWN: Final = 3
@@ -204,3 +208,33 @@ def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
             raise InvalidFile(f"{path} has the key {key!r} twice; keep one of them")
         found[key] = value
     return found
+
+
+def placed_in(
+    model: SteerModel, path: Path, answer: ExistingAnswer, template: Mapping[str, Any]
+) -> tuple[list[int], int]:
+    """Return the token ids of a conversation to the end of its answer, and the position where that begins.
+
+    Args:
+        model: the model that will read it.
+        path: file of the answer, for messages.
+        answer: the answer.
+        template: further arguments of the chat template.
+
+    Raises:
+        InvalidFile: the chat template does not show the answer, or not once.
+        InvalidPrompt: it is too long.
+    """
+    where, index = f"{path}, line {answer.line}, {answer.key}", len(answer.conversation) - 1
+    arguments = {"add_generation_prompt": False, **template}
+    ids, spans = templated(model.tokenizer, answer.conversation, arguments, spans=True)
+    mine = [span for span in spans if span.index == index]
+    if len(mine) != 1 or mine[0].missing or mine[0].start == mine[0].stop:
+        why = mine[0].missing if len(mine) == 1 else f"the chat template writes it {len(mine)} times"
+        raise InvalidFile(f"{where}: the tokens of the answer cannot be found: {why or 'it has none'}")
+    if mine[0].stop >= model.max_model_len:
+        raise InvalidPrompt(
+            f"{where}: {mine[0].stop} tokens, and the model has room for {model.max_model_len - 1}; start it with "
+            "a larger max_model_len, or remove the line"
+        )
+    return ids[: mine[0].stop], mine[0].start

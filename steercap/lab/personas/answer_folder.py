@@ -29,6 +29,8 @@ from steercap.lab.personas.levels import LevelMeans, LevelPlan, PersonaKind, pla
 
 _MARK: Final = int.from_bytes(b"rows", "little")
 _HEAD: Final = struct.Struct("<II8x")
+#: Level of a role's default answers.
+DEFAULT: Final = "default_1"
 #: Names of the dtypes in which rows can be stored.
 STORED: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -195,18 +197,19 @@ class AnswersFolder:
             InvalidFile: the receipt cannot be read.
         """
         path = self._receipt(files.name)
-        try:
-            found = msgspec.json.decode(path.read_bytes(), type=PersonaReceipt)
-        except FileNotFoundError:
+        if (found := _read_receipt(path)) is None:
             return None
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise InvalidFile(f"{path} cannot be read: {error}; remove it to read the answers again") from error
         if found.responses != files.digest:
             raise RunDiffers(
                 f"{files.responses} has changed since its answers were read into {self.path}; give another folder, or "
                 f"remove {path} to read them again"
             )
         return found if self.activations(files.name).exists() else None
+
+    def perhaps_default(self) -> list[str]:
+        """Return the names of the personas that were read and have no levels but that of default answers."""
+        receipts = {path.stem: _read_receipt(path) for path in self._receipt("*").parent.glob("*.json")}
+        return [name for name, found in receipts.items() if found is not None and not found.levels.keys() - {DEFAULT}]
 
     def _receipt(self, name: str) -> Path:
         return self.path / f"receipts{self.suffix}" / f"{name}.json"
@@ -222,24 +225,29 @@ class AnswersFolder:
         """Return the receipt of a finished persona; recompute its levels if its scores or `minimum` have changed."""
         found = self.receipt(files)
         assert found is not None, "its answers are read first"
+        self.part(files).unlink(missing_ok=True)  # a call that was killed may have left it
         there = self.vectors(files.name).exists() or not found.levels
         if there and (found.scores, found.minimum) == (files.scores_digest, self.minimum):
             return found
         return self._save_levels(files, load_rows_pt(self.activations(files.name), files.keys))
 
     def _save_levels(self, files: PersonaFiles, rows: Mapping[str, torch.Tensor]) -> PersonaReceipt:
-        """Write a persona's levels and, last, its receipt."""
+        """Write a persona's receipt and levels.
+
+        Levels without their receipt would pass for those of the receipt before, once its scores are given again. So
+        the former ones are removed first, and the new ones, which are made again if they are missing, come last.
+        """
         plan = plan_levels(self.kind, files.keys, files.scores or {}, minimum=self.minimum)
-        if plan.weights:
-            save_pt(self.vectors(files.name), means_of(plan, rows.items()))
-        else:
-            self.vectors(files.name).unlink(missing_ok=True)
+        means = means_of(plan, rows.items()) if plan.weights else {}
+        self.vectors(files.name).unlink(missing_ok=True)
         levels = {level: len(weights) for level, weights in plan.weights.items()}
         left_out = {level: dict(counts) for level, counts in plan.left_out.items() if counts}
         said = (levels, left_out, dict(plan.unused))
         receipt = PersonaReceipt(files.digest, files.scores_digest, self.minimum, len(files.keys), *said)
         with write_whole(self._receipt(files.name)) as scratch:
             scratch.write_bytes(msgspec.json.format(msgspec.json.encode(receipt), indent=2))
+        if means:
+            save_pt(self.vectors(files.name), means)
         return receipt
 
     def save_default(self, files: Sequence[PersonaFiles]) -> int:
@@ -252,8 +260,17 @@ class AnswersFolder:
         keys = [f"{one.name}/{key}" for one in files for key in one.keys]
         if keys:
             means = means_of(plan_levels("role", keys, {}), rows)
-            save_pt(self.default_vectors, {"activations": {"default_1": means["default_1"]}})
+            save_pt(self.default_vectors, {"activations": {DEFAULT: means[DEFAULT]}})
         return len(keys)
+
+
+def _read_receipt(path: Path) -> PersonaReceipt | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PersonaReceipt)
+    except FileNotFoundError:
+        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"{path} cannot be read: {error}; remove it to read the answers again") from error
 
 
 def means_of(plan: LevelPlan, rows: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -17,19 +17,17 @@ import torch
 
 from steercap.concurrency.loops import each_of
 from steercap.core.display import brief
-from steercap.core.prompts import template_arguments, templated
+from steercap.core.prompts import template_arguments
 from steercap.core.spec import CaptureSpec
-from steercap.core.values import choices, index_of, shown
+from steercap.core.values import choices, count_of, shown
 from steercap.errors import (
     CaptureNotFinite,
-    InvalidFile,
-    InvalidPrompt,
     InvalidSetting,
     ModelTooLarge,
     UnknownName,
 )
 from steercap.files.folder import FolderKind, locked
-from steercap.lab.personas.answer_files import ExistingAnswer, PersonaFiles, read_answers_file, read_personas
+from steercap.lab.personas.answer_files import ExistingAnswer, PersonaFiles, placed_in, read_answers_file, read_personas
 from steercap.lab.personas.answer_folder import STORED, AnswersFolder, PersonaReceipt, RowsFile
 from steercap.lab.personas.folder import VERSION, Count, Report, RunDefinition
 from steercap.lab.personas.levels import PersonaKind
@@ -85,7 +83,8 @@ async def read_answers(
         responses: folder of `NAME.jsonl`, one answer a line: `conversation`, `label`, `prompt_index`, `question_index`.
         scores: folder of `NAME.json`: `LABEL_pP_qQ` to a number or "REFUSAL". Default files of roles need none.
         to: folder of the results: `response_activations/NAME.pt` (key to [layers, hidden]), `vectors/NAME.pt` (level
-            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`. A call that was killed is resumed.
+            to float32 [layers, hidden]) and, for roles, `default_vectors.pt`, the mean of the answers of all default
+            files that have been read, by earlier calls too. A call that was killed is resumed.
             Where only scores or `minimum` differ, the levels alone are made again.
         kind: "trait" or "role": how answers are scored, and the levels.
         others: further open models, like the first and of its event loop: each answer goes to one that is free.
@@ -111,19 +110,18 @@ async def read_answers(
     """
     models = [model, *others]
     settings = _settings(kind, stored, chat_template_kwargs)
-    if (index_of(concurrency) or 0) < 1:
-        raise InvalidSetting(f"concurrency={shown(concurrency)}; give 1 or more")
+    count_of(concurrency, "concurrency", wrong=InvalidSetting)
     personas = await asyncio.to_thread(read_personas, responses, scores, kind, names)
     folder = AnswersFolder(Path(to), suffix, kind, minimum)
     with locked(folder.path):
         _open(folder, models, settings)
+        defaults = await asyncio.to_thread(_defaults, folder, responses, scores, personas)
         todo = [files for files in personas if folder.receipt(files) is None]
         total = sum(len(files.keys) for files in personas)
         count = Count("read", total, total - sum(len(files.keys) for files in todo), progress)
         await _AnswersReading(folder, models, settings, concurrency, count).run(todo)
         found = {files.name: await asyncio.to_thread(folder.renew, files) for files in personas}
-        default = [files for files in personas if kind == "role" and files.is_default]
-        return AnswersRead(folder, found, await asyncio.to_thread(folder.save_default, default))
+        return AnswersRead(folder, found, await asyncio.to_thread(folder.save_default, defaults))
 
 
 async def read_answers_by_dtype(
@@ -187,13 +185,28 @@ def _open(folder: AnswersFolder, models: Sequence[SteerModel], settings: dict[st
     for model in models:
         if model.identity() != models[0].identity():
             raise InvalidSetting(
-                f"the models differ, {models[0].model} and {model.model}; give SteerModels of one model"
+                f"the models differ, {models[0].model} and {model.model}; give models of one checkpoint"
             )
         model.check_capture(every)
     kind = FolderKind(f"answers{folder.suffix}.json", RunDefinition, "reading of answers")
     wanted = RunDefinition(VERSION, models[0].identity(), settings)
     if kind.open(folder.path, wanted) is None:
         kind.write(folder.path, wanted)
+
+
+def _defaults(
+    folder: AnswersFolder, responses: str | Path, scores: str | Path, personas: Sequence[PersonaFiles]
+) -> list[PersonaFiles]:
+    """Return the default files of a role: of the personas to read, and of those that were read before."""
+    if folder.kind != "role":
+        return []
+    names = {files.name for files in personas}
+    before = [
+        name for name in folder.perhaps_default() if name not in names and Path(responses, f"{name}.jsonl").exists()
+    ]
+    others = read_personas(responses, scores, folder.kind, before) if before else []
+    found = [*personas, *(files for files in others if folder.receipt(files) is not None)]
+    return sorted((files for files in found if files.is_default), key=lambda files: files.name)
 
 
 @dataclass(eq=False)
@@ -242,9 +255,8 @@ class _AnswersReading:
             missing = rows.missing
             self._count.add(len(files.keys) - len(missing))
             persona = _PersonaUnderWay(files, read_answers_file(files.responses), rows, len(missing))
-            for first in range(
-                0, max(1, len(missing)), self._call
-            ):  # one without answers: killed before it was finished
+            # One without answers was killed before it was finished.
+            for first in range(0, max(1, len(missing)), self._call):
                 yield persona, missing[first : first + self._call]
 
     async def _do(self, call: tuple[_PersonaUnderWay, list[int]]) -> None:
@@ -267,7 +279,8 @@ class _AnswersReading:
     async def _means(self, model: SteerModel, persona: _PersonaUnderWay, indices: Sequence[int]) -> list[torch.Tensor]:
         """Return the mean of the rows of each answer, float32 [layers, hidden]."""
         path, answers = persona.files.responses, [persona.answers[index] for index in indices]
-        placed = [self._placed(model, path, answer) for answer in answers]
+        template = self._settings["chat_template_kwargs"]
+        placed = [placed_in(model, path, answer, template) for answer in answers]
         specs = [CaptureSpec(tokens=slice(start, None), reduce="mean", codec="raw") for _, start in placed]
         # What the prefix cache holds depends on what ran before, and last bits depend on it.
         salts = [{"cache_salt": uuid4().hex} if self._alone else {} for _ in placed]
@@ -279,24 +292,3 @@ class _AnswersReading:
             lines = f"{answers[0].line} to {answers[-1].line}, {answers[0].key} to {answers[-1].key}"
             raise CaptureNotFinite(f"{path}, lines {lines}: {error}") from error
         return [torch.stack([rows.float().flatten() for rows in handle.captures.values()]) for handle in handles]
-
-    def _placed(self, model: SteerModel, path: Path, answer: ExistingAnswer) -> tuple[list[int], int]:
-        """Return the token ids of a conversation to the end of its answer, and the position where that begins.
-
-        Raises:
-            InvalidFile: the chat template does not show the answer, or not once.
-            InvalidPrompt: it is too long.
-        """
-        where, index = f"{path}, line {answer.line}, {answer.key}", len(answer.conversation) - 1
-        arguments = {"add_generation_prompt": False, **self._settings["chat_template_kwargs"]}
-        ids, spans = templated(model.tokenizer, answer.conversation, arguments, spans=True)
-        mine = [span for span in spans if span.index == index]
-        if len(mine) != 1 or mine[0].missing or mine[0].start == mine[0].stop:
-            why = mine[0].missing if len(mine) == 1 else f"the chat template writes it {len(mine)} times"
-            raise InvalidFile(f"{where}: the tokens of the answer cannot be found: {why or 'it has none'}")
-        if mine[0].stop >= model.max_model_len:
-            raise InvalidPrompt(
-                f"{where}: {mine[0].stop} tokens, and the model has room for {model.max_model_len - 1}; start it with "
-                "a larger max_model_len, or remove the line"
-            )
-        return ids[: mine[0].stop], mine[0].start

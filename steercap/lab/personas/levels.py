@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from jaxtyping import Float
 
-from steercap.core.values import choices, index_of, number_of, shown
+from steercap.core.values import choices, count_of, number_of, shown
 from steercap.errors import InvalidSpec, UnknownName
 
 #: Kind of a persona.
@@ -98,9 +98,7 @@ def plan_levels(
     """
     if kind not in LEVELS:
         raise UnknownName(f"unknown kind {shown(kind)}; {choices(kind, LEVELS)}")
-    least = MINIMUM[kind] if minimum is None else index_of(minimum)
-    if least is None or least < 1:
-        raise InvalidSpec(f"minimum={shown(minimum)}; give 1 or more, a whole number")
+    least = MINIMUM[kind] if minimum is None else count_of(minimum, "minimum")
     answers = _answers(keys)
     told = {key: found for key, score in scores.items() if (found := _score(kind, key, score)) is not None}
     draft = _Draft(answers, told, least)

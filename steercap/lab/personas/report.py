@@ -13,7 +13,7 @@ import msgspec
 
 from steercap.files.base import write_whole
 from steercap.lab.directions import chance_band
-from steercap.lab.directions.suggestion import middle_of_best
+from steercap.lab.directions.methods import middle_of_best
 from steercap.lab.personas.pictures import draw_all
 from steercap.lab.personas.records import SIGNS, Records
 from steercap.lab.personas.settings import PersonaSettings
@@ -61,7 +61,7 @@ class Outcome:
         unscored: number of answers that the scorer could not score.
         kept: number of answers used.
         mean_scores: mean over all answers with a score, 0 to 100; NaN if none has one.
-        best_layer: layer with the highest AUC; for ties see `steercap.lab.directions.suggestion`.
+        best_layer: layer with the highest AUC; for ties see `steercap.lab.directions.methods`.
         auc: AUC at that layer on held-out questions; 0.5 is chance. It is optimistic, as the layer was chosen on the
             same answers.
         held_out: number of answers of the AUC.
@@ -168,7 +168,7 @@ def write_report(
 
 
 def common_layer(directions: DirectionSet) -> int:
-    """Return the layer of the highest mean AUC over the traits; for ties see `steercap.lab.directions.suggestion`."""
+    """Return the layer of the highest mean AUC over the traits; for ties see `steercap.lab.directions.methods`."""
     auc = directions.provenance.auc
     return middle_of_best({layer: sum(found[layer] for found in auc.values()) for layer in directions.layers})
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from steercap.concurrency.loops import each_of
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import locked
 from steercap.lab.measures.score import Classifier
@@ -27,6 +27,7 @@ from steercap.lab.measures.scores import Scored
 from steercap.lab.measures.scores.judge import Judge
 from steercap.lab.measures.scores.minilm import encoder_folder
 from steercap.lab.measures.trait import PLACES
+from steercap.lab.studies import Table, folder_of
 from steercap.lab.studies.evaluation import Evaluation, evaluate
 from steercap.lab.studies.evaluation.methods import rollout_methods, scaled_name
 from steercap.lab.studies.evaluation.results import EvaluationResults
@@ -39,7 +40,6 @@ from steercap.lab.studies.rollout_tables import (
     save_judge_scores,
     save_tables,
 )
-from steercap.lab.studies.store import Table, folder_of
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -154,8 +154,7 @@ async def run_rollouts(
     if judge is not None and not isinstance(judge, Judge):
         raise InvalidSpec(f"run_rollouts: judge={shown(judge)}; give a Judge, or None for none")
     for name, count in (("at_once", at_once), ("concurrent", concurrent)):
-        if (index_of(count) or 0) < 1:
-            raise InvalidSpec(f"run_rollouts: {name}={shown(count)}; give a whole number, 1 or more")
+        count_of(count, f"run_rollouts: {name}")
     encoder_folder()  # before answers are generated that nothing could score
     checked: Iterable[RolloutSet] = checked_sets(sets, judge)
     checked = list(checked) if isinstance(sets, Sequence) else checked  # a list is checked before it is begun

@@ -12,7 +12,7 @@ from steercap.concurrency.loops import each_of
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import MEASURES, Answered, Measure
-from steercap.lab.studies.store import NUMBER, Row, Table, Value
+from steercap.lab.studies import NUMBER, Row, Table, Value
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap.core.display import brief
-from steercap.core.values import choices, index_of, shown
+from steercap.core.values import choices, count_of, shown
 from steercap.errors import InvalidFile, InvalidPrompt, InvalidSetting, UnknownName
 from steercap.files.base import require_file
 from steercap.lab.training.examples import Example, Preference, Prompted
@@ -152,8 +152,7 @@ class TokenBudget:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if (index_of(value) or 0) < 1:
-                raise InvalidSetting(f"{name}={shown(value)} tokens; give a whole number, 1 or more")
+            count_of(value, name, wrong=InvalidSetting)
 
     def draw(self, tokens: Sequence[int], sources: Sequence[str | None], seed: int) -> tuple[list[int], list[int]]:
         """Draw the examples to train on, and to hold out; of one source they are on one side, if on any.

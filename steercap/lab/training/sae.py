@@ -18,7 +18,7 @@ from safetensors.torch import save as to_bytes
 from steercap.concurrency.heartbeat import rewritten_line
 from steercap.core.names import TRANSFORMER_LENS
 from steercap.core.spec import Point
-from steercap.core.values import index_of, number_of, shown
+from steercap.core.values import count_of, number_of, shown
 from steercap.errors import InvalidSpec, TrainingDiverged
 from steercap.files.base import write_whole
 from steercap.lab.datasets.rows import Labelled, Normalisation
@@ -114,12 +114,11 @@ class SAETraining:
     ) -> None:
         self._progress = progress
         self.point = point_of("SAETraining: point", point)
-        self.width, features, self.k = (
-            _whole(name, one) for name, one in zip(("width", "features", "k"), (width, features, k), strict=True)
-        )
+        given = {"width": width, "features": features, "k": k}
+        self.width, features, self.k = (count_of(one, f"SAETraining: {name}") for name, one in given.items())
         if self.k > features:
             raise InvalidSpec(f"SAETraining: k={k} of {features} features; give at most as many")
-        self.lr, self.rows = number_of(lr) or 0.0, None if rows is None else _whole("rows", rows)
+        self.lr, self.rows = number_of(lr) or 0.0, None if rows is None else count_of(rows, "SAETraining: rows")
         if not 0 < self.lr < 1:
             raise InvalidSpec(f"SAETraining: lr={shown(lr)}; give a number between 0 and 1, such as 0.002")
         _check_normalisation(normalisation, self.width)
@@ -204,13 +203,6 @@ def _check_normalisation(given: Normalisation | None, width: int) -> None:
         raise InvalidSpec(f"SAETraining: a normalisation of {len(given.mean)} elements for rows of {width}")
     if not bool(given.mean.isfinite().all() and given.scale.isfinite().all() and (given.scale > 0).all()):
         raise InvalidSpec("SAETraining: the normalisation cannot be undone: a scale is not above 0, or not finite")
-
-
-def _whole(name: str, given: Any) -> int:
-    number = index_of(given)
-    if number is None or number < 1:
-        raise InvalidSpec(f"SAETraining: {name}={shown(given)}; give a whole number from 1")
-    return number
 
 
 def train_sae(batches: Iterable[Any], point: Point | tuple[int, str], **how: Any) -> SAETraining:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from steercap.core.registry import Registry
-from steercap.core.values import choices, index_of, number_of, parts_of, shown
+from steercap.core.values import choices, count_of, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting
 from steercap.lab.training.trainable import TrainableSpec
 
@@ -147,8 +147,7 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            if (index_of(getattr(self, name)) or 0) < least:
-                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give a whole number, {least} or more")
+            count_of(getattr(self, name), name, least, wrong=InvalidSetting)
         if index_of(self.seed) is None:
             raise InvalidSetting(f"seed={shown(self.seed)}; give a whole number")
         for name in ("gate_width", "max_grad_norm", "epochs", "lr"):

@@ -21,8 +21,7 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.steering.edits import Edit, RankOne
-from steercap.steering.edits.add import Add
-from steercap.steering.edits.low_rank import LowRank
+from steercap.steering.edits.add import Add, LowRank
 from steercap.steering.edits.replace import Replace
 from steercap.steering.spec import SteeringSpec
 

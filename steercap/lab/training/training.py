@@ -16,7 +16,7 @@ import torch
 
 from steercap.core.extras import extra
 from steercap.core.prompts import repeating, warn_of_doubled
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec, TrainingDiverged
 from steercap.files.fingerprint import model_name, weights_of
 from steercap.lab.training.batches import EncodedExamples, Picked, generator, loader
@@ -189,8 +189,7 @@ def losses_of(
         The errors of `train`.
     """
     how = objective_of(objective)
-    if (index_of(batch_size) or 0) < 1:
-        raise InvalidSetting(f"batch_size={shown(batch_size)}; give a whole number, 1 or more")
+    count_of(batch_size, "batch_size", wrong=InvalidSetting)
     hooked = hooked_of(model, TrainingSettings())
     tokens = encoded(how, tokenizer_of(hooked), examples, hooked.vocabulary)
     spec = _trainable(spec_of(steering), hooked, TrainingSettings())

@@ -1,7 +1,8 @@
-"""Addition of a vector to rows, to all or to those that a probe picks.
+"""Additions to rows: of a vector, to all or to those that a probe picks; of a function of the row itself.
 
 Contrastive activation addition: Rimsky et al. 2024, arXiv:2312.06681. Conditional steering: Lee et al. 2024,
-arXiv:2409.05907.
+arXiv:2409.05907. Representation fine-tuning: Wu et al. 2024, arXiv:2404.03592. Feature steering: Templeton et al. 2024,
+"Scaling Monosemanticity".
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Final
 import torch
 
 from steercap.core.program import Response
-from steercap.errors import InvalidVector
-from steercap.steering.edits import Edit, RankOne, Vector, unit
+from steercap.errors import InvalidEdit, InvalidVector
+from steercap.steering.edits import Edit, RankOne, Vector, number_in, unit
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,7 +89,118 @@ class AddIf(Edit):
         return (RankOne(write, response, self.probe[None]),)
 
 
+MAX_RANK: Final = 16
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LowRank(Edit):
+    """Edit that adds a low-rank affine function of the row: h <- h + scale Wᵀ(U h + b).
+
+    All k projections are read from the same row. LoReFT's `h + Rᵀ(W h + b - R h)` is
+    `LowRank(read=W - R, write=R, bias=b)`.
+
+    Args:
+        read: U, [k, hidden], k at most 16.
+        write: W, [k, hidden].
+        bias: b, [k], or None for zeros.
+        scale: a factor on the whole change.
+        layer, layers, site, tokens, part, model: see `Edit`.
+    """
+
+    read: Vector
+    write: Vector
+    bias: Vector | None = None
+    scale: float = 1.0
+
+    def _check(self) -> None:
+        read, write = self._keep("read", "k width"), self._keep("write", "k width")
+        if self.bias is None:
+            object.__setattr__(self, "bias", torch.zeros(len(read)))
+        bias = self._keep("bias", "k")
+        self._number("scale")
+        if read.shape != write.shape:
+            raise InvalidVector(f"LowRank: read is {tuple(read.shape)}, write {tuple(write.shape)}; they must agree")
+        if len(bias) != len(read):
+            raise InvalidVector(f"LowRank: bias has {len(bias)} values for rank {len(read)}")
+        if len(read) > MAX_RANK:
+            raise InvalidEdit(f"LowRank: rank {len(read)} is above {MAX_RANK}; give two edits, or a lower rank")
+
+    def lower(self) -> tuple[RankOne, ...]:
+        read, write, bias = self.read, self.write, self.bias
+        assert isinstance(read, torch.Tensor)
+        assert isinstance(write, torch.Tensor)
+        assert isinstance(bias, torch.Tensor)
+        return tuple(
+            RankOne(
+                write[part, None],
+                Response(bias=number_in(bias[part]), gain=self.scale),
+                read[part, None],
+                joined=part > 0,
+            )
+            for part in range(len(read))
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SAEFeature(Edit):
+    """Edit that sets one SAE feature to `value`; the part of the row that the feature does not explain stays.
+
+    h <- h + (value - f(h·encoder + bias)) decoder. f(p) is p above `threshold`, else 0: relu, or with a threshold
+    jumprelu.
+
+    Args:
+        encoder: the feature's encoder weights, [hidden], used as they are.
+        decoder: its decoder weights, [hidden], used as they are.
+        value: its activation afterwards; 0 switches it off.
+        bias: its encoder bias.
+        decoder_bias: [hidden]; the bias that the SAE subtracts from a row before encoding it, or None.
+        threshold: threshold of a jumprelu SAE, 0 or above.
+        layer, layers, site, tokens, part, model: see `Edit`.
+    """
+
+    encoder: Vector
+    decoder: Vector
+    value: float
+    bias: float = 0.0
+    decoder_bias: Vector | None = None
+    threshold: float = 0.0
+
+    def _check(self) -> None:
+        kept = [self._keep("encoder"), self._keep("decoder")]
+        if self.decoder_bias is not None:
+            kept.append(self._keep("decoder_bias"))
+        for number in ("value", "bias", "threshold"):
+            self._number(number)
+        if self.threshold < 0:
+            raise InvalidEdit(
+                f"SAEFeature: threshold={self.threshold}; activations are never below 0, so give 0 or more"
+            )
+        if len({vector.shape for vector in kept}) > 1:
+            widths = [len(vector) for vector in kept]
+            raise InvalidVector(f"SAEFeature: encoder, decoder and decoder_bias have widths {widths}; they must agree")
+        for field, vector in zip(("encoder", "decoder"), kept, strict=False):
+            if not vector.any():
+                raise InvalidVector(f"SAEFeature: {field} is zero, so the feature could not be read or written")
+
+    def lower(self) -> tuple[RankOne, ...]:
+        assert isinstance(self.encoder, torch.Tensor)
+        assert isinstance(self.decoder, torch.Tensor)
+        bias = self.bias
+        if isinstance(self.decoder_bias, torch.Tensor):
+            bias = bias - number_in(self.encoder.double() @ self.decoder_bias.double())
+        if not self.threshold:
+            response = Response(bias=bias, offset=self.value, minus=1.0, floor=0.0)
+            return (RankOne(self.decoder[None], response, self.encoder[None]),)
+        # The feature's activation is subtracted where it is active, and `value` is added everywhere.
+        taken = RankOne(
+            self.decoder[None], Response(bias=bias, minus=1.0, threshold=self.threshold), self.encoder[None]
+        )
+        return taken, RankOne(self.decoder[None], Response(offset=self.value))
+
+
 MEMBERS: Final[Mapping[str, type[Edit]]] = {
     "add": Add,
     "add_if": AddIf,
+    "low_rank": LowRank,
+    "sae_feature": SAEFeature,
 }

@@ -6,7 +6,7 @@ Copies are independent of the user's tensor, so that no later change of it reach
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -174,3 +174,35 @@ def _holds_truth(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_holds_truth(part) for part in value)
     return isinstance(value, (bool, np.bool_))
+
+
+#: Fingerprint of a direction at one layer.
+Mark: TypeAlias = tuple[float, ...]
+
+
+#: Squares of the waves' frequencies: primes, so that no wave is a multiple of another.
+WAVES: Final = (2.0, 3.0, 5.0, 7.0)
+
+
+#: Marks nearer than this are one direction's. Float32 moves a mark by less than 1e-6 at width 8,192; another direction,
+#: at an angle of x, moves its four marks by about 0.7 x each.
+MARKED: Final = 1e-4
+
+
+def marks_of(units: Float[torch.Tensor, "names hidden"]) -> tuple[Mark, ...]:
+    """Return fingerprints of directions: scalar products with fixed waves of growing frequency.
+
+    They are numbers and not a digest of the bytes: the unit vector of a unit vector, or one computed on another
+    machine, differs in its last bits and is the same direction.
+
+    Args:
+        units: directions of length 1, float32 [names, hidden].
+    """
+    places = np.arange(units.shape[1], dtype=np.float64)
+    waves = np.cos(np.outer(places**2, np.sqrt(WAVES)))
+    return tuple(tuple(mark) for mark in (units.double().numpy() @ waves).tolist())
+
+
+def alike(one: Mark, other: Mark) -> bool:
+    """Return True if two marks are of the same direction."""
+    return len(one) == len(other) and all(abs(mine - theirs) < MARKED for mine, theirs in zip(one, other, strict=True))

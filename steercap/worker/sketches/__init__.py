@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.registry import Registry
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 
 #: Rows added at once. Their products are summed in float32: fewer are more exact, more are faster.
@@ -109,12 +109,9 @@ class Kind(ABC):
         """
         if size is None:
             return self.default_size or 0
-        found = index_of(size)
         if self.default_size is None:
             raise InvalidSpec(f"size={shown(size)}: a {name_of(self)} sketch has no size; leave it out")
-        if found is None or found < 1:
-            raise InvalidSpec(f"size={shown(size)}; give a whole number above 0")
-        return found
+        return count_of(size, "size")
 
     def empty(self, width: int, size: int, device: torch.device | str = "cpu") -> SketchState:
         """Create the state of no rows."""

@@ -32,11 +32,10 @@ from steercap.kernels.codecs import record_of
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import LAYOUTS, RecordLayout
 from steercap.worker.programs import ENTRY_NUMBERS
-from steercap.worker.step import BatchRows, Step, StepReport
-from steercap.worker.taps.base import Installed, RowKind, Taps, TapSizes
+from steercap.worker.step import BatchRows, Pattern, Step, StepReport
+from steercap.worker.taps import Installed, RowKind, Taps, TapSizes
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, overlap, pieces, runs, typed
 from steercap.worker.taps.large import LargePass, LayerRows, RowMemory
-from steercap.worker.taps.pattern import Pattern
 from steercap.worker.taps.transfers import GRID_COLUMNS, Ring, Transfers
 
 #: Maximum passes that are running or being copied to the host.

@@ -25,7 +25,7 @@ from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.arena import RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.taps.base import Installed, RowKind
+from steercap.worker.taps import Installed, RowKind
 from steercap.worker.taps.transfers import Transfers
 
 
@@ -237,8 +237,8 @@ class _Group:
 class DeviceAccumulators:
     """Running reductions of requests, on the device.
 
-    An accumulator has the layout of a record of all points in `kernels.codecs.raw`; a held row, that in
-    `kernels.codecs.raw`.
+    An accumulator has the layout of a record of all points in `kernels.codecs.floats`; a held row, that in
+    `kernels.codecs.floats`.
 
     Args:
         installed: points of the rank.

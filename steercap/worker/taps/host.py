@@ -19,10 +19,10 @@ from steercap.core.schema import RAW
 from steercap.kernels.codecs import ENCODINGS
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena, RecordLayout
+from steercap.worker.programs import HostEdits
 from steercap.worker.reduce import write_reduced
 from steercap.worker.step import BatchRows, Step, StepReport
-from steercap.worker.taps.base import Installed, Taps, TapSizes
-from steercap.worker.taps.host_edits import HostEdits
+from steercap.worker.taps import Installed, Taps, TapSizes
 from steercap.worker.taps.host_rows import Copies, HostAccumulators, Keeping, KeepingEncoded, KeepingReduced
 
 

@@ -19,13 +19,13 @@ from steercap.core.rows import Ints, ends_of_runs
 from steercap.core.schema import RAW, PointSchema
 from steercap.kernels.bits import LAST, MAX, SUM, stray_rows
 from steercap.kernels.codecs import ENCODINGS, dtype_of
-from steercap.kernels.codecs.features import read, rows_at_once
+from steercap.kernels.codecs.topk import read, rows_at_once
 from steercap.kernels.reference import rows_at
 from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena, Layouts, RecordLayout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.taps.base import RowKind
+from steercap.worker.taps import RowKind
 
 
 class Keeping(ABC):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from steercap.core.extras import extra
 from steercap.errors import CollectionStopped
 from steercap.lab.datasets.collecting import RayActors, collect
-from steercap.testing.tiny import tiny_checkpoint
+from steercap.testing import tiny_checkpoint
 from support.faults.base import BOUND, COLLECTED, Fault, Outcome, opened, prompts, said
 from support.folders import digests
 from support.rows import TINY_ENGINE

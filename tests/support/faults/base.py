@@ -17,7 +17,7 @@ from steercap.captures.handle import CaptureHandle
 from steercap.captures.stacking import flat
 from steercap.core.extras import extra
 from steercap.errors import SteercapError
-from steercap.testing.tiny import tiny_checkpoint
+from steercap.testing import tiny_checkpoint
 from support.rows import TINY_ENGINE, random_prompt
 
 if TYPE_CHECKING:

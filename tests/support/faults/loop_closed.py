@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from steercap.errors import WrongEventLoop
-from steercap.testing.tiny import tiny_checkpoint
+from steercap.testing import tiny_checkpoint
 from support.faults.base import LONG, SHORT, Fault, Outcome, prompts, told
 from support.rows import TINY_ENGINE
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from steercap.errors import EngineDied
-from steercap.testing.tiny import tiny_checkpoint
+from steercap.testing import tiny_checkpoint
 from support.faults.base import LONG, Fault, Outcome, kill, processes, prompts, told
 from support.faults.deaths import KILLED
 from support.rows import TINY_ENGINE

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from steercap.errors import WrongEventLoop
-from steercap.testing.tiny import tiny_checkpoint
+from steercap.testing import tiny_checkpoint
 from support.faults.base import BOUND, LONG, SHORT, Fault, Outcome, kill, opened, processes, prompts, said
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from steercap.testing import tiny_checkpoint
 from steercap.testing.reference import Reference
-from steercap.testing.tiny import tiny_checkpoint
 from support.faults.base import Fault, Outcome, for_two_workers, opened
 from support.faults.deaths import SURVIVED, survived
 

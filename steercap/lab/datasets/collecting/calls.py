@@ -11,15 +11,10 @@ import torch
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.errors import InvalidSpec
-from steercap.lab.datasets.collecting.collection import (
-    SHARD_BYTES,
-    CollectArguments,
-    Collected,
-    Progress,
-    run_collection,
-)
+from steercap.lab.datasets.collecting.collection import Collected, run_collection
 from steercap.lab.datasets.collecting.documents import Bos, Long
 from steercap.lab.datasets.collecting.many import RayActors, collect_on_actors
+from steercap.lab.datasets.collecting.reading import SHARD_BYTES, CollectArguments, Progress
 from steercap.lab.datasets.collecting.samples import TokenSample
 from steercap.lab.datasets.collecting.sources import Corpus, open_source
 from steercap.lab.datasets.collecting.streaming import ActivationStream, Streaming
@@ -137,7 +132,7 @@ async def collect(
         storage_options=storage_options or {},
     )
     if ray is not None:
-        return await collect_on_actors(model.factory, corpus, os.fspath(folder), asked, ray)
+        return await collect_on_actors(model.factory, corpus, os.fspath(folder), asked, ray)  # type: ignore[union-attr]
     engine = model.serving.here()
     return await model.serving.run(lambda: run_collection(model, engine, corpus, os.fspath(folder), asked))
 

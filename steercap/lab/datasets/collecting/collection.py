@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -15,19 +15,14 @@ import msgspec
 
 from steercap.concurrency.loops import finished, on_thread
 from steercap.core.extras import require
-from steercap.core.spec import CaptureSpec
-from steercap.core.tokens import Tokens, TokenSelection, selected
-from steercap.core.values import index_of, shown
-from steercap.errors import InvalidSetting
+from steercap.core.tokens import selected
 from steercap.files.fingerprint import tokenizer_digest
 from steercap.files.folder import locked
 from steercap.lab.datasets import DatasetFolder, Definition, Receipt, Totals, define, storage_of
 from steercap.lab.datasets import definition as definitions
-from steercap.lab.datasets.collecting.documents import Bos, Cutting, Long
 from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere, feed
-from steercap.lab.datasets.collecting.pipeline import Block, blocks
-from steercap.lab.datasets.collecting.reading import Reading, most_context
-from steercap.lab.datasets.collecting.samples import TokenSample, sample_of
+from steercap.lab.datasets.collecting.pipeline import blocks
+from steercap.lab.datasets.collecting.reading import Block, CollectArguments, Progress, Reading
 from steercap.lab.datasets.collecting.shards import Sharder, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
 from steercap.lab.datasets.storage import Storage
@@ -41,35 +36,10 @@ if TYPE_CHECKING:
 Batches: TypeAlias = AsyncGenerator[list[Fed], None]
 Value = TypeVar("Value")
 
-#: Bytes of rows in a shard: few files, and little that a kill loses.
-SHARD_BYTES: Final = 256 << 20
 #: Documents examined to choose the number of documents in a shard.
 LOOKED_AT: Final = 256
 #: Maximum documents of a shard, unless given: the first few may have no rows at all, and later ones many.
 MOST_DOCUMENTS: Final = 1 << 14
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a collection.
-
-    Args:
-        documents: number of documents read.
-        tokens: number of tokens that the model read.
-        rows: number of tokens whose rows were kept.
-        bytes: size of the shards written.
-        shards: number of existing shards, those of earlier calls included.
-        share: share of the corpus that was read, 0 to 1; None if its length is unknown.
-        seconds: time since the call.
-    """
-
-    documents: int
-    tokens: int
-    rows: int
-    bytes: int
-    shards: int
-    share: float | None
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -95,55 +65,6 @@ class Collected:
     mended: int
     tokens: int
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectArguments:
-    """Arguments of `steercap.lab.datasets.collecting.collect`, documented there."""
-
-    capture: CaptureSpec
-    tokens: Tokens | TokenSelection | TokenSample = "all"
-    context: int | None = None
-    long: Long | None = None
-    bos: Bos = "document"
-    template: Mapping[str, Any] = field(default_factory=dict)
-    params: Mapping[str, Any] | None = None
-    seed: int = 0
-    steering: Any = None
-    shard_bytes: int = SHARD_BYTES
-    documents_per_shard: int | None = None
-    statistics_every: int | None = None
-    concurrency: int | None = None
-    verify: bool = False
-    progress: Callable[[Progress], object] | None = None
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, least in (("shard_bytes", 1), ("documents_per_shard", 1), ("statistics_every", 0)):
-            given = getattr(self, name)
-            if given is None:
-                continue
-            if (number := index_of(given)) is None or number < least:
-                raise InvalidSetting(f"{name}={shown(given)}; give a whole number of at least {least}")
-            object.__setattr__(self, name, number)  # NumPy's are no JSON
-        if self.capture.attention and self.statistics_every:
-            raise InvalidSetting(
-                f"statistics_every={self.statistics_every}: targets of attention are positions, which have no mean; "
-                "leave it out, or give 0"
-            )
-
-    def reading(self, model: SteerModel | RemoteModel, engine: Engine | RemoteEngine) -> Reading:
-        """Compile the arguments for an open model.
-
-        Raises:
-            InvalidRequest: an argument does not fit; raised as the matching subclass.
-        """
-        context = most_context(engine, self.params) if self.context is None else self.context
-        long: Long = self.long or ("split" if self.params is None else "refuse")
-        tokenizer = model.tokenizer if engine.vllm.tokenizes else None
-        cutting = Cutting(tokenizer, context, long, self.bos, self.template)
-        sample = sample_of(self.tokens)
-        return Reading(engine, self.capture, sample, cutting, self.params, self.seed, self.steering, self.concurrency)
 
 
 async def run_collection(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.prompts import templated
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSetting
 from steercap.lab.datasets.collecting.readers import KEYS, Bad, half_of_pair
 
@@ -178,8 +178,7 @@ class Cutting:
             known = " or ".join(map(repr, LONG)), " or ".join(map(repr, BOS))
             raise InvalidSetting(f"long={shown(self.long)}, bos={shown(self.bos)}; give {known[0]}, and {known[1]}")
         least = 2 if self.bos == "window" else 1
-        if (context := index_of(self.context)) is None or context < least:
-            raise InvalidSetting(f"context={shown(self.context)}; give {least} tokens or more")
+        count_of(self.context, "context", least, wrong=InvalidSetting)
         if self.bos == "window" and getattr(self.tokenizer, "bos_token_id", None) is None:
             raise InvalidSetting("bos='window', and this tokenizer has no token that begins a text; give 'none'")
         object.__setattr__(self, "tokenizer", copy.deepcopy(self.tokenizer))

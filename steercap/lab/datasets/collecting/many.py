@@ -23,15 +23,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from steercap.core.extras import extra, require
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of
 from steercap.errors import CollectionStopped, EngineFailure, InvalidSetting, RunDiffers, SteercapError, first_error
 from steercap.files.folder import locked
 from steercap.lab.datasets import DatasetFolder, Receipt, storage_of
 from steercap.lab.datasets.collecting.collection import (
     LOOKED_AT,
-    CollectArguments,
     Collected,
-    Progress,
     changed,
     definition_of,
     sound_shards,
@@ -40,6 +38,7 @@ from steercap.lab.datasets.collecting.collection import (
 from steercap.lab.datasets.collecting.documents import CorpusDocument, digests
 from steercap.lab.datasets.collecting.feeding import BATCH, feed
 from steercap.lab.datasets.collecting.pipeline import blocks
+from steercap.lab.datasets.collecting.reading import CollectArguments, Progress
 from steercap.lab.datasets.collecting.shards import Sharder, check_same, stopping
 from steercap.lab.datasets.collecting.sources import Corpus, DocumentSource, open_source
 from steercap.lab.datasets.definition import decode
@@ -181,9 +180,7 @@ class RayActors:
 
     def __post_init__(self) -> None:
         for name, least in (("count", 1), ("max_restarts", -1), ("max_task_retries", -1)):
-            given = index_of(getattr(self, name))
-            if given is None or given < least:
-                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give {least} or more")
+            count_of(getattr(self, name), name, least, wrong=InvalidSetting)
 
     @property
     def options(self) -> dict[str, Any]:

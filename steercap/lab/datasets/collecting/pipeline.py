@@ -29,7 +29,7 @@ from steercap.errors import InvalidRequest
 from steercap.kernels.codecs.coded import Whole
 from steercap.lab.datasets.collecting.documents import Window
 from steercap.lab.datasets.collecting.feeding import Fed, cancelled_elsewhere
-from steercap.lab.datasets.collecting.reading import Reading
+from steercap.lab.datasets.collecting.reading import Block, Ended, Reading
 from steercap.lab.datasets.tables import Index
 
 if TYPE_CHECKING:
@@ -42,37 +42,6 @@ TOGETHER, FETCHES = 64, 3
 SHARE: Final = 8
 #: Maximum documents and windows that are queued and not yielded yet, whatever their size.
 MOST_PLACES: Final = 4096
-
-
-class Ended(NamedTuple):
-    """Document whose rows have all been yielded.
-
-    Args:
-        number: number in the corpus.
-        digest: SHA-256 of the document.
-        read: number of tokens that the model read, generated ones included.
-        bytes: bytes of the corpus up to its end, None if unknown.
-    """
-
-    number: int
-    digest: bytes
-    read: int
-    bytes: int | None
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Rows of consecutive windows.
-
-    Args:
-        index: labels of the rows.
-        rows: rows of each point, in consecutive pieces; [rows, ...] in the point's dtype, or in a codec.
-        ended: documents whose last window is in this block, and documents without windows; in order.
-    """
-
-    index: Index
-    rows: Mapping[Point, Sequence[Whole]]
-    ended: Sequence[Ended]
 
 
 class _PipelineRows(NamedTuple):

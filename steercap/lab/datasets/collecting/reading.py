@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from uuid import uuid4
 
 from steercap.core.schema import ATTENTION, Coding
 from steercap.core.spec import CaptureSpec, Point
-from steercap.core.tokens import TokenSelection
-from steercap.core.values import index_of, shown
+from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import count_of
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.kernels.codecs import record_of
-from steercap.lab.datasets.collecting.documents import Cutting, Window
-from steercap.lab.datasets.collecting.samples import Selected, TokenSample, seed_of
+from steercap.kernels.codecs.coded import Whole
+from steercap.lab.datasets.collecting.documents import Bos, Cutting, Long, Window
+from steercap.lab.datasets.collecting.samples import Selected, TokenSample, sample_of, seed_of
+from steercap.lab.datasets.tables import Index
 
 if TYPE_CHECKING:
     from steercap.client import RemoteModel
@@ -78,8 +80,8 @@ class Reading:
             object.__setattr__(self, "coding", Coding(ATTENTION, self.spec.attention))
         if self.sample.needs is not None and self.sample.needs not in self.points:
             raise InvalidSpec(f"the probe reads {self.sample.needs}, which is not collected; collect it too")
-        if self.concurrency is not None and (index_of(self.concurrency) or 0) < 1:
-            raise InvalidSetting(f"concurrency={shown(self.concurrency)}; give 1 or more, or leave it out")
+        if self.concurrency is not None:
+            count_of(self.concurrency, "concurrency", wrong=InvalidSetting)
         if self.params is not None:
             self._check_params(self.params)
         if self.cutting.context > (longest := most_context(self.engine, self.params)):
@@ -163,3 +165,109 @@ def most_context(engine: Engine | RemoteEngine, params: Mapping[str, Any] | None
         return longest
     generated = 1 if params is None else engine.vllm.sampling(params).max_tokens or 1
     return max(1, longest - generated)
+
+
+#: Bytes of rows in a shard: few files, and little that a kill loses.
+SHARD_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a collection.
+
+    Args:
+        documents: number of documents read.
+        tokens: number of tokens that the model read.
+        rows: number of tokens whose rows were kept.
+        bytes: size of the shards written.
+        shards: number of existing shards, those of earlier calls included.
+        share: share of the corpus that was read, 0 to 1; None if its length is unknown.
+        seconds: time since the call.
+    """
+
+    documents: int
+    tokens: int
+    rows: int
+    bytes: int
+    shards: int
+    share: float | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectArguments:
+    """Arguments of `steercap.lab.datasets.collecting.collect`, documented there."""
+
+    capture: CaptureSpec
+    tokens: Tokens | TokenSelection | TokenSample = "all"
+    context: int | None = None
+    long: Long | None = None
+    bos: Bos = "document"
+    template: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] | None = None
+    seed: int = 0
+    steering: Any = None
+    shard_bytes: int = SHARD_BYTES
+    documents_per_shard: int | None = None
+    statistics_every: int | None = None
+    concurrency: int | None = None
+    verify: bool = False
+    progress: Callable[[Progress], object] | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("shard_bytes", 1), ("documents_per_shard", 1), ("statistics_every", 0)):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            number = count_of(given, name, least, wrong=InvalidSetting)
+            object.__setattr__(self, name, number)  # NumPy's are no JSON
+        if self.capture.attention and self.statistics_every:
+            raise InvalidSetting(
+                f"statistics_every={self.statistics_every}: targets of attention are positions, which have no mean; "
+                "leave it out, or give 0"
+            )
+
+    def reading(self, model: SteerModel | RemoteModel, engine: Engine | RemoteEngine) -> Reading:
+        """Compile the arguments for an open model.
+
+        Raises:
+            InvalidRequest: an argument does not fit; raised as the matching subclass.
+        """
+        context = most_context(engine, self.params) if self.context is None else self.context
+        long: Long = self.long or ("split" if self.params is None else "refuse")
+        tokenizer = model.tokenizer if engine.vllm.tokenizes else None
+        cutting = Cutting(tokenizer, context, long, self.bos, self.template)
+        sample = sample_of(self.tokens)
+        return Reading(engine, self.capture, sample, cutting, self.params, self.seed, self.steering, self.concurrency)
+
+
+class Ended(NamedTuple):
+    """Document whose rows have all been yielded.
+
+    Args:
+        number: number in the corpus.
+        digest: SHA-256 of the document.
+        read: number of tokens that the model read, generated ones included.
+        bytes: bytes of the corpus up to its end, None if unknown.
+    """
+
+    number: int
+    digest: bytes
+    read: int
+    bytes: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Rows of consecutive windows.
+
+    Args:
+        index: labels of the rows.
+        rows: rows of each point, in consecutive pieces; [rows, ...] in the point's dtype, or in a codec.
+        ended: documents whose last window is in this block, and documents without windows; in order.
+    """
+
+    index: Index
+    rows: Mapping[Point, Sequence[Whole]]
+    ended: Sequence[Ended]

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.core.hashing import mixed, mixed_all
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens, TokenSelection, selected
-from steercap.core.values import Mask, index_of, number_of, shown
+from steercap.core.values import Mask, index_of, mixed, mixed_all, number_of, shown
 from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec
 from steercap.lab.datasets.collecting.documents import Window
 

@@ -20,7 +20,7 @@ from steercap.core.spec import Point
 from steercap.errors import CollectionStopped, InvalidRequest, RunDiffers
 from steercap.kernels.codecs.coded import Whole
 from steercap.lab.datasets import DatasetFolder, Index, Receipt, Shard
-from steercap.lab.datasets.collecting.pipeline import Block, Ended
+from steercap.lab.datasets.collecting.reading import Block, Ended
 from steercap.lab.datasets.shards import RECEIPT, name_of
 from steercap.lab.datasets.storage import Storage
 

@@ -14,6 +14,7 @@ import msgspec
 
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
+from steercap.files.fingerprint import nearest_path
 from steercap.lab.datasets.collecting.documents import CorpusDocument, NotDocument, content_of
 from steercap.lab.datasets.collecting.readers import READERS, Reader, ReaderSettings, Unit
 
@@ -214,7 +215,8 @@ def _files(given: str, kind: str | None, split: str | None) -> list[tuple[Path, 
     files = [one for one in found if one.is_file()]
     if not files:
         raise InvalidFile(
-            f"{given}: there is no such file, and no file matches it as a pattern; give a path or a glob pattern"
+            f"{given}: there is no such file, and no file matches it as a pattern{nearest_path(given)}; give a path or "
+            "a glob pattern"
         )
     return [(one, _reader(one, kind)) for one in _split(files, split, given)]
 
@@ -233,16 +235,12 @@ def _of_folder(folder: Path, kind: str | None, split: str | None) -> list[tuple[
     if not known:
         raise InvalidFile(f"{folder} holds no file of a corpus; known: {_suffixes()}")
     found = [(path, _reader(path, kind)) for path in _split(known, split, str(folder))]
-    if len({id(reader) for _, reader in found}) > 1:
+    if other := next((path.name for path, reader in found if reader is not found[0][1]), ""):
         raise InvalidFile(
-            f"{folder} holds files of several kinds, such as {found[0][0].name} and {_another(found).name}; give a "
-            "pattern, such as '*.jsonl'"
+            f"{folder} holds files of several kinds, such as {found[0][0].name} and {other}; give a pattern, such as "
+            "'*.jsonl'"
         )
     return found
-
-
-def _another(found: Sequence[tuple[Path, Reader]]) -> Path:
-    return next(path for path, reader in found if reader is not found[0][1])
 
 
 def _hidden(path: Path, folder: Path) -> bool:

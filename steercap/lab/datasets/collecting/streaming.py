@@ -19,12 +19,12 @@ import torch
 
 from steercap.core.display import layers_by_site
 from steercap.core.spec import Point
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidRequest, InvalidSetting
 from steercap.kernels.codecs.coded import CodedRows, Whole
 from steercap.lab.datasets.collecting.feeding import feed
-from steercap.lab.datasets.collecting.pipeline import Block, blocks
-from steercap.lab.datasets.collecting.reading import Reading
+from steercap.lab.datasets.collecting.pipeline import blocks
+from steercap.lab.datasets.collecting.reading import Block, Reading
 from steercap.lab.datasets.collecting.sources import DocumentSource
 from steercap.lab.datasets.definition import PointFormat
 from steercap.lab.datasets.reading import Join, check_alike
@@ -61,8 +61,7 @@ class Streaming:
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("buffer", self.batch_size), ("seed", 0)):
-            if (found := index_of(getattr(self, name))) is None or found < least:
-                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give a whole number of at least {least}")
+            count_of(getattr(self, name), name, least, wrong=InvalidSetting)
         for name, known in (("join", get_args(Join)), ("normalise", NORMALISE)):
             if getattr(self, name) not in known:
                 raise InvalidSetting(f"{name}={shown(getattr(self, name))}; use one of {', '.join(map(repr, known))}")

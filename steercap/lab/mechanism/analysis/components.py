@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.given import LabelledRows, Vectors, matrix, named, origin, random_units
 from steercap.lab.mechanism.analysis.tables import table_of
@@ -101,7 +101,7 @@ def scores(vectors: Vectors, layer: int, *, count: int = 2, centred: bool = True
     """
     directions = named(vectors)
     found = _components(_rows(directions, layer, unit=unit), centred=centred)
-    number, names = _count(count, found), list(directions)
+    number, names = count_of(count, "count", 1, len(found.variances)), list(directions)
     order = [np.argsort(found.scores[:, one], kind="stable") for one in range(number)]
     explained = found.variances / found.variances.sum()
     columns: dict[str, Any] = {
@@ -129,9 +129,7 @@ def ends(vectors: Vectors, layer: int, *, count: int = 2, top: int = 3, **how: b
         InvalidSpec: `top` is not above 0.
         The errors of `scores`.
     """
-    wanted = index_of(top)
-    if wanted is None or wanted < 1:
-        raise InvalidSpec(f"top={shown(top)}; give a number of names, above 0")
+    wanted = count_of(top, "top")
     table = scores(vectors, layer, count=count, **how)
     rows = table.to_pylist()
     size = len(named(vectors))
@@ -160,7 +158,7 @@ def principal(vectors: Vectors, *, count: int = 1, centred: bool = True, unit: b
     """
     directions = named(vectors)
     each = {layer: _components(_rows(directions, layer, unit=unit), centred=centred) for layer in directions.layers}
-    number = min(_count(count, found) for found in each.values())
+    number = min(count_of(count, "count", 1, len(found.variances)) for found in each.values())
     return DirectionSet(
         {
             f"PC{one + 1}": LayerVectors(
@@ -223,10 +221,3 @@ def _random_shares(rows: Array, random: int, seed: int, *, centred: bool) -> Arr
     variances = np.linalg.eigvalsh(middle @ middle.swapaxes(1, 2))[:, ::-1].clip(min=0)
     shares: Array = variances / variances.sum(axis=1, keepdims=True)
     return shares
-
-
-def _count(count: object, found: _Found) -> int:
-    number = index_of(count)
-    if number is None or not 1 <= number <= len(found.variances):
-        raise InvalidSpec(f"count={shown(count)}; these vectors have {len(found.variances)} components")
-    return number

@@ -12,7 +12,7 @@ import torch
 
 from steercap.core.extras import extra
 from steercap.core.spec import Layers
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.directions.contrast import Contrast, directions_of
 from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, named, origin, units
@@ -123,9 +123,7 @@ def clusters(vectors: Vectors, layer: int, *, count: int, linkage: Linkage = "av
     with extra("analysis"):
         from scipy.cluster.hierarchy import fcluster, leaves_list
 
-    wanted = index_of(count)
-    if wanted is None or not 1 <= wanted <= len(directions):
-        raise InvalidSpec(f"count={shown(count)}; give a number of groups, from 1 to {len(directions)}")
+    wanted = count_of(count, "count", 1, len(directions))
     groups, order = fcluster(tree, wanted, criterion="maxclust"), leaves_list(tree)
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups[order].tolist()))}
     names = list(directions)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from steercap.core.display import brief
 from steercap.core.spec import Layers, parse_layers, resolve_layers
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.lab.mechanism.weights.model import ModelWeights
 from steercap.steering.directions import DirectionSet
@@ -221,9 +221,7 @@ def random_units(count: int, width: int, seed: int) -> Float[torch.Tensor, "coun
     Raises:
         InvalidSpec: fewer than 2, too few for a spread.
     """
-    number = index_of(count)
-    if number is None or number < 2:
-        raise InvalidSpec(f"random={shown(count)}; give a whole number of random vectors, 2 at least")
+    number = count_of(count, "random", 2)
     drawn = torch.randn(number, width, generator=torch.Generator().manual_seed(seed))
     found: torch.Tensor = torch.nn.functional.normalize(drawn, dim=1)
     return found

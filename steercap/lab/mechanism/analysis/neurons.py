@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.spec import Layers, Point
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.given import Vectors, in_stream, named, origin, readers, units, writers
 from steercap.lab.mechanism.analysis.tables import once, table_of
@@ -81,10 +81,7 @@ class _FoundNeurons:
     """Collector of neurons over layers, which keeps the greatest by |z|."""
 
     def __init__(self, directions: DirectionSet, top: int | None) -> None:
-        number = index_of(top)
-        if top is not None and (number is None or number < 1):
-            raise InvalidSpec(f"top={shown(top)}; give a number of neurons above 0, or None for all")
-        self._directions, self._top = directions, number
+        self._directions, self._top = directions, None if top is None else count_of(top, "top")
         self._rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._compared: dict[str, int] = {}
 
@@ -152,11 +149,9 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
         LayerOutOfRange, InvalidVector: as for `cosines`.
     """
     directions = named(vectors)
-    count = index_of(top)
     if not isinstance(sae, SAE):
         raise InvalidSpec(f"sae={shown(sae)}; give SAE.load(...)")
-    if count is None or not 1 <= count <= sae.d_sae:
-        raise InvalidSpec(f"top={shown(top)}; give a number of features, from 1 to {sae.d_sae:,}")
+    count = count_of(top, "top", 1, sae.d_sae)
     halves = {"decoder": (sae.output, sae.decoder), "encoder": (sae.input, _read(sae))}
     fitting = {half: rows for half, (point, rows) in halves.items() if point.site == directions.site}
     at = _layer(directions.site, halves["encoder"][0], halves["decoder"][0], layer)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from steercap.core.prompts import texts_of
 from steercap.core.spec import Layers
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.given import Vectors, chosen_layers, in_stream, matrix, origin, units
 from steercap.lab.mechanism.analysis.tables import once, table_of
@@ -67,7 +67,7 @@ def vector_lens(
         if given_word not in words:
             raise InvalidSpec(f"{said}={shown(given_word)}; give one of {', '.join(words)}")
     head = weights.unembedding
-    count = _top(top, head.vocabulary)
+    count = count_of(top, "top", 1, head.vocabulary)
     rows: list[dict[str, Any]] = []
     for layer in chosen_layers(directions, layers):
         given = matrix(directions, layer)
@@ -115,7 +115,7 @@ def nearest_tokens(
     if of not in get_args(Rows):
         raise InvalidSpec(f"of={shown(of)}; give one of {', '.join(get_args(Rows))}")
     table = weights.unembedding.weight if of == "unembedding" else weights.embedding
-    count = _top(top, len(table))
+    count = count_of(top, "top", 1, len(table))
     lengths = table.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)  # of unused tokens, rows may be zero
     rows: list[dict[str, Any]] = []
     for layer in chosen_layers(directions, layers):
@@ -142,13 +142,6 @@ def z_of(
     """
     spread = lengths * vectors.norm(dim=1, keepdim=True) / math.sqrt(vectors.shape[1])
     return torch.where(spread > 0, values / spread, 0.0)
-
-
-def _top(top: object, most: int) -> int:
-    count = index_of(top)
-    if count is None or not 1 <= count <= most:
-        raise InvalidSpec(f"top={shown(top)}; give a number of tokens, from 1 to {most:,}")
-    return count
 
 
 def _with_texts(

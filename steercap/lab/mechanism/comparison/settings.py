@@ -8,8 +8,7 @@ import msgspec
 
 from steercap.core.display import brief
 from steercap.core.spec import Layers, parse_layers, resolve_layers
-from steercap.core.values import index_of, shown
-from steercap.errors import InvalidSpec
+from steercap.core.values import count_of
 from steercap.files.folder import FolderKind
 from steercap.lab.mechanism.comparison.summaries import Correction, check_correction
 
@@ -52,10 +51,8 @@ class CompareSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             value = getattr(self, name)
-            number = index_of(value)
-            if (name, value) != ("per_group", None) and (number is None or number < least):
-                raise InvalidSpec(f"{name}={shown(value)}; give a whole number, {least} at least")
-
+            if (name, value) != ("per_group", None):
+                count_of(value, name, least)
         check_correction(self.correction)
 
     def resolved(self, layer: int, count: int) -> CompareSettings:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 
 from steercap.core.extras import extra
-from steercap.core.values import choices, index_of, shown
+from steercap.core.values import choices, count_of, shown
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.lab.measures.statistics import benjamini_hochberg, holm
 from steercap.lab.mechanism.analysis.tables import table_of
@@ -160,8 +160,7 @@ def partners(table: pa.Table, top: int = 5) -> pa.Table:
     Raises:
         InvalidSpec: fewer than one partner is asked for.
     """
-    if (index_of(top) or 0) < 1:
-        raise InvalidSpec(f"top={shown(top)}; give 1 or more")
+    count_of(top, "top")
     found: list[dict[str, Any]] = []
     for side, other in (("target", "source"), ("source", "target")):
         keys = ["circuit", other, f"{side}_group", side]

@@ -13,7 +13,7 @@ from steercap.core.values import index_of, shown
 from steercap.errors import EngineFailure, InvalidSpec
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import RequestOutput
+    from steercap.adapters import RequestOutput
 
 #: One token of the vocabulary: its id, or a text that is just this token, such as " Mary".
 Token: TypeAlias = str | int

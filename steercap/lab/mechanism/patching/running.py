@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from steercap.concurrency.loops import each_of
 from steercap.core.spec import CaptureSpec, Point
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidPrompt, InvalidSetting, InvalidSpec
 from steercap.lab.directions.extraction import Text, ids_of
 from steercap.lab.mechanism.patching.metrics import Metric, MetricRequest
@@ -158,9 +158,7 @@ class Runs:
     ) -> None:
         if not isinstance(metric, Metric):
             raise InvalidSpec(f"metric={shown(metric)}; give a Metric, such as LogitDifference((' Mary', ' John'))")
-        limit = index_of(concurrent)
-        if limit is None or limit < 1:
-            raise InvalidSetting(f"concurrent={shown(concurrent)}; give a whole number above 0")
+        limit = count_of(concurrent, "concurrent", wrong=InvalidSetting)
         self.model = model
         self.total = 0
         self._asked: list[MetricRequest] = metric.asked(model.tokenizer, pairs)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from steercap.core.prompts import texts_of
 from steercap.core.spec import Point
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, index_of, shown
 from steercap.errors import InvalidRequest
 from steercap.lab.mechanism.views.lens import checkpoint_of, tokenizer_of
 from steercap.lab.mechanism.weights.unembedding import Unembedding
@@ -133,8 +133,7 @@ def logit_attribution(
         UnsupportedModel, ModelNotLoaded, InvalidFile: as for `logit_lens`, or a norm that cannot be frozen.
         CaptureNotFetched: the handle was not fetched.
     """
-    if index_of(top) is None or top < 1:
-        raise InvalidRequest(f"logit_attribution: top={shown(top)}; give a whole number above 0")
+    count_of(top, "logit_attribution: top", wrong=InvalidRequest)
     checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
     last = _rows(handle, Point(handle.num_layers - 1, "resid_post")).float()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-    from steercap.captures.handle import CaptureHandle
+    from steercap.core.protocols import FetchedRows
     from steercap.steering.directions import DirectionSet
     from steercap.steering.layers import LayerVectors
 
@@ -242,7 +242,7 @@ class TokenHeatmap:
 
 
 def heatmap_of(
-    handle: CaptureHandle,
+    handle: FetchedRows,
     directions: DirectionSet,
     layer: int,
     tokenizer: Any,
@@ -277,7 +277,7 @@ def heatmap_of(
 
 
 def heatmap_of_layers(
-    handle: CaptureHandle,
+    handle: FetchedRows,
     vectors: LayerVectors,
     tokenizer: Any,
     *,
@@ -340,9 +340,9 @@ def contrast(first: str, second: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> torch.Tensor:
+def _projected(handle: FetchedRows, directions: DirectionSet, layer: int) -> torch.Tensor:
     """Return scalar products of the rows of one layer with unit directions: float32 [rows, names]."""
-    rows = handle.captures.elements((layer, directions.site))
+    rows: torch.Tensor = handle.captures.elements((layer, directions.site))
     if handle.directions:
         if missing := [name for name in directions if name not in handle.directions]:
             raise InvalidRequest(f"the handle holds projections on {list(handle.directions)}, and none on {missing}")
@@ -354,9 +354,9 @@ def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> t
     return directions.project(rows, layer)
 
 
-def _check_same(handle: CaptureHandle, directions: DirectionSet, layer: int, places: list[int]) -> None:
+def _check_same(handle: FetchedRows, directions: DirectionSet, layer: int, places: list[int]) -> None:
     """Check that the directions the handle was projected on are these, beyond their names, if the handle has marks."""
-    from steercap.steering.directions import alike
+    from steercap.steering.edits.inputs import alike
 
     known = handle.marks.get(layer)
     if known is None:

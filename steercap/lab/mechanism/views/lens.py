@@ -12,9 +12,10 @@ import torch
 
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT, drawn, lines_of, shortened, texts_of
-from steercap.errors import InvalidRequest, ModelNotLoaded
+from steercap.errors import InvalidRequest
 from steercap.files.base import save_figure
 from steercap.lab.mechanism.views.heatmap import ABOVE, CENTRE, colour, ink
+from steercap.lab.mechanism.weights import read_tokenizer
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 
 if TYPE_CHECKING:
@@ -236,10 +237,4 @@ def tokenizer_of(model: Source) -> Any:
     """
     if not isinstance(model, (str, os.PathLike)):
         return model.tokenizer
-    with extra("cuda", "cpu"):
-        from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(os.fspath(model))
-    except (OSError, ValueError) as error:
-        raise ModelNotLoaded(f"no tokenizer at {os.fspath(model)!r}: {error}") from error
+    return read_tokenizer(os.fspath(model))

@@ -1,1 +1,148 @@
-"""Weights of a model, read from its checkpoint a tensor at a time, as linear maps of the stream."""
+"""Weights of a model as linear maps of the stream, and its checkpoint, whose tensors are read one at a time by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+
+from steercap.core.extras import extra
+from steercap.errors import InvalidFile, ModelNotLoaded, UnsupportedModel
+from steercap.files.fingerprint import nearest_path
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+WHOLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+#: Dtypes of plain weights; others, such as float8, have their scale elsewhere.
+PLAIN: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+@dataclass(frozen=True, repr=False)
+class TensorFiles:
+    """Safetensors files of a checkpoint.
+
+    Args:
+        path: path of the checkpoint, or its name on the hub.
+        held: file of each tensor, by name.
+    """
+
+    path: str
+    held: Mapping[str, Path]
+
+    @classmethod
+    def find(cls, path: str, revision: str | None = None) -> TensorFiles:
+        """Find the files of a checkpoint in a folder or on the hub; only the names of tensors are read.
+
+        Raises:
+            ModelNotLoaded: there are no files.
+        """
+        from safetensors import safe_open
+
+        if index := _file(path, INDEX, revision):
+            held: dict[str, str] = msgspec.json.decode(index.read_bytes())["weight_map"]
+            files = {name: _file(path, name, revision) for name in sorted(set(held.values()))}
+            if missing := [name for name, file in files.items() if file is None]:
+                raise ModelNotLoaded(f"{path}: the index names {', '.join(missing)}, which cannot be found")
+            return cls(path, {name: file for name, part in held.items() if (file := files[part]) is not None})
+        if whole := _file(path, WHOLE, revision):
+            with safe_open(whole, framework="pt") as tensors:
+                return cls(path, dict.fromkeys(tensors.keys(), whole))
+        raise ModelNotLoaded(f"{path!r} has neither {WHOLE} nor {INDEX}; weights are read from safetensors files")
+
+    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Read one tensor by its name in transformers' model: float32, on CPU, of the shape that the configuration
+        gives it.
+
+        Checkpoints written without the head have names without the prefix of the body: "ln_f.weight" for
+        "transformer.ln_f.weight".
+
+        Raises:
+            InvalidFile: there is no such tensor.
+            UnsupportedModel: it has another shape, or another dtype than plain floats: quantised weights.
+        """
+        from safetensors import safe_open
+
+        spelled = next((known for known in (name, name.partition(".")[2]) if known in self.held), None)
+        if spelled is None:
+            raise InvalidFile(f"{self.path} holds no tensor {name!r}, which its configuration asks for")
+        with safe_open(self.held[spelled], framework="pt") as tensors:
+            found: torch.Tensor = tensors.get_tensor(spelled)
+        if tuple(found.shape) != tuple(shape) or found.dtype not in PLAIN:
+            raise UnsupportedModel(
+                f"{self.path}: {name} is {list(found.shape)} {found.dtype}, which is not the plain weight that the "
+                "configuration describes; only weights that are not quantised can be read"
+            )
+        return found.float()
+
+    def fill(self, prefix: str, module: Any) -> Any:
+        """Load the weights of a module that was built without them, in place and in float32, and return it.
+
+        Raises:
+            InvalidFile, UnsupportedModel: as for `read`.
+        """
+        for name, parameter in list(module.named_parameters()):
+            tensor = self.read(f"{prefix}.{name}", parameter.shape)
+            owner, _, own = name.rpartition(".")
+            setattr(module.get_submodule(owner), own, torch.nn.Parameter(tensor, requires_grad=False))
+        return module
+
+
+def configuration(path: str, revision: str | None = None) -> PretrainedConfig:
+    """Return transformers' configuration of a checkpoint.
+
+    Raises:
+        ModelNotLoaded: there is no configuration.
+    """
+    with extra("cuda", "cpu"):
+        from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        near = nearest_path(path) if Path(path).absolute().parent.is_dir() else ""
+        raise ModelNotLoaded(f"no configuration of a model at {path!r}{near}: {error}") from error
+
+
+def skeleton(config: PretrainedConfig) -> Any:
+    """Return transformers' modules of a model, without weights."""
+    with extra("cuda", "cpu"):
+        from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _file(path: str, name: str, revision: str | None) -> Path | None:
+    with extra("cuda", "cpu"):
+        from transformers.utils import cached_file
+
+    found = cached_file(
+        path,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+def read_tokenizer(path: str, revision: str | None = None) -> Any:
+    """Read the tokenizer beside a checkpoint, with transformers.
+
+    Raises:
+        ModelNotLoaded: there is none.
+    """
+    with extra("cuda", "cpu"):
+        from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ModelNotLoaded(f"no tokenizer at {path!r}: {error}") from error

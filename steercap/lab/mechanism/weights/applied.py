@@ -20,8 +20,8 @@ from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.kernels.codecs import codec_of
 from steercap.kernels.codecs.random_projection import signs
+from steercap.lab.mechanism.weights import TensorFiles
 from steercap.lab.mechanism.weights.blocks import AttentionWeights, FrozenNorm, Linear, reading, writing
-from steercap.lab.mechanism.weights.files import TensorFiles
 
 
 @dataclass(frozen=True, eq=False)

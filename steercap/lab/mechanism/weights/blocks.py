@@ -11,7 +11,7 @@ positive, so a direction is read as `gain * (direction - mean)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -202,11 +202,18 @@ class NeuronWeights:
         return {"in": self.up} if self.gate is None else {"gate": self.gate, "up": self.up}
 
 
-def taken_apart(fused: torch.Tensor, order: str, heads: int, kv_heads: int) -> Iterable[torch.Tensor]:
-    """Split a fused projection's weight or bias, [out, ...] in `Layout.order`, into queries, keys and values.
+def taken_apart(fused: Linear, order: str, heads: int, kv_heads: int) -> tuple[Linear, Linear, Linear]:
+    """Split a fused projection's weight and bias, [out, ...] in `Layout.order`, into queries, keys and values.
 
     `heads` is the number of query heads, `kv_heads` that of key and value heads.
     """
+    weights, biases = (None if one is None else _taken_apart(one, order, heads, kv_heads) for one in fused)
+    assert weights is not None
+    query, key, value = zip(weights, biases or (None, None, None), strict=True)
+    return query, key, value
+
+
+def _taken_apart(fused: torch.Tensor, order: str, heads: int, kv_heads: int) -> Sequence[torch.Tensor]:
     head_dim = len(fused) // (heads + 2 * kv_heads)
     if order == "stacked":
         return list(fused.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]))

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import nn
 
 from steercap.architectures.families import family_of
-from steercap.core.extras import extra
 from steercap.core.values import index_of, shown
-from steercap.errors import LayerOutOfRange, ModelNotLoaded, UnsupportedModel
+from steercap.errors import LayerOutOfRange, UnsupportedModel
 from steercap.files.fingerprint import weights_of
+from steercap.lab.mechanism.weights import TensorFiles, configuration, read_tokenizer, skeleton
 from steercap.lab.mechanism.weights.applied import AttentionBlock, FeedForward, RoutedExperts
 from steercap.lab.mechanism.weights.blocks import (
     AttentionWeights,
@@ -27,7 +27,6 @@ from steercap.lab.mechanism.weights.blocks import (
     taken_apart,
     writing,
 )
-from steercap.lab.mechanism.weights.files import TensorFiles, configuration, skeleton
 from steercap.lab.mechanism.weights.layouts import layout_of
 from steercap.lab.mechanism.weights.unembedding import Unembedding
 
@@ -60,6 +59,7 @@ class ModelWeights:
     def __init__(self, config: PretrainedConfig, files: TensorFiles, revision: str | None = None) -> None:
         self.name, self._revision = files.path, revision
         self._config: Any = config
+        self._architecture = ", ".join(config.architectures or ())
         self._files = files
         self._layout = layout_of(config.architectures or ())
         self._family = family_of(config.architectures or ())
@@ -136,13 +136,7 @@ class ModelWeights:
         Raises:
             ModelNotLoaded: there is no tokenizer beside the checkpoint.
         """
-        with extra("cuda", "cpu"):
-            from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(self.name, revision=self._revision)
-        except (OSError, ValueError) as error:
-            raise ModelNotLoaded(f"no tokenizer at {self.name!r}: {error}") from error
+        return read_tokenizer(self.name, self._revision)
 
     def attention(self, layer: int) -> AttentionWeights:
         """Read the weights of one attention block.
@@ -224,12 +218,6 @@ class ModelWeights:
         down, constant = writing((weight.T, bias), post, self._factor)
         return NeuronWeights(index, gates, ups, down, constant, norm, post)
 
-    # Contents of a layer
-
-    @property
-    def _architecture(self) -> str:
-        return ", ".join(self._config.architectures)
-
     @property
     def _heads(self) -> int:
         return int(self._config.num_attention_heads)
@@ -275,8 +263,6 @@ class ModelWeights:
                 "does not know"
             )
 
-    # Its tensors
-
     def _module(self, layer: int, name: str) -> Any:
         module = self._decoder[layer].get_submodule(name)
         return self._files.fill(f"{self._family.layers}.{layer}.{name}", module)
@@ -295,14 +281,9 @@ class ModelWeights:
     def _projections(self, layer: int) -> tuple[Linear, Linear, Linear]:
         """Return the weights and biases of queries, keys and values."""
         layout = self._layout
-        if not layout.fused:
-            query, key, value = (self._linear(layer, name) for name in (layout.query, layout.key, layout.value))
-            return query, key, value
-        weight, bias = self._linear(layer, layout.fused)
-        parts = [
-            taken_apart(one, layout.order, self._heads, self._kv_heads) for one in (weight, bias) if one is not None
-        ]
-        query, key, value = zip(*parts, strict=True) if bias is not None else ((part, None) for part in parts[0])
+        if layout.fused:
+            return taken_apart(self._linear(layer, layout.fused), layout.order, self._heads, self._kv_heads)
+        query, key, value = (self._linear(layer, name) for name in (layout.query, layout.key, layout.value))
         return query, key, value
 
     def _linear(self, layer: int, name: str) -> Linear:

@@ -15,8 +15,8 @@ from torch import nn
 
 from steercap.architectures.families import family_of
 from steercap.errors import InvalidRequest, UnsupportedModel
+from steercap.lab.mechanism.weights import TensorFiles, configuration, skeleton
 from steercap.lab.mechanism.weights.blocks import FrozenNorm
-from steercap.lab.mechanism.weights.files import TensorFiles, configuration, skeleton
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

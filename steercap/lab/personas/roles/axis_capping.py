@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -25,9 +26,10 @@ from steercap.lab.personas.capture import prompt_of
 from steercap.lab.personas.roles.axis import AssistantAxis
 from steercap.lab.personas.roles.folder import read_folder
 from steercap.lab.personas.roles.role import ASSISTANT
+from steercap.lab.personas.roles.settings import Case
 from steercap.lab.personas.roles.stages import answers_of
 from steercap.steering.edits.inputs import FrozenMapping
-from steercap.steering.edits.projecting import Cap
+from steercap.steering.edits.replace import Cap
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec
 
@@ -234,3 +236,27 @@ def _percentile(layer: int, values: torch.Tensor, percentile: float) -> float:
     if found.ndim != 1 or not found.size or not np.isfinite(found).all():
         raise InvalidSpec(f"the projections of layer {layer} are {list(found.shape)}; give finite numbers in a row")
     return float(np.percentile(found, percentile))
+
+
+class CapRecord(msgspec.Struct, frozen=True):
+    """Answer to a case under one condition, with its measures.
+
+    Args:
+        case: case of the answer.
+        condition: name of the steering, "plain" without any.
+        answer: the text.
+        tokens: number of its tokens.
+        projection: projection of the answer's rows on the axis after the edits, mean over tokens, by layer.
+        read: the same when the answer is read again without steering, which shows the text's effect without the edit.
+        score: score of its role play, 0 to 100; None without a role, or if it could not be scored.
+        perplexity: perplexity of the answer without steering.
+    """
+
+    case: Case
+    condition: str
+    answer: str
+    tokens: int
+    projection: dict[int, float]
+    read: dict[int, float]
+    score: float | None
+    perplexity: float

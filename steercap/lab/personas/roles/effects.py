@@ -17,11 +17,10 @@ from steercap.lab.measures.scores import Scored, make_scorer
 from steercap.lab.measures.statistics import Estimate, cluster_means, estimate
 from steercap.lab.measures.texts import Perplexity
 from steercap.lab.personas.generate import Ends, ends_in, messages_of, said, sampling_of
-from steercap.lab.personas.records import seed_of
 from steercap.lab.personas.roles.axis import AssistantAxis
-from steercap.lab.personas.roles.axis_capping import layers_in, projections_by_text
-from steercap.lab.personas.roles.role import drift_prompts, trait_of
-from steercap.lab.personas.roles.settings import RoleSettings, requests_of
+from steercap.lab.personas.roles.axis_capping import CapRecord, layers_in, projections_by_text
+from steercap.lab.personas.roles.role import trait_of
+from steercap.lab.personas.roles.settings import Case, RoleSettings
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -31,79 +30,6 @@ if TYPE_CHECKING:
 
 #: Name of the baseline condition.
 PLAIN: Final = "plain"
-
-
-class Case(msgspec.Struct, frozen=True):
-    """Request whose answers are compared across conditions.
-
-    Args:
-        kind: "role", or "drift" for one without a role.
-        role: name of the role, "" for none.
-        question: index of the question; answers to one question are resampled together for intervals.
-        seed: sampling seed, the same under every condition.
-        system_prompt: system prompt, "" for none.
-        text: text of the question.
-    """
-
-    kind: str
-    role: str
-    question: int
-    seed: int
-    system_prompt: str
-    text: str
-
-
-class CapRecord(msgspec.Struct, frozen=True):
-    """Answer to a case under one condition, with its measures.
-
-    Args:
-        case: case of the answer.
-        condition: name of the steering, "plain" without any.
-        answer: the text.
-        tokens: number of its tokens.
-        projection: projection of the answer's rows on the axis after the edits, mean over tokens, by layer.
-        read: the same when the answer is read again without steering, which shows the text's effect without the edit.
-        score: score of its role play, 0 to 100; None without a role, or if it could not be scored.
-        perplexity: perplexity of the answer without steering.
-    """
-
-    case: Case
-    condition: str
-    answer: str
-    tokens: int
-    projection: dict[int, float]
-    read: dict[int, float]
-    score: float | None
-    perplexity: float
-
-
-def cases_of(settings: RoleSettings) -> list[Case]:
-    """Return a case for each request of each role of a run, without the assistant.
-
-    Args:
-        settings: settings of the run, or others with different questions and prompts.
-    """
-    return [
-        Case("role", one.role, one.question, one.seed, one.system_prompt, one.question_text)
-        for name in settings.roles.names
-        for one in requests_of(settings, name)
-    ]
-
-
-def drift_cases(prompts: Sequence[str] | None = None, *, samples: int = 1, seed: int = 0) -> list[Case]:
-    """Return cases without a role, with prompts that may make an assistant leave its default character.
-
-    Args:
-        prompts: texts; those that come with steercap by default.
-        samples: number of samples of each.
-        seed: seed of sampling.
-    """
-    texts = drift_prompts() if prompts is None else prompts
-    return [
-        Case("drift", "", place, seed_of(seed, f"drift/{place}/{sample}"), "", text)
-        for place, text in enumerate(texts)
-        for sample in range(samples)
-    ]
 
 
 async def compare_steering(

@@ -15,6 +15,7 @@ import msgspec
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
+from steercap.files.fingerprint import nearest_path
 from steercap.lab.personas.roles.role import ASSISTANT, Role, RoleSet
 
 #: File of a folder with the questions and prompts that all roles share.
@@ -151,7 +152,10 @@ def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
     """Return the rows of a table, each by its columns."""
     readers = {".csv": _csv, ".parquet": _parquet, ".jsonl": _lines}
     if path.suffix not in readers:
-        raise InvalidFile(f"{path} is neither a folder nor a table; give a folder, or a file of {', '.join(TABLES)}")
+        raise InvalidFile(
+            f"{path} is neither a folder nor a table{nearest_path(path)}; give a folder, or a file of "
+            f"{', '.join(TABLES)}"
+        )
     try:
         return readers[path.suffix](path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -180,7 +184,7 @@ def _parquet(path: Path) -> list[Mapping[str, Any]]:
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # U+2028 and the like are part of a line
         if not line.strip():
             continue
         try:
@@ -223,7 +227,7 @@ def _questions(given: str | Path | Sequence[str] | None) -> Iterable[str]:
     path = Path(given)
     if path.suffix == ".txt":
         try:
-            return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            return [line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidFile(f"{path} cannot be read as questions: {error}") from error
     found = [row.get("question") for row in _rows(path)]

@@ -12,7 +12,7 @@ from steercap.core.values import shown
 from steercap.errors import InvalidSetting
 from steercap.lab.measures.scores import make_scorer
 from steercap.lab.personas.records import RoleRequest, RoleResponse, seed_of
-from steercap.lab.personas.roles.role import ASSISTANT, RoleSet, trait_of
+from steercap.lab.personas.roles.role import ASSISTANT, RoleSet, drift_prompts, trait_of
 from steercap.lab.personas.settings import check_fields, digest_of
 
 #: Settings that a role's stage depends on, besides the stages before it.
@@ -205,3 +205,52 @@ def outcome_of(
     mean = math.fsum(known) / len(known) if known else None
     unscored = len(responses) - len(known) if scores is not None else 0
     return RoleOutcome(len(responses), kept, unscored, mean, left_out)
+
+
+class Case(msgspec.Struct, frozen=True):
+    """Request whose answers are compared across conditions.
+
+    Args:
+        kind: "role", or "drift" for one without a role.
+        role: name of the role, "" for none.
+        question: index of the question; answers to one question are resampled together for intervals.
+        seed: sampling seed, the same under every condition.
+        system_prompt: system prompt, "" for none.
+        text: text of the question.
+    """
+
+    kind: str
+    role: str
+    question: int
+    seed: int
+    system_prompt: str
+    text: str
+
+
+def cases_of(settings: RoleSettings) -> list[Case]:
+    """Return a case for each request of each role of a run, without the assistant.
+
+    Args:
+        settings: settings of the run, or others with different questions and prompts.
+    """
+    return [
+        Case("role", one.role, one.question, one.seed, one.system_prompt, one.question_text)
+        for name in settings.roles.names
+        for one in requests_of(settings, name)
+    ]
+
+
+def drift_cases(prompts: Sequence[str] | None = None, *, samples: int = 1, seed: int = 0) -> list[Case]:
+    """Return cases without a role, with prompts that may make an assistant leave its default character.
+
+    Args:
+        prompts: texts; those that come with steercap by default.
+        samples: number of samples of each.
+        seed: seed of sampling.
+    """
+    texts = drift_prompts() if prompts is None else prompts
+    return [
+        Case("drift", "", place, seed_of(seed, f"drift/{place}/{sample}"), "", text)
+        for place, text in enumerate(texts)
+        for sample in range(samples)
+    ]

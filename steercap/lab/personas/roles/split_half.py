@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from steercap.core.display import brief
-from steercap.core.values import index_of, shown
+from steercap.core.values import count_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.personas.roles.axis import HOWS, How, axes, how_of
 from steercap.lab.personas.roles.role import ASSISTANT
@@ -90,8 +90,7 @@ def stability(rows: RoleRows, *, over: Over = "questions", splits: int = 20, see
     """
     if over not in get_args(Over):
         raise InvalidSpec(f"over={shown(over)}; give {' or '.join(map(repr, get_args(Over)))}")
-    if (index_of(splits) or 0) < 1:
-        raise InvalidSpec(f"splits={shown(splits)}; give 1 or more")
+    count_of(splits, "splits")
     if rows.questions < 2 or (over == "roles" and len(rows.names) < 4):
         raise InvalidSpec(
             f"{rows.questions} questions and {len(rows.names)} roles; two questions are needed to halve them, and four "

@@ -14,7 +14,7 @@ from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.lab.directions.extraction import Text, extract
-from steercap.lab.studies.evaluation.dosing import dosed, has_doses, random_spec
+from steercap.lab.studies.sweeps.operations import dosed, has_doses, random_spec
 from steercap.steering.edits import Edit
 from steercap.steering.edits.add import Add
 from steercap.steering.layers import LayerVectors

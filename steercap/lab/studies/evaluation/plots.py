@@ -12,7 +12,7 @@ from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
 from steercap.lab.measures.statistics import Estimate
 from steercap.lab.studies.evaluation.tables import Line, Matched
-from steercap.lab.studies.sweeps.plots import RANDOM, frame, scale_log
+from steercap.lab.studies.sweeps.summaries import RANDOM, frame, scale_log
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from steercap.core.extras import require
 from steercap.errors import InvalidSpec
 from steercap.lab.measures import Measure
+from steercap.lab.studies import Row, Table, Value
 from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Conversation, Evaluation
 from steercap.lab.studies.evaluation.results import EvaluationResults
 from steercap.lab.studies.evaluation.store import Answer, Folder
 from steercap.lab.studies.evaluation.tasks import TASKS, Task, logprobs_of, tokenized
 from steercap.lab.studies.running import CONCURRENT, ask, chosen, fill, measured, measures_of, steered
-from steercap.lab.studies.store import Row, Table, Value
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:

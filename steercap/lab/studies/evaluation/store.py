@@ -10,9 +10,9 @@ import msgspec
 from steercap.core.values import shown
 from steercap.errors import InvalidFile
 from steercap.lab.measures import Answered, Measure
+from steercap.lab.studies import Row, StudyFolder, Table, Value, folder_of
 from steercap.lab.studies.evaluation.definition import FOLDER, Condition, Evaluation
 from steercap.lab.studies.evaluation.tasks import Task
-from steercap.lab.studies.store import Row, StudyFolder, Table, Value, folder_of
 
 
 class Answer(Answered, frozen=True, kw_only=True):

@@ -20,10 +20,10 @@ import numpy.typing as npt
 from steercap.core.extras import extra
 from steercap.core.prompts import templated
 from steercap.core.registry import Registry
-from steercap.core.values import index_of, parts_of, shown
+from steercap.core.values import count_of, parts_of, shown
 from steercap.errors import InvalidSpec, WorkerFailure
 from steercap.lab.measures.texts import READ, prompt_logprobs_of
-from steercap.lab.studies.evaluation.dosing import over_read
+from steercap.lab.studies.sweeps.operations import over_read
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -54,10 +54,7 @@ def first_of(items: Sequence[Item], first: int | None, what: str) -> Sequence[It
     Raises:
         InvalidSpec: there are not enough items.
     """
-    count = len(items) if first is None else index_of(first)
-    if count is None or not 1 <= count <= len(items):
-        raise InvalidSpec(f"{what}: first={shown(first)}; give a whole number from 1 to {len(items)}, or None for all")
-    return items[:count]
+    return items if first is None else items[: count_of(first, f"{what}: first", 1, len(items))]
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
 from steercap.files.folder import FolderKind
-from steercap.lab.studies.store import as_stored, settle
+from steercap.lab.studies import as_stored, settle
 from steercap.lab.studies.sweeps.operations import OPERATIONS, derived_seed, random_like
 from steercap.steering.layers import LayerVectors
 from steercap.steering.spec import SteeringSpec

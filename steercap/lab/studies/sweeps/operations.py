@@ -1,19 +1,23 @@
-"""Operations that a sweep can scale, each an edit of a vector and a scale; and random control vectors for them."""
+"""Operations that a sweep can scale, random control vectors for them, and specs scaled to a dose or moved."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from steercap.core.registry import Registry
+from steercap.core.tokens import TokenSelection
+from steercap.errors import InvalidSpec
 from steercap.steering.edits import Edit
-from steercap.steering.edits.add import Add
-from steercap.steering.edits.projecting import Ablate, Cap, SetProjection
+from steercap.steering.edits.add import Add, LowRank
+from steercap.steering.edits.replace import Ablate, Cap, SetProjection
 from steercap.steering.layers import LayerVectors
+from steercap.steering.spec import SteeringSpec
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,104 @@ def derived_seed(text: str) -> int:
 
 def _normal(text: str, width: int) -> torch.Tensor:
     return torch.randn(width, generator=torch.Generator().manual_seed(derived_seed(text)))
+
+
+def dosed(spec: SteeringSpec, dose: float) -> SteeringSpec:
+    """Return the edits with their scale multiplied by a dose; at 1, any spec is returned unchanged.
+
+    Raises:
+        InvalidSpec: an edit has no scale, such as a Cap, and the dose is not 1.
+    """
+    if dose == 1:
+        return spec
+
+    def scaled(edit: Any) -> Any:
+        if not _has_scale(edit):
+            raise InvalidSpec(f"{edit!r} has no scale, and so no dose but 1; give doses=[1]")
+        return dataclasses.replace(edit, scale=edit.scale * dose)
+
+    return _each(spec, scaled)
+
+
+def has_doses(spec: SteeringSpec) -> bool:
+    """Return True if every edit has a scale."""
+    return all(_has_scale(edit) for edit in spec.flat())
+
+
+def _has_scale(edit: Any) -> bool:
+    """Return True if an edit has a scale that multiplies its whole change."""
+    return "scale" in {field.name for field in dataclasses.fields(edit)}
+
+
+def over_read(spec: SteeringSpec, prompt_len: int, total: int) -> SteeringSpec:
+    """Return the edits for reading a text, placed as if the model had generated it after its prompt.
+
+    Args:
+        spec: edits of a generation.
+        prompt_len: number of tokens of the prompt.
+        total: number of tokens of prompt and text.
+
+    Raises:
+        InvalidSelection, EmptySelection: the edits select tokens that such a text does not have.
+        InvalidSpec: an edit is a Replace, whose rows belong to fixed positions.
+    """
+
+    def placed(edit: Any) -> Any:
+        if not isinstance(edit, Edit):
+            return edit
+        if edit.replaced:
+            raise InvalidSpec(f"{edit!r} puts rows at positions of one prompt; it cannot be compared on many prompts")
+        ranges = edit.selection.ranges(prompt_len, total)
+        return dataclasses.replace(edit, tokens=TokenSelection(tuple((r.start, r.stop, r.step) for r in ranges)))
+
+    return _each(spec, placed)
+
+
+def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> SteeringSpec:
+    """Return edits with random directions of the same norms as the given ones.
+
+    A vector becomes one uniform on the sphere of its length. `read` and `write` of a LowRank are rotated: their
+    singular values stay, and so does every scalar product of a row of one with a row of the other.
+
+    Args:
+        spec: edits to match.
+        name: name of the method, for the draw.
+        index: index of the random control, from 0.
+        seed: seed of the draw.
+
+    Raises:
+        InvalidSpec: an edit is other than Add and LowRank: its size depends on the rows.
+    """
+    place = -1
+
+    def drawn(edit: Any) -> Any:
+        nonlocal place
+        place += 1
+        turn = torch.Generator().manual_seed(derived_seed(f"{seed}/{name}/{index}/{place}"))
+        if isinstance(edit, LowRank):
+            assert isinstance(edit.read, torch.Tensor)
+            assert isinstance(edit.write, torch.Tensor)
+            read, write = _turned(edit.read, edit.write, turn)
+            return dataclasses.replace(edit, read=read, write=write)
+        if not isinstance(edit, Add):
+            raise InvalidSpec(f"{edit!r} has no random control of its size; only Add and LowRank have")
+        assert isinstance(edit.vector, torch.Tensor)
+        noise = torch.randn(edit.vector.shape, generator=turn).double()
+        return dataclasses.replace(edit, vector=noise * (edit.vector.double().norm() / noise.norm()))
+
+    return _each(spec, drawn)
+
+
+def _turned(read: torch.Tensor, write: torch.Tensor, turn: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate both: an isometry maps the span of their rows to a random one."""
+    rows = torch.cat([read, write]).double()
+    basis = torch.linalg.qr(rows.T).Q  # [width, rows at most]
+    other = torch.linalg.qr(torch.randn(basis.shape, generator=turn).double()).Q
+    carried = rows @ basis @ other.T
+    return carried[: len(read)], carried[len(read) :]
+
+
+def _each(spec: SteeringSpec, change: Callable[[Any], Any]) -> SteeringSpec:
+    """Return the spec with every edit changed, nested specs included, in order."""
+    changed = [_each(edit, change) if isinstance(edit, SteeringSpec) else change(edit) for edit in spec.edits]
+    return SteeringSpec(changed, preserve_norm=spec.preserve_norm)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from steercap.core.chat import said_in
 from steercap.core.display import brief, html_table, span
 from steercap.core.extras import require
 from steercap.core.spec import Point
@@ -18,11 +19,10 @@ from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
 from steercap.files.tables import save_table, table_of
 from steercap.lab.measures import Measure
 from steercap.lab.measures.statistics import cluster_means
+from steercap.lab.studies import StudyFolder, Table
 from steercap.lab.studies.running import CONCURRENT, ask, fill, measured, measures_of, steered
-from steercap.lab.studies.store import StudyFolder, Table
 from steercap.lab.studies.sweeps.grid import SWEEP, Condition, Definition, Request, Sweep
-from steercap.lab.studies.sweeps.plots import plot_doses
-from steercap.lab.studies.sweeps.summaries import Effect, Mean, Record, Summary
+from steercap.lab.studies.sweeps.summaries import Effect, Mean, Record, Summary, plot_doses
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class SweepResults:
         return html_table(f"Sweep: {known}", [*places, "plain", "steered", "negated", "random", "outside"], rows)
 
     def plot(self, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None) -> Path:
-        """Draw measures against scale; see `steercap.lab.studies.sweeps.plots.plot_doses`."""
+        """Draw measures against scale; see `steercap.lab.studies.sweeps.summaries.plot_doses`."""
         return plot_doses(self, path, vector=vector, measures=measures)
 
     def check(self, *measures: str) -> None:
@@ -242,7 +242,7 @@ async def _answer(
                 **msgspec.structs.asdict(request.condition),
                 prompt_index=request.prompt,
                 sample=request.sample,
-                prompt=prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")),
+                prompt=prompt if isinstance(prompt, str) else said_in(prompt[-1]),
                 **await ask(model, prompt, sweep.sampling_of(request), spec),
             )
         )

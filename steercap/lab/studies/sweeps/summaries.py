@@ -1,14 +1,28 @@
-"""Answers of a sweep, means of their values by condition, and effects of a vector beside its controls."""
+"""Answers of a sweep, means of their values by condition, effects of a vector beside its controls; and their pictures.
+
+The pictures show measures against scale, beside random vectors of the same norm.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import numpy as np
 
-from steercap.lab.measures import Answered
-from steercap.lab.studies.sweeps.grid import Condition, Request
+from steercap.core.display import ink
+from steercap.core.extras import extra
+from steercap.errors import InvalidSpec
+from steercap.files.base import save_figure
+from steercap.lab.measures import Answered, Measure
+from steercap.lab.studies.sweeps.grid import Condition, Request, Sweep
+from steercap.lab.studies.sweeps.operations import OPERATIONS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Record(Answered, frozen=True, kw_only=True):
@@ -113,3 +127,173 @@ class Effect(msgspec.Struct, frozen=True):
         if not apart:
             return 0.0
         return apart / spread if spread else math.copysign(math.inf, apart)
+
+
+#: Colours of the colour-blind-safe Okabe-Ito palette.
+STEERED, REVERSED, RANDOM = "#0072B2", "#D55E00", "#999999"
+#: Size of one panel in inches, and dots per inch: two columns and rows make some 60 kB.
+PANEL: Final = (4.2, 2.9)
+DPI: Final = 110
+
+
+class Plotted(Protocol):
+    """Interface of `SweepResults`, for drawing."""
+
+    @property
+    def sweep(self) -> Sweep:
+        """Sweep that was run."""
+
+    @property
+    def values(self) -> Mapping[str, Sequence[float]]:
+        """Value of each answer, by measure."""
+
+    @property
+    def measures(self) -> Mapping[str, Measure]:
+        """Measures by label."""
+
+    def summary(self) -> Sequence[Summary]:
+        """Return means by condition."""
+
+    def check(self, *measures: str) -> None:
+        """Check that measures were taken.
+
+        Raises:
+            InvalidSpec: one was not taken.
+        """
+
+
+def plot_doses(
+    results: Plotted, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None
+) -> Path:
+    """Draw each measure against the scale of one vector: a row per measure, a column per operation and its layers.
+
+    The vector is drawn with one standard error over prompts, the scales of the other sign dashed, every random
+    vector as a thin line in the band from the least to the greatest, and no steering as a dot where the scale
+    changes nothing, or else as a level. Measures that are factors, such as perplexity, have a logarithmic axis.
+
+    Args:
+        results: results of a sweep.
+        path: file to write; its suffix sets the format.
+        vector: name of the vector; may be left out if there is only one.
+        measures: labels, in the order of the rows; all by default.
+
+    Raises:
+        InvalidSpec: an unknown vector or measure, none at all, or several vectors and no name.
+    """
+    figure = _figure(results, *_chosen(results, vector, measures))
+    return save_figure(figure, path, DPI)
+
+
+def _figure(results: Plotted, vector: str, labels: Sequence[str]) -> Figure:
+    with extra("plots"):
+        from matplotlib.figure import Figure
+
+    summary = results.summary()
+    own = [one.condition for one in summary if one.condition.vector == vector]
+    columns = list(dict.fromkeys((condition.operation, condition.layers) for condition in own))
+    if not columns:
+        raise InvalidSpec(f"{vector!r} was swept only at scales {results.sweep.scales}, which change nothing")
+    size = (PANEL[0] * len(columns) + 0.6, PANEL[1] * len(labels) + 0.9)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(labels), len(columns), squeeze=False, sharex="col", sharey="row")
+    for row, label in zip(panels, labels, strict=True):
+        means = {one.condition: one.means[label] for one in summary}
+        for axes, (operation, layers) in zip(row, columns, strict=True):
+            here = {
+                condition: mean
+                for condition, mean in means.items()
+                if (condition.vector, condition.operation, condition.layers) == (vector, operation, layers)
+            }
+            _draw(axes, here, means[Condition(control="none")], operation, log=results.measures[label].log)
+        row[0].set_ylabel(results.measures[label].axis or label)
+    for axes, (operation, layers) in zip(panels[0], columns, strict=True):
+        axes.set_title(f"{operation}, layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}", fontsize=10)
+    for axes, (operation, _) in zip(panels[-1], columns, strict=True):
+        counted = "fraction of the row's norm" if results.sweep.relative else OPERATIONS[operation].axis
+        axes.set_xlabel(f"scale, {counted}")
+    drawn = [axes.get_legend_handles_labels() for axes in panels[0]]
+    legend = {said: handle for handles, words in drawn for handle, said in zip(handles, words, strict=True)}
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        ncols=min(2 * len(columns), 4),  # a column is as wide as two entries
+        frameon=False,
+        fontsize=8,
+    )
+    figure.suptitle(vector)
+    return figure
+
+
+def _chosen(results: Plotted, vector: str | None, measures: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Return the vector and the measures to draw."""
+    labels = list(results.values) if measures is None else list(measures)
+    results.check(*labels)
+    names = list(results.sweep.vectors)
+    if vector is None and len(names) == 1:
+        vector = names[0]
+    if vector not in names or not labels:
+        raise InvalidSpec(f"vector={vector!r}, measures={labels}; name one vector of {names}, and at least one measure")
+    return vector, labels
+
+
+def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
+    """Draw one panel: random vectors below, then no steering, the reversed scales, and the vector on top."""
+    if log:
+        scale_log(axes)
+    neutral = OPERATIONS[operation].neutral
+    lines: dict[str, dict[float, Mean]] = {}
+    for condition, mean in means.items():
+        lines.setdefault(condition.control, {})[condition.scale] = mean
+    if neutral is not None:
+        for line in lines.values():
+            line[neutral] = plain
+    random = [lines.pop(control) for control in list(lines) if control.startswith("random-")]
+    _draw_random(axes, random)
+    if neutral is None:
+        axes.axhline(plain.value, color=ink(), linewidth=1, linestyle=":", label="no steering")
+    if "reversed" in lines:
+        _draw_line(axes, lines["reversed"], REVERSED, "--", "other sign", log=log)
+    if "" in lines:
+        _draw_line(axes, lines[""], STEERED, "-", "vector, ± 1 standard error", log=log)
+    if neutral is not None:
+        axes.plot([neutral], [plain.value], "o", color=ink(), markersize=6, label="no steering", zorder=5)
+    frame(axes)
+
+
+def frame(axes: Any) -> None:
+    """Draw a faint grid in axes, and no frame above and to the right."""
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def scale_log(axes: Any, which: str = "y") -> None:
+    """Make an axis, "x" or "y", of matplotlib axes logarithmic, with ticks at 2, 3, 5, 10, ..., for any range."""
+    with extra("plots"):
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _draw_random(axes: Any, lines: Sequence[Mapping[float, Mean]]) -> None:
+    if not lines:
+        return
+    scales = sorted(lines[0])
+    values = np.array([[line[scale].value for scale in scales] for line in lines])
+    axes.fill_between(scales, values.min(0), values.max(0), color=RANDOM, alpha=0.25, linewidth=0)
+    for place, line in enumerate(values):
+        said = f"{len(lines)} random vectors of its norm" if not place else None
+        axes.plot(scales, line, color=RANDOM, linewidth=0.6, alpha=0.7, label=said)
+
+
+def _draw_line(axes: Any, line: Mapping[float, Mean], colour: str, style: str, said: str, *, log: bool) -> None:
+    scales = sorted(line)
+    middle = np.array([line[scale].value for scale in scales])
+    error = np.nan_to_num(np.array([line[scale].error for scale in scales]))
+    low, high = (middle * np.exp(-error), middle * np.exp(error)) if log else (middle - error, middle + error)
+    axes.fill_between(scales, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(scales, middle, color=colour, linestyle=style, marker="o", markersize=4, linewidth=1.8, label=said)

@@ -1,0 +1,154 @@
+"""Encodings as floating-point numbers: rows bit for bit, reductions and projections in float32, and e4m3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import torch
+
+from steercap.core.schema import RAW, REDUCED
+from steercap.kernels.bits import FP8_HEAD, FP8_MOST
+from steercap.kernels.codecs import Alike, Codec, Encoding, added, dtype_of, packed
+from steercap.kernels.codecs.uniform import floats, heads, restored, step_of
+
+if TYPE_CHECKING:
+    from steercap.core.schema import Coding, PointSchema
+
+
+class Raw(Encoding):
+    """Encoding of rows as their bytes."""
+
+    is_codec: ClassVar[bool] = True
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return schema.shard_width * dtype_of(schema).itemsize
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        return rows.to(dtype_of(schema)).contiguous().view(torch.uint8)
+
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
+        return stored.view(dtype_of(schema)).view(-1, *schema.shard_shape)
+
+
+#: Bytes of a float32.
+_FLOAT: Final = 4
+
+
+class Reduced(Encoding):
+    """Encoding of a reduced row as float32, whatever the model's dtype."""
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return schema.shard_width * _FLOAT
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        return rows.float().contiguous().view(torch.uint8)
+
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
+        return stored.view(torch.float32).view(-1, *schema.shard_shape)
+
+
+class Projected(Encoding):
+    """Encoding of projections: a few numbers per row, packed so that a record of few directions takes one line."""
+
+    align: ClassVar[int] = _FLOAT
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return coding.k * _FLOAT
+
+    def takes(self, coding: Coding) -> bool:
+        return coding.k > 0
+
+    def vectors(self, coding: Coding) -> int:
+        return coding.k
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert vectors is not None, "rows are projected on directions"
+        return (rows.float() @ vectors.T).contiguous().view(torch.uint8)
+
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
+        return stored.view(torch.float32).view(-1, coding.k)
+
+    def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add up the products of the shards, which gives those of whole rows."""
+        return added(shards)
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        from steercap.kernels.triton_rp import launch_project
+
+        assert alike.directions is not None, "rows are projected on directions"
+        rows = ring.view(dtype_of(alike.schema))
+        width = alike.schema.shard_width
+        launch_project(rows, ring.view(torch.float32), records, alike.points, width, vectors, alike.directions)
+
+
+#: Half a unit in the last place of normal numbers, as a share of the number; and half of the least number.
+_HALF_ULP: Final = 2.0**-4
+
+
+_HALF_LEAST: Final = 2.0**-10
+
+
+class FP8(Codec):
+    """Codec of float8_e4m3fn codes behind their row's scale, `value = scale × q`; decoded to float32.
+
+    A row's greatest magnitude becomes 448, the greatest of e4m3. Elements down to a 28,672nd of the greatest keep
+    three bits of mantissa: the error of an element is at most a sixteenth of its value, or `scale / 1024` if that is
+    more. A row that is not finite becomes NaN throughout.
+    """
+
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return FP8_HEAD + schema.shard_width
+
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
+        exact = rows.double()
+        scale = step_of(exact.abs().amax(dim=1), FP8_MOST)
+        ratio = torch.where((scale > 0)[:, None], exact / scale.double()[:, None], 0.0)
+        codes = ratio.float().to(torch.float8_e4m3fn)
+        return torch.cat([heads(scale), codes.view(torch.uint8)], dim=1)
+
+    def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
+        codes = packed(stored[:, FP8_HEAD:]).view(torch.float8_e4m3fn)
+        return {"q": codes, "scale": floats(stored, 0, 1).flatten()}
+
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        return restored(parts["q"].float(), parts["scale"][:, None]).view(-1, *schema.shard_shape)
+
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        scale = parts["scale"].double()[:, None]
+        # The true element may be the larger one of the two that round to the same.
+        relative = parts["q"].double().abs() * scale * (_HALF_ULP / (1 - _HALF_ULP))
+        return torch.maximum(relative, scale * _HALF_LEAST).view(-1, *schema.shard_shape)
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
+        from steercap.kernels.triton_rp import launch_fp8
+
+        launch_fp8(ring.view(dtype_of(alike.schema)), ring, records, alike.points, alike.schema.shard_width)
+
+
+_REDUCED = Reduced()
+MEMBERS = {
+    "raw": Raw(),
+    "reduced": _REDUCED,
+    "projected": Projected(),
+    "fp8": FP8(),
+}
+
+
+def accumulator_records(schemas: Sequence[PointSchema], held: int) -> int:
+    """Return a reduction's size in the arena, in raw records: its float32 rows and the rows held apart.
+
+    Args:
+        schemas: schemas of its points.
+        held: number of rows held apart.
+    """
+    raw = Raw().record(schemas, RAW).lines
+    return (-(-_REDUCED.record(schemas, REDUCED).lines // raw) if raw else 0) + held

@@ -1,0 +1,119 @@
+"""`/v1/steercap/sketches`: statistics of rows, which clients open, read and close."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from steercap.captures.sketch import Sketch
+from steercap.core.spec import Point
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec
+from steercap.requests.sketching import EngineSketches, RunningSketch, begun
+from steercap.server.asks import capture_of
+from steercap.server.folder import owner_of
+from steercap.server.library import Library
+from steercap.server.questions import answering, asked
+from steercap.server.sketch_store import SketchStore
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+#: Bytes of a file sent at once.
+_PART: Final = 1 << 20
+#: Fields of a sketch that say whose rows it takes, as in `steercap.capture`.
+ROWS: Final = ("layers", "sites", "tokens", "before_edits")
+
+
+class SketchRoutes:
+    """Routes that open, read and close sketches.
+
+    Args:
+        model: the open model.
+        library: named vectors and steering.
+        store: the open sketches.
+    """
+
+    def __init__(self, model: SteerModel, library: Library, store: SketchStore) -> None:
+        self._model, self._library, self._store = model, library, store
+
+    @property
+    def routes(self) -> list[Route]:
+        """All routes of this class."""
+        return [
+            Route("/v1/steercap/sketches", answering(self.open), methods=["POST"]),
+            Route("/v1/steercap/sketches/{name}", answering(self.sketch), methods=["GET"]),
+            Route("/v1/steercap/sketches/{name}", answering(self.close), methods=["DELETE"]),
+        ]
+
+    async def open(self, request: Request) -> Response:
+        """Open a sketch: `{"kind": "moments", "size": ..., "layers": ..., "sites": ..., "tokens": ...}`."""
+        given, owner = await asked(request, ("kind", "size", *ROWS)), _owner(request)
+        rows = {name: given[name] for name in ROWS if name in given}
+        spec = capture_of({**rows, "codec": "raw"}, self._library, owner)
+        running = await begun(self._model.serving.here(), given.get("kind", "moments"), given.get("size"), spec)
+        one = self._store.keep(running, owner)
+        if await request.is_disconnected():  # nobody learns its name
+            await self._store.close(one)
+        return JSONResponse({"id": one.name, "points": [list(point) for point in running.points]}, 201)
+
+    async def sketch(self, request: Request) -> Response:
+        """Send the statistics as `Sketch.save` writes them: those of all points, or of `?points=0,3`, by number."""
+        one = self._store.get(request.path_params["name"], _owner(request))
+        points = _points(one.running, request.query_params.get("points"))
+        async with AsyncExitStack() as held:
+            held.enter_context(self._store.using(one))
+            await held.enter_async_context(one.turn)
+            one.running.book.require()
+            found = await EngineSketches(self._model.serving.here()).fetch(one.running, points)
+            file, size = await asyncio.to_thread(written, found)
+            held.callback(file.close)
+            return _SketchFile(file, size, held.pop_all())
+
+    async def close(self, request: Request) -> Response:
+        """Free a sketch."""
+        one = self._store.get(request.path_params["name"], _owner(request))
+        await self._store.close(one)
+        return JSONResponse({"id": one.name, "deleted": True})
+
+
+class _SketchFile(StreamingResponse):
+    """Answer with a file, which is closed and let go of however the answer ends."""
+
+    def __init__(self, file: IO[bytes], size: int, held: AsyncExitStack) -> None:
+        super().__init__(iter(lambda: file.read(_PART), b""), 200, {"content-length": str(size)})
+        self.media_type = "application/octet-stream"
+        self._held = held
+
+    async def __call__(self, *args: Any) -> None:
+        async with self._held:
+            await super().__call__(*args)
+
+
+def written(sketch: Sketch) -> tuple[IO[bytes], int]:
+    """Return an open file of a sketch, which is on no path any more, and its size."""
+    with tempfile.TemporaryDirectory(prefix="steercap-sketch-") as folder:
+        path = sketch.save(Path(folder, "it.safetensors"))
+        return path.open("rb"), path.stat().st_size
+
+
+def _points(running: RunningSketch, given: str | None) -> Sequence[Point]:
+    if given is None:
+        return running.points
+    numbers = given.split(",")[: len(running.points)]
+    known = {str(number): point for number, point in enumerate(running.points)}
+    if unknown := [number for number in numbers if number not in known]:
+        raise InvalidSpec(f"points={shown(given)}; the sketch has no point {unknown[0][:20]!r}, but {', '.join(known)}")
+    return [known[number] for number in numbers]
+
+
+def _owner(request: Request) -> str:
+    return owner_of(request.headers.get("authorization", ""))

@@ -1,0 +1,120 @@
+"""Open sketches of a server's clients, and requests that join them.
+
+A sketch belongs to one key, and is freed when nothing has used it for a while, as where its client is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from steercap.core.values import shown
+from steercap.errors import SketchClosed
+from steercap.requests.context import require_nested
+from steercap.requests.sketching import RunningSketch
+from steercap.server.folder import TIME_TO_LIVE
+
+
+@dataclass
+class HeldSketch:
+    """Sketch that a client has open.
+
+    Args:
+        name: unguessable id.
+        owner: its owner.
+        running: the sketch.
+        until: time of expiry, in seconds of the store's clock.
+        users: number of requests that use it now; it does not expire meanwhile.
+        turn: lock held while its file is made and sent, so that one waits on the disk at most.
+    """
+
+    name: str
+    owner: str
+    running: RunningSketch
+    until: float
+    users: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class SketchStore:
+    """Store of the sketches of a server.
+
+    Args:
+        time_to_live: seconds until a sketch that nothing uses expires.
+        clock: function that returns the time in seconds.
+    """
+
+    def __init__(self, time_to_live: float = TIME_TO_LIVE, clock: Callable[[], float] = time.monotonic) -> None:
+        self.time_to_live = time_to_live
+        self._clock = clock
+        self._held: dict[str, HeldSketch] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def keep(self, running: RunningSketch, owner: str) -> HeldSketch:
+        """Keep an open sketch."""
+        one = HeldSketch(f"sketch-{secrets.token_hex(16)}", owner, running, self._clock() + self.time_to_live)
+        self._held[one.name] = one
+        self._sweep_later()
+        return one
+
+    def get(self, name: str, owner: str) -> HeldSketch:
+        """Return an owner's sketch.
+
+        Raises:
+            SketchClosed: there is none of the name, or it is another owner's.
+        """
+        one = self._held.get(name)
+        if one is None or not secrets.compare_digest(one.owner, owner):
+            raise SketchClosed(
+                f"no sketch {shown(name)} is open: it was closed, it is not yours, or nothing used it for "
+                f"{self.time_to_live:.0f} s; begin another one, or keep them longer by `--captures-seconds`"
+            )
+        return one
+
+    @contextmanager
+    def using(self, one: HeldSketch) -> Iterator[None]:
+        """Keep a sketch from expiring while the block runs."""
+        one.users += 1
+        try:
+            yield
+        finally:
+            one.users -= 1
+            one.until = self._clock() + self.time_to_live
+            self._sweep_later()
+
+    @contextmanager
+    def joined(self, names: Sequence[str], owner: str) -> Iterator[tuple[RunningSketch, ...]]:
+        """Yield the sketches that a request joins; they do not expire while the block runs.
+
+        Raises:
+            SketchClosed: one of them is not open.
+            InvalidRequest: they read different tokens.
+        """
+        found = [self.get(name, owner) for name in names]
+        for one in found[1:]:
+            require_nested(found[0].running, one.running)
+        with ExitStack() as uses:
+            for one in found:
+                uses.enter_context(self.using(one))
+            yield tuple(one.running for one in found)
+
+    async def close(self, one: HeldSketch) -> None:
+        """Free a sketch; requests that still run in it fail."""
+        self._held.pop(one.name, None)
+        await one.running.aclose()
+
+    def _sweep_later(self) -> None:
+        asyncio.get_running_loop().call_later(self.time_to_live + 1, self.sweep)
+
+    def sweep(self) -> None:
+        """Free sketches that have expired, without waiting for it."""
+        now = self._clock()
+        for one in [one for one in self._held.values() if not one.users and one.until <= now]:
+            del self._held[one.name]
+            task = asyncio.ensure_future(one.running.aclose())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
