@@ -26,8 +26,6 @@ _LACKING: Final = object()
 _PLAIN: Final = (bool, int, float, str, tuple, type(None))
 _MAPPINGS: Final = frozenset({dict, MappingProxyType})
 
-#: Colour of names in pictures.
-INK: Final = "#222222"
 #: Candidate places of a name: offset in points to the right of its dot and above it, and the anchor of the text.
 SIDES: Final = (
     (4, 0, "left", "center"),
@@ -140,6 +138,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def ink() -> str:
+    """Return the colour of texts and lines in pictures: that of matplotlib's style, black without one."""
+    from matplotlib import rcParams
+
+    return str(rcParams["text.color"])
+
+
 def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5, **style: Any) -> None:
     """Draw names beside points, [names, 2], each on the first side where it fits.
 
@@ -151,7 +156,7 @@ def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5,
     dots, frame = axes.transData.transform(points), axes.get_window_extent()
     for name, point in zip(names, points, strict=True):
         for number, (across, up, beside, over) in enumerate(SIDES, 1):
-            how = {"ha": beside, "va": over, "fontsize": size, "color": INK, **style}
+            how = {"ha": beside, "va": over, "fontsize": size, "color": ink(), **style}
             text = axes.annotate(name, point, (across, up), textcoords="offset points", **how)
             box = text.get_window_extent()
             covers = any(map(box.overlaps, taken)) or any(box.contains(*dot) for dot in dots)

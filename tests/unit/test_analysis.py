@@ -7,13 +7,16 @@ import json
 import math
 import shutil
 
+import matplotlib.style
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
 from cli_calls import call
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
@@ -595,6 +598,26 @@ def test_an_outlier_does_not_flatten_a_picture(tmp_path, llama, monkeypatch) -> 
         ends = np.abs([*axes.get_xlim(), *axes.get_ylim()])
         assert ends.max() < 1e3, name
         assert any("1e+05" in text.get_text() for one in figures[-1].axes for text in one.texts), name
+
+
+def test_pictures_follow_the_style_of_matplotlib(tmp_path, llama, monkeypatch) -> None:
+    """On a dark page, texts and lines that are dark without a style are light; texts on cells keep their own."""
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, *_rest: figures.append(figure))
+    vectors = drawn(4, layers=(0, 1))
+    found = analysis.anatomy(vectors, llama, 1, random=40, top=3, parts=["scores", "tokens", "reads", "tree"]).tables
+    with matplotlib.style.context("dark_background"):
+        for name, draw in (
+            ("scores", analysis.plot_scores),
+            ("tokens", analysis.plot_tokens),
+            ("reads", analysis.plot_neurons),
+        ):
+            draw(found[name], tmp_path / "picture.png")
+            assert to_rgb(figures[-1].get_facecolor()) == (0, 0, 0)
+            for text in figures[-1].findobj(Text):
+                assert to_rgb(text.get_color()) == (1, 1, 1), (name, text)
+            for axes in figures[-1].axes:
+                assert all(sum(to_rgb(line.get_color())) > 0.5 for line in axes.lines), name
 
 
 def test_names_beside_points_do_not_overlap() -> None:

@@ -149,13 +149,30 @@ def test_the_site_can_be_searched_from_a_file(site) -> None:
     if browser is None:
         pytest.skip("no browser to search with; Debian: apt-get install chromium")
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    for name, words in (("index.html", "logit+lens"), ("api/model.html", "run_with_cache")):
+    places = {"logit+lens": "index.html", "hook_resid_post": "roles.html", "steering+vector": "index.html"}
+    for words, name in (places | {"run_with_cache": "api/model.html"}).items():
         place = f"{(site / name).as_uri()}?q={words}"
         found = subprocess.run([*command, place], capture_output=True, text=True, timeout=500, check=False).stdout
         assert re.search(r"md-search-result__meta[^>]*>\s*\d+ matching document", found), name
         results = re.findall(r'href="([^"]+)" class="md-search-result__link"', found)
         assert results[0].startswith((site / "from" / "transformer-lens.html").as_uri()), words
     assert "views.html" in found
+
+
+def test_every_picture_is_described() -> None:
+    """For those who do not see it: a text of several words, no name of a file, and of each picture another."""
+    found = [
+        (page.name, words, picture)
+        for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+        for words, picture in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", page.read_text())
+    ]
+    assert len(found) >= 12
+    assert [
+        (page, words) for page, words, _ in found if len(words.split()) < 5 or words.endswith((".png", ".svg"))
+    ] == []
+    pictures = {words: Path(picture).name for _, words, picture in found}
+    assert all(pictures[words] == Path(picture).name for _, words, picture in found)
+    assert not [page.name for page in (ROOT / "docs").rglob("*.md") if "<img" in page.read_text()]
 
 
 #: Openings that leave a reader guessing what a page is for.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.core.display import ink
 from steercap.core.extras import extra
 from steercap.files.base import save_figure
 from steercap.lab.directions import chance_band
@@ -73,7 +74,7 @@ def draw_scores(settings: PersonaSettings, records: Records, path: Path) -> None
                     label=f"{sign} prompt",
                 )
             for bound in {settings.threshold_high, settings.threshold_low}:
-                panel.axvline(bound, color="black", linewidth=1, linestyle=":")
+                panel.axvline(bound, color=ink(), linewidth=1, linestyle=":")
             panel.set(title=name, xlabel=f"score ({settings.scorer})", ylabel="answers", xlim=(0, 100))
             panel.tick_params(labelbottom=True)
         for panel in panels[len(names) :]:

@@ -122,7 +122,7 @@ class TokenHeatmap:
         return f"<div>{title}{blocks}{self._scale()}</div>"
 
     def _block(self, place: int, name: str) -> str:
-        head = f"<div style='color:#666'>{html.escape(name)}</div>" if name else ""
+        head = f"<div style='opacity:.7'>{html.escape(name)}</div>" if name else ""
         spans = "".join(self._span(token, self.values[at, place], at) for at, token in enumerate(self.tokens))
         return f"<div style='{BLOCK_STYLE}'>{head}{spans}</div>"
 
@@ -137,7 +137,7 @@ class TokenHeatmap:
         stops = ",".join(f"rgb{end}" for end in (BELOW, CENTRE, ABOVE))
         style = f"display:inline-block;width:120px;height:10px;background:linear-gradient(to right,{stops})"
         bar = f"<span style='{style}'></span>"
-        return f"<div style='font-size:11px;color:#666'>{bar} {html.escape(self.legend)}</div>"
+        return f"<div style='font-size:11px;opacity:.7'>{bar} {html.escape(self.legend)}</div>"
 
     # Terminal
 

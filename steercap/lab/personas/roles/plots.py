@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from steercap.core.display import place_names
+from steercap.core.display import ink, place_names
 from steercap.errors import InvalidSpec
 from steercap.lab.personas.pictures import canvas
 from steercap.lab.personas.roles.axis import AssistantAxis, How, directions
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 #: Colours of the colour-blind-safe Okabe-Ito palette.
-ROLE, HELPER, CHANCE, DEALT, BLACK = "#0072B2", "#D55E00", "#999999", "#E69F00", "#000000"
+ROLE, HELPER, CHANCE, DEALT = "#0072B2", "#D55E00", "#999999", "#E69F00"
 DPI: Final = 130
 #: Maximum number of roles for which all names are written.
 NAMED: Final = 60
@@ -53,7 +53,7 @@ def plot_positions(axis: AssistantAxis, layer: int, to: str | Path | Axes) -> No
             axes.plot(
                 value, place, "*" if name == ASSISTANT else "o", color=colour, markersize=9 if name == ASSISTANT else 5
             )
-        axes.axvline(0, color=BLACK, linewidth=0.8)
+        axes.axvline(0, color=ink(), linewidth=0.8)
         step = max(1, len(ranked) // NAMED)
         axes.set_yticks(places[::step], [name for name, _ in ranked][::step], fontsize=8)
         axes.margins(y=0.02)
@@ -87,8 +87,8 @@ def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
     plane = torch.stack([found.pca, components[1]])
     places, helper = (centred @ plane.T).tolist(), (plane @ found.offset).tolist()
     with canvas(to, (6.2, 4.8), dpi=DPI) as axes:
-        axes.axhline(0, color=BLACK, linewidth=0.5)
-        axes.axvline(0, color=BLACK, linewidth=0.5)
+        axes.axhline(0, color=ink(), linewidth=0.5)
+        axes.axvline(0, color=ink(), linewidth=0.5)
         axes.annotate("", helper, (0, 0), arrowprops={"arrowstyle": "->", "color": HELPER, "alpha": 0.6})
         axes.plot(*zip(*places, strict=True), "o", color=ROLE, markersize=5)
         axes.plot(*helper, "*", color=HELPER, markersize=13)
@@ -121,7 +121,7 @@ def plot_stability(found: Stability, to: str | Path | Axes, *, how: How = "contr
             median, band = found.median(how, of), found.band(how, of)
             axes.plot(list(median), list(median.values()), color=colour, label=label, marker=".", linewidth=1.5)
             axes.fill_between(list(band), *zip(*band.values(), strict=True), color=colour, alpha=0.2, linewidth=0)
-        axes.axhline(0, color=BLACK, linewidth=0.5)
+        axes.axhline(0, color=ink(), linewidth=0.5)
         shared = "no question" if found.over == "questions" else "neither role nor question"
         axes.set(
             xlabel="layer",

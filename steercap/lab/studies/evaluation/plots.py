@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from steercap.core.display import ink
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
 from steercap.lab.measures.statistics import Estimate
 from steercap.lab.studies.evaluation.tables import Line, Matched
-from steercap.lab.studies.sweeps.summaries import PLAIN, RANDOM, frame, scale_log
+from steercap.lab.studies.sweeps.summaries import RANDOM, frame, scale_log
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,7 +136,7 @@ def _styles(results: Iterable[Drawn]) -> dict[str, dict[str, Any]]:
             if line.method in found:
                 continue
             if line.method == one.plain:
-                found[line.method] = {"color": PLAIN, "marker": "o"}
+                found[line.method] = {"color": ink(), "marker": "o"}
             elif line.control_of:
                 found[line.method] = {"color": RANDOM, "marker": CONTROL_MARKS[controls % len(CONTROL_MARKS)]}
                 controls += 1
@@ -152,7 +153,7 @@ def _draw_doses(axes: Any, results: Drawn, column: str, styles: Mapping[str, Any
         lines.setdefault(line.method, []).append(line)
     plain = results.plain
     dosed = {one.method for one in results.matched(by=by, at=at) if one.how != "as it is"}
-    axes.axvline(at, color=PLAIN, linewidth=0.8, linestyle="--", alpha=0.6)
+    axes.axvline(at, color=ink(), linewidth=0.8, linestyle="--", alpha=0.6)
     for name in sorted(lines, key=lambda name: name == plain):  # on top
         points = sorted(lines[name], key=lambda line: abs(line.dose))
         if name in dosed:
@@ -188,7 +189,7 @@ def _draw_matched(
         for place, line in enumerate(matched):
             own = line.means[column]
             there = line.how == "interpolated" or line.method == results.plain
-            face = styles[line.method]["color"] if there else "white"
+            face = styles[line.method]["color"] if there else axes.get_facecolor()
             axes.errorbar(
                 [own.value],
                 [place],
@@ -200,7 +201,7 @@ def _draw_matched(
                 **styles[line.method],
             )
         plain = next(line.means[column] for line in matched if line.method == results.plain)
-        axes.axvline(plain.value, color=PLAIN, linewidth=0.7, linestyle=":", alpha=0.7)
+        axes.axvline(plain.value, color=ink(), linewidth=0.7, linestyle=":", alpha=0.7)
         axes.set_ylim(len(matched) - 0.5, -0.5)
         axes.set_yticks(
             range(len(matched)), [line.method for line in matched] if not at else [""] * len(matched), fontsize=8

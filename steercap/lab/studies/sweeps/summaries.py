@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 import numpy as np
 
+from steercap.core.display import ink
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.files.base import save_figure
@@ -129,7 +130,7 @@ class Effect(msgspec.Struct, frozen=True):
 
 
 #: Colours of the colour-blind-safe Okabe-Ito palette.
-STEERED, REVERSED, RANDOM, PLAIN = "#0072B2", "#D55E00", "#999999", "#000000"
+STEERED, REVERSED, RANDOM = "#0072B2", "#D55E00", "#999999"
 #: Size of one panel in inches, and dots per inch: two columns and rows make some 60 kB.
 PANEL: Final = (4.2, 2.9)
 DPI: Final = 110
@@ -250,13 +251,13 @@ def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: st
     random = [lines.pop(control) for control in list(lines) if control.startswith("random-")]
     _draw_random(axes, random)
     if neutral is None:
-        axes.axhline(plain.value, color=PLAIN, linewidth=1, linestyle=":", label="no steering")
+        axes.axhline(plain.value, color=ink(), linewidth=1, linestyle=":", label="no steering")
     if "reversed" in lines:
         _draw_line(axes, lines["reversed"], REVERSED, "--", "other sign", log=log)
     if "" in lines:
         _draw_line(axes, lines[""], STEERED, "-", "vector, ± 1 standard error", log=log)
     if neutral is not None:
-        axes.plot([neutral], [plain.value], "o", color=PLAIN, markersize=6, label="no steering", zorder=5)
+        axes.plot([neutral], [plain.value], "o", color=ink(), markersize=6, label="no steering", zorder=5)
     frame(axes)
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from steercap.core.display import INK
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT, drawn
 from steercap.errors import InvalidSpec
@@ -38,7 +37,6 @@ STYLE: Final[Mapping[str, Any]] = {
     "axes.titlesize": 8.5,
     "axes.labelsize": 8,
     "axes.linewidth": 0.6,
-    "axes.edgecolor": INK,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "xtick.major.width": 0.6,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from steercap.core.display import INK, place_names
+from steercap.core.display import ink, place_names
 from steercap.core.extras import extra
 from steercap.core.prompts import FONT
 from steercap.core.values import shown
@@ -108,7 +108,7 @@ def _mark(axes: Any, values: Any, layers: Sequence[int]) -> str:
     outermost = np.argsort(-np.nan_to_num(np.abs(values)).ravel())[:NAMED]
     places = [np.unravel_index(place, values.shape) for place in outermost]
     for row, head in places:
-        frame: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9, "clip_on": False, "zorder": 3}
+        frame: dict[str, Any] = {"fill": False, "edgecolor": "black", "linewidth": 0.9, "clip_on": False, "zorder": 3}
         axes.add_patch(Rectangle((head - 0.5, row - 0.5), 1, 1, **frame))
     return ", ".join(f"{layers[row]}.{head}" for row, head in places)
 
@@ -220,11 +220,11 @@ def _draw(axes: Any, rows: list[dict[str, Any]], chance: float, most: float, sca
                 va="center",
                 fontsize=6.5,
                 family=FONT,
-                color=INK,
-                bbox={"facecolor": "white", "linewidth": 0, "pad": 0.6},
+                color=ink(),
+                bbox={"facecolor": "none", "linewidth": 0, "pad": 0.6},
             )
         axes.axvline(sign * chance, color=CHANCE, linewidth=0.7, linestyle="--", zorder=0)
-    axes.axvline(0, color=INK, linewidth=0.6)
+    axes.axvline(0, color=ink(), linewidth=0.6)
     axes.set(xlim=(-1.75 * most, 1.75 * most), yticks=[])
     axes.invert_yaxis()
     bare(axes)

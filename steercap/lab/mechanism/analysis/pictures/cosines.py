@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from steercap.core.display import INK, place_names
+from steercap.core.display import ink, place_names
 from steercap.errors import InvalidSpec
 from steercap.lab.mechanism.analysis.pictures import (
     CHANCE,
@@ -90,7 +90,7 @@ def _name(axes: Any, names: Sequence[str]) -> None:
 
 def _write(axes: Any, values: Any) -> None:
     for (row, column), value in np.ndenumerate(values):
-        shade = "white" if abs(value) > 0.6 else INK
+        shade = "white" if abs(value) > 0.6 else "black"
         axes.text(column, row, f"{value:.2f}".replace("0.", "."), ha="center", va="center", fontsize=5.5, color=shade)
 
 
@@ -100,7 +100,7 @@ def _draw_tree(axes: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) 
     for row in rows:
         (near, upper), (far, lower) = places[row["left"]], places[row["right"]]
         at = row["distance"]
-        axes.plot([near, at, at, far], [upper, upper, lower, lower], color=INK, linewidth=0.7, clip_on=False)
+        axes.plot([near, at, at, far], [upper, upper, lower, lower], color=ink(), linewidth=0.7, clip_on=False)
         places[f"#{row['step']}"] = (at, (upper + lower) / 2)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.invert_xaxis()
